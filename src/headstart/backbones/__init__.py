@@ -1,0 +1,6 @@
+"""f(x): load a pre-trained body, cut its head off, extract features, cache them."""
+
+from headstart.backbones.extract import extract
+from headstart.backbones.registry import BACKBONES, Backbone, load_backbone
+
+__all__ = ["BACKBONES", "Backbone", "extract", "load_backbone"]

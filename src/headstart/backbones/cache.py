@@ -1,0 +1,114 @@
+"""Features on disk: one .npy file per (weights, transform, contents), filled block by block, each with a checksum.
+
+Whatever happens to the file (a killed process, a truncation, a flipped bit), opening it tells which blocks are whole;
+only the others are computed again. One process fills a file at a time; the others wait, then read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from filelock import FileLock
+
+from headstart.errors import HeadstartError
+from headstart.files import write_json
+
+BLOCK = 512
+
+
+def cache_root() -> Path:
+    """``HEADSTART_CACHE``, or headstart's folder in the user's cache directory."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get("HEADSTART_CACHE") or Path(base) / "headstart")
+
+
+class FeatureFile:
+    """Features [rows, dim] in float32 under a key."""
+
+    def __init__(self, key: str, rows: int, dim: int) -> None:
+        self.folder = cache_root() / "features" / key
+        self.rows, self.dim = rows, dim
+        self._data, self._manifest = self.folder / "features.npy", self.folder / "blocks.json"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise self._failure(error) from None
+        self.lock = FileLock(self.folder / "lock")
+        self._checksums: list[int | None] = []
+
+    def missing(self) -> list[int]:
+        """Numbers of the blocks that are absent or damaged; this reads the whole file."""
+        self._checksums = self._read_manifest()
+        features = self._map() if any(checksum is not None for checksum in self._checksums) else None
+        for number, expected in enumerate(self._checksums):
+            if expected is not None and (features is None or _checksum(features[self.span(number)]) != expected):
+                self._checksums[number] = None
+        return [number for number, checksum in enumerate(self._checksums) if checksum is None]
+
+    def span(self, number: int) -> slice:
+        """Rows of a block."""
+        return slice(number * BLOCK, min((number + 1) * BLOCK, self.rows))
+
+    def fill(self, blocks: Iterable[tuple[int, npt.NDArray[np.float32]]]) -> None:
+        """Write blocks as they come; each is on disk, and listed, before the next is asked for. Needs the lock."""
+        try:
+            features_map = self._map()
+            if features_map is None:  # absent or truncated; "w+" makes a whole file of zeros
+                features_map = np.lib.format.open_memmap(
+                    self._data, mode="w+", dtype=np.float32, shape=(self.rows, self.dim)
+                )
+                self._checksums = [None] * len(self._checksums)
+            with self._data.open("r+b") as file:
+                for number, features in blocks:
+                    file.seek(features_map.offset + number * BLOCK * self.dim * 4)
+                    file.write(np.ascontiguousarray(features, np.float32).tobytes())
+                    file.flush()
+                    os.fsync(file.fileno())
+                    self._checksums[number] = _checksum(features)
+                    write_json(self._manifest, self._description())
+        except OSError as error:
+            raise self._failure(error) from None
+
+    def open(self) -> npt.NDArray[np.float32]:
+        """The whole matrix, memory-mapped, read-only."""
+        features = self._map()
+        if features is None:
+            raise HeadstartError(f"the feature cache {self.folder} was removed while it was in use; run again")
+        return features
+
+    def _map(self) -> np.memmap[Any, np.dtype[np.float32]] | None:
+        try:
+            features = np.load(self._data, mmap_mode="r", allow_pickle=False)
+        except (OSError, ValueError, EOFError):
+            return None
+        fits = features.shape == (self.rows, self.dim) and features.dtype == np.float32
+        return features if fits else None
+
+    def _description(self) -> dict[str, Any]:
+        return {"rows": self.rows, "dim": self.dim, "block": BLOCK, "checksums": self._checksums}
+
+    def _read_manifest(self) -> list[int | None]:
+        nothing: list[int | None] = [None] * -(-self.rows // BLOCK)
+        try:
+            manifest = json.loads(self._manifest.read_text(encoding="utf-8"))
+            checksums = manifest.pop("checksums")
+        except (OSError, ValueError, KeyError, AttributeError):
+            return nothing
+        same = manifest == {"rows": self.rows, "dim": self.dim, "block": BLOCK} and len(checksums) == len(nothing)
+        return list(checksums) if same else nothing
+
+    def _failure(self, error: OSError) -> HeadstartError:
+        return HeadstartError(
+            f"cannot write features to {self.folder}: {error.strerror or error}; free space, or set HEADSTART_CACHE"
+        )
+
+
+def _checksum(features: npt.NDArray[np.float32]) -> int:
+    return zlib.crc32(np.ascontiguousarray(features, np.float32).tobytes())

@@ -1,0 +1,150 @@
+"""One pass over a frozen body: examples in, cached features out."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import redirect_stdout
+from io import StringIO
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from filelock import Timeout
+from torch import Tensor
+
+from headstart.backbones.cache import FeatureFile
+from headstart.backbones.registry import Backbone
+from headstart.data import Examples
+from headstart.errors import HeadstartError
+from headstart.progress import progress
+
+Runner = Callable[[tuple[Tensor, ...]], npt.NDArray[np.float32]]
+
+_BATCH = 32
+_WORKERS = 2
+# OpenVINO and torch add in another order; features that differ by more than this share of the largest are refused.
+_TOLERANCE = 1e-3
+
+
+def extract(backbone: Backbone, examples: Examples, what: str = "features") -> npt.NDArray[np.float32]:
+    """Features [n, d] of the examples, from the cache where they are there; memory-mapped."""
+    if examples.kind != backbone.kind:
+        raise HeadstartError(
+            f"model.backbone: {backbone.name} reads {backbone.kind}s, and the data are {examples.kind}s"
+        )
+    key = hashlib.blake2b(f"{backbone.fingerprint()} {examples.fingerprint()}".encode(), digest_size=16).hexdigest()
+    file = FeatureFile(key, len(examples), backbone.dim)
+    if not file.missing():
+        return file.open()
+    try:
+        file.lock.acquire(timeout=0)
+    except Timeout:
+        print(f"another process computes the same {what}; waiting for it", file=sys.stderr)
+        file.lock.acquire()
+    try:
+        todo = file.missing()
+        if todo:
+            rows = sum(file.span(number).stop - file.span(number).start for number in todo)
+            with progress(f"{what} through {backbone.name}", len(examples), len(examples) - rows) as advance:
+                file.fill(_blocks(backbone, examples, file, todo, advance, what))
+    finally:
+        file.lock.release()
+    return file.open()
+
+
+def _blocks(
+    backbone: Backbone,
+    examples: Examples,
+    file: FeatureFile,
+    todo: list[int],
+    advance: Callable[[int], None],
+    what: str,
+) -> Iterator[tuple[int, npt.NDArray[np.float32]]]:
+    """Features of each block; the next block is decoded while this one is computed."""
+    runner: Runner | None = None
+    with ThreadPoolExecutor(_WORKERS) as pool:
+
+        def prepare(number: int) -> list[Future[list[Any]]]:
+            span = file.span(number)
+            starts = range(span.start, span.stop, _BATCH)
+            return [pool.submit(_prepared, backbone, examples, at, min(at + _BATCH, span.stop), what) for at in starts]
+
+        waiting = prepare(todo[0])
+        for position, number in enumerate(todo):
+            inputs = [value for future in waiting for value in future.result()]
+            if position + 1 < len(todo):
+                waiting = prepare(todo[position + 1])
+            # Texts of like length share a batch, so that little is padded; images are all of one length.
+            order = sorted(range(len(inputs)), key=[len(value) for value in inputs].__getitem__)
+            features = np.empty((len(inputs), backbone.dim), np.float32)
+            for start in range(0, len(inputs), _BATCH):
+                members = list(order[start : start + _BATCH])
+                batch = backbone.transform.collate([inputs[i] for i in members])
+                runner = runner or choose_runner(backbone, batch)
+                features[members] = runner(batch)
+                advance(len(members))
+            if not np.isfinite(features).all():
+                raise HeadstartError(
+                    f"{backbone.name} gives NaN or infinity on {what}; check its weights and preprocessing"
+                )
+            yield number, features
+
+
+def choose_runner(backbone: Backbone, batch: tuple[Tensor, ...]) -> Runner:
+    """A GPU where there is one; OpenVINO for convolutions on a CPU where it agrees with torch; torch otherwise."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    plain = torch_runner(backbone, device)
+    if device.type == "cpu" and backbone.convolutional:
+        compiled = openvino_runner(backbone, batch)
+        if compiled is not None:
+            expected, given = plain(batch), compiled(batch)
+            error = float(np.abs(given - expected).max() / max(np.abs(expected).max(), 1e-30))
+            if error <= _TOLERANCE:
+                return compiled
+            print(f"OpenVINO differs from torch by {error:.1e} on {backbone.name}; torch is used", file=sys.stderr)
+    return plain
+
+
+def torch_runner(backbone: Backbone, device: torch.device) -> Runner:
+    """The body in eager torch, inference mode; images are channels-last."""
+    body = backbone.body.to(device)
+
+    def run(batch: tuple[Tensor, ...]) -> npt.NDArray[np.float32]:
+        with torch.inference_mode():
+            return body(*(tensor.to(device) for tensor in batch)).float().cpu().numpy()  # type: ignore[no-any-return]
+
+    return run
+
+
+def openvino_runner(backbone: Backbone, batch: tuple[Tensor, ...]) -> Runner | None:
+    """The body compiled by OpenVINO in float32, or None where OpenVINO is not there or cannot read the body."""
+    try:
+        import openvino
+    except ImportError:
+        return None
+    (images,) = batch
+    try:
+        with warnings.catch_warnings(), redirect_stdout(StringIO()):
+            warnings.simplefilter("ignore")
+            shape = openvino.PartialShape([-1, *images.shape[1:]])
+            graph = openvino.convert_model(backbone.body, example_input=images[:2], input=[shape])
+        settings = {
+            "INFERENCE_PRECISION_HINT": "f32",  # some CPUs would silently use bfloat16
+            "PERFORMANCE_HINT": "LATENCY",
+            "INFERENCE_NUM_THREADS": torch.get_num_threads(),
+        }
+        compiled = openvino.Core().compile_model(graph, "CPU", settings)
+    except Exception as error:  # its converter raises what it likes; torch does the work then
+        print(f"OpenVINO cannot run {backbone.name} ({type(error).__name__}); torch is used", file=sys.stderr)
+        return None
+    return lambda batch: np.array(compiled(batch[0].numpy())[0])
+
+
+def _prepared(backbone: Backbone, examples: Examples, start: int, stop: int, what: str) -> list[Any]:
+    raw = enumerate(examples.raw(start, stop), start)
+    return [backbone.transform(value, f"{what}: example {number}") for number, value in raw]

@@ -1,0 +1,107 @@
+"""From a raw example to what a body reads. Images stay bytes until the body: its first step is the normalisation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from headstart.data.examples import decode_image
+
+
+@dataclass(frozen=True)
+class Normalisation:
+    """(pixel · scale − mean) / std by channel, the channels in the order the network was trained with."""
+
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
+    scale: float = 1 / 255
+    bgr: bool = False
+
+
+NORMALISATIONS: Mapping[str, Normalisation] = {
+    "torch": Normalisation((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
+    "cifar10": Normalisation((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
+    "half": Normalisation((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),
+    "lite": Normalisation((127.0, 127.0, 127.0), (128.0, 128.0, 128.0), scale=1.0),
+    "caffe": Normalisation((103.939, 116.779, 123.68), (1.0, 1.0, 1.0), scale=1.0, bgr=True),
+}
+
+
+@dataclass(frozen=True)
+class ImageTransform:
+    """Decode, resize with bilinear interpolation, and stack into bytes [B, size, size, 3]."""
+
+    size: int
+    resize: Literal["squash"] | int = "squash"
+
+    def __call__(self, value: Any, where: str) -> npt.NDArray[np.uint8]:
+        """One image [size, size, 3]."""
+        image = decode_image(value, where)
+        if self.resize == "squash":
+            return np.asarray(image.resize((self.size, self.size), Image.Resampling.BILINEAR))
+        shorter = max(self.resize, self.size)
+        width, height = (max(shorter, round(side * shorter / min(image.size))) for side in image.size)
+        left, top = (width - self.size) // 2, (height - self.size) // 2
+        image = image.resize((width, height), Image.Resampling.BILINEAR)
+        return np.asarray(image.crop((left, top, left + self.size, top + self.size)))
+
+    @staticmethod
+    def collate(values: list[npt.NDArray[np.uint8]]) -> tuple[Tensor, ...]:
+        """A batch [B, size, size, 3] of bytes."""
+        return (torch.from_numpy(np.stack(values)),)
+
+
+class ImageInput(nn.Module):
+    """Bytes [B, H, W, 3] to the floats [B, 3, H, W] that a network reads, then the network."""
+
+    def __init__(self, network: nn.Module, normalisation: Normalisation) -> None:
+        super().__init__()
+        self.network = network
+        self.bgr = normalisation.bgr
+        mean, std = (torch.tensor(values).view(1, 3, 1, 1) for values in (normalisation.mean, normalisation.std))
+        # Plain attributes, not buffers: they are part of the transform, not of the weights.
+        self.factor, self.shift = normalisation.scale / std, mean / std
+
+    def forward(self, images: Tensor) -> Tensor:
+        """images: bytes [B, H, W, 3] → features [B, d]."""
+        pixels = images.permute(0, 3, 1, 2).to(torch.float32)
+        pixels = pixels.flip(1) if self.bgr else pixels
+        factor, shift = self.factor.to(pixels.device), self.shift.to(pixels.device)
+        features: Tensor = self.network((pixels * factor - shift).contiguous(memory_format=torch.channels_last))
+        return features
+
+
+@dataclass(frozen=True)
+class TextTransform:
+    """Tokens of a text, or of a pair of texts, cut to ``max_tokens``."""
+
+    tokenizer: Any
+    max_tokens: int
+
+    def __call__(self, value: Any, where: str) -> npt.NDArray[np.int64]:
+        """Tokens [L, 2] of one example: their ids, and which text of a pair they belong to."""
+        texts = (value,) if isinstance(value, str) else tuple(value)
+        encoded = self.tokenizer(*texts, truncation=True, max_length=self.max_tokens)
+        ids = encoded["input_ids"]
+        return np.stack([ids, encoded.get("token_type_ids", np.zeros(len(ids)))], axis=1).astype(np.int64)
+
+    def collate(self, values: list[npt.NDArray[np.int64]]) -> tuple[Tensor, ...]:
+        """Padded ids, mask and, where the tokenizer tells a pair's texts apart, segments, each [B, L]."""
+        length = max(len(value) for value in values)
+        batch = np.zeros((3, len(values), length), np.int64)
+        batch[0] = self.tokenizer.pad_token_id or 0
+        for row, value in enumerate(values):
+            batch[0, row, : len(value)], batch[1, row, : len(value)], batch[2, row, : len(value)] = (
+                value[:, 0],
+                1,
+                value[:, 1],
+            )
+        names = self.tokenizer.model_input_names
+        return tuple(torch.from_numpy(batch[: 3 if "token_type_ids" in names else 2]))

@@ -1,0 +1,160 @@
+"""The commands: they parse, call and print."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from headstart.errors import HeadstartError
+
+app = typer.Typer(
+    help="Federated learning that starts from a pre-trained model.", no_args_is_help=True, add_completion=False,
+    pretty_exceptions_enable=False,
+)  # fmt: skip
+
+RecipeFile = Annotated[Path, typer.Argument(help="A recipe (TOML).")]
+Settings = Annotated[list[str] | None, typer.Option("--set", help="Change a key: stages.0.shrinkage=0.1 (repeatable).")]
+
+DEMO = {
+    "name": "demo",
+    "data": {"dataset": "mnist-mini", "partition": {"kind": "dirichlet", "clients": 50, "alpha": 0.1}},
+    "model": {"backbone": "efficientnet-lite0"},
+    "stages": [{"method": "fedncm"}, {"method": "fed3r"}, {"method": "fedcof"}],
+}
+
+
+def main() -> None:
+    """Run the command line; a user's mistake is one sentence and exit status 2."""
+    try:
+        app()
+    except HeadstartError as error:
+        print(f"headstart: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+@app.command()
+def run(
+    recipe: RecipeFile,
+    settings: Settings = None,
+    out: Annotated[Path | None, typer.Option(help="Run directory; by default the first free runs/NAME.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the interrupted run in --out.")] = False,
+) -> None:
+    """Run a recipe: a table here, and a run directory with metrics, model and report."""
+    from headstart.recipe import Recipe
+
+    loaded = Recipe.load(recipe, settings or ())
+    if out is None and resume:
+        raise HeadstartError("--resume needs --out, the directory of the run to go on with")
+    _run_and_show(loaded, out or _free(loaded.name), resume)
+
+
+@app.command()
+def demo(
+    out: Annotated[Path | None, typer.Option(help="Run directory; by default the first free runs/demo.")] = None,
+) -> None:
+    """FedNCM, Fed3R and FedCOF on 50 clients over MNIST, through EfficientNet-Lite0: real weights, real data."""
+    from headstart.recipe import Recipe
+
+    _run_and_show(Recipe.parse(DEMO), out or _free("demo"), False)
+
+
+@app.command()
+def partition(
+    recipe: RecipeFile,
+    settings: Settings = None,
+    out: Annotated[Path | None, typer.Option(help="Also write a heat map: a .png, .svg or .pdf file.")] = None,
+) -> None:
+    """Who holds which class, as a table and, with --out, as a heat map."""
+    from headstart.data import Federation
+    from headstart.recipe import Recipe
+    from headstart.report import partition_figure, partition_table, save
+
+    if out is not None and out.suffix not in (".png", ".svg", ".pdf"):
+        raise HeadstartError(f"--out {out}: give a name that ends in .png, .svg or .pdf")
+    if out is not None and (out.exists() or not out.parent.is_dir()):
+        raise HeadstartError(f"--out {out}: " + ("already exists" if out.exists() else f"{out.parent} is no directory"))
+    federation = Federation.of(Recipe.load(recipe, settings or ()))
+    dataset = federation.dataset
+    _console().print(partition_table(federation.names, dataset.classes, federation.counts))
+    if federation.unused:
+        print(f"{federation.unused:,} of {len(federation.owners):,} training examples are held by nobody")
+    if out is not None:
+        save(partition_figure(federation.counts, dataset.classes), out)
+        print(f"heat map: {out}")
+
+
+@app.command()
+def methods() -> None:
+    """The methods, with the keys of their stages and the defaults."""
+    from headstart.recipe import STAGES
+
+    table = Table("method", "what it is", "keys and defaults")
+    for name, stage in STAGES.items():
+        keys = [f"{key} = {field.default!r}" for key, field in stage.model_fields.items() if key != "method"]
+        table.add_row(name, (stage.__doc__ or "").strip(), "\n".join(keys))
+    _console().print(table)
+
+
+@app.command()
+def backbones() -> None:
+    """The backbones that have a short name, and the other ways to name one."""
+    from headstart.backbones import BACKBONES
+
+    table = Table("backbone", "features", "about")
+    for name, entry in BACKBONES.items():
+        table.add_row(name, str(entry.dim), entry.about)
+    for name, about in (
+        ("hf/ID, or a local folder", "any vision or text encoder of transformers; pooling cls or mean"),
+        ("torchvision/NAME", "needs the extra headstart[torchvision]"),
+        ("timm/NAME", "needs the extra headstart[timm]"),
+        ("features", "the data already are features"),
+    ):
+        table.add_row(name, "", about)
+    _console().print(table)
+
+
+@app.command()
+def datasets() -> None:
+    """The known data sets; HEADSTART_DATA/NAME/SPLIT.parquet comes before the hub."""
+    from headstart.data import KNOWN
+
+    table = Table("dataset", "task", "classes", "clients by", "hub", "note")
+    for name, known in KNOWN.items():
+        by = known.client or known.domain or ""
+        table.add_row(name, known.task, str(known.classes), by, known.hub or "", known.note)
+    _console().print(table)
+
+
+def _run_and_show(recipe: object, out: Path, resume: bool) -> None:
+    from headstart.engine import run
+    from headstart.recipe import Recipe
+    from headstart.report import summary_table
+
+    assert isinstance(recipe, Recipe)
+    result = run(recipe, out, resume)
+    _console().print(summary_table(result.summary))
+    if result.federation.unused:
+        print(f"{result.federation.unused:,} training examples were held by nobody")
+    for stage in result.summary["stages"]:
+        for dropped in stage["dropped"]:
+            print(f"left out of {stage['method']}, round {dropped['round']}: {dropped['clients']}: {dropped['why']}")
+    print(f"run directory: {out} (open {out / 'report.html'})")
+
+
+def _console() -> Console:
+    # A pipe has no width of its own: rows stay whole there.
+    return Console() if sys.stdout.isatty() else Console(width=160)
+
+
+def _free(name: str) -> Path:
+    """The first of runs/NAME, runs/NAME-2, … that is not taken."""
+    path, number = Path("runs") / name, 1
+    while path.exists():
+        number += 1
+        path = Path("runs") / f"{name}-{number}"
+    return path

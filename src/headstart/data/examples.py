@@ -1,0 +1,135 @@
+"""Examples: rows of a memory-mapped table, or of an array, with labels; subsets are index views, never copies."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image, UnidentifiedImageError
+
+from headstart.errors import HeadstartError
+
+Ints = npt.NDArray[np.int64]
+Kind = Literal["image", "text", "features"]
+
+
+@dataclass(frozen=True, eq=False)
+class Examples:
+    """One split of a data set.
+
+    source: an array of images [S, H, W] or features [S, d], or a Hugging Face table with the input columns;
+    rows: [n] positions in the source; labels: [n]; clients, domains: [n] ids, or None where the data name none.
+    """
+
+    kind: Kind
+    source: Any
+    columns: tuple[str, ...]
+    rows: Ints
+    labels: Ints
+    clients: Ints | None = None
+    domains: Ints | None = None
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def take(self, index: Ints) -> Examples:
+        """The examples at these positions, as a view."""
+        return replace(
+            self,
+            rows=self.rows[index],
+            labels=self.labels[index],
+            clients=None if self.clients is None else self.clients[index],
+            domains=None if self.domains is None else self.domains[index],
+        )
+
+    def features(self) -> npt.NDArray[np.floating]:
+        """The feature matrix [n, d] of examples that already are features."""
+        whole = len(self.rows) == len(self.source) and np.array_equal(self.rows, np.arange(len(self.rows)))
+        return np.asarray(self.source if whole else self.source[self.rows])
+
+    def raw(self, start: int, stop: int) -> list[Any]:
+        """Undecoded inputs of a range of examples: image files or arrays, texts or pairs of texts."""
+        rows = self.rows[start:stop]
+        if not self.columns:
+            return list(self.source[rows])
+        batch = self.source[rows.tolist()]
+        if len(self.columns) == 1:
+            return list(batch[self.columns[0]])
+        return list(zip(*(batch[column] for column in self.columns), strict=True))
+
+    def fingerprint(self) -> str:
+        """Hash of the inputs, in order: the same contents have the same features, wherever they lie."""
+        digest = hashlib.blake2b(self.kind.encode(), digest_size=16)
+        for start in range(0, len(self), 1024):
+            for value in self.raw(start, start + 1024):
+                data = _bytes_of(value)
+                digest.update(len(data).to_bytes(8, "little"))
+                digest.update(data)
+        return digest.hexdigest()
+
+
+def decode_image(value: Any, where: str) -> Image.Image:
+    """An RGB image from a Hugging Face image record or an array [H, W] or [H, W, 3]; a damaged one is an error."""
+    if isinstance(value, np.ndarray):
+        return Image.fromarray(value).convert("RGB")
+    try:
+        with Image.open(io.BytesIO(value["bytes"]) if value["bytes"] is not None else value["path"]) as image:
+            return image.convert("RGB")
+    except (UnidentifiedImageError, OSError, SyntaxError, Image.DecompressionBombError) as error:
+        name = f" ({value['path']})" if value.get("path") else ""
+        raise HeadstartError(f"{where}{name} is not a readable image: {error}; replace it or remove it") from None
+
+
+def balanced(labels: Ints, count: int, rng: np.random.Generator, what: str) -> Ints:
+    """Positions of ``count`` examples, the classes as equal as they can be, in the order of the data."""
+    if count > len(labels):
+        raise HeadstartError(f"{what} = {count} is more than the {len(labels)} examples there are")
+    order = rng.permutation(len(labels))
+    ranked = _rank_within(labels[order])
+    return np.sort(order[np.argsort(ranked, kind="stable")[:count]])
+
+
+def held_out(groups: Ints, fraction: float, rng: np.random.Generator) -> npt.NDArray[np.bool_]:
+    """Mask [n] of the examples held out: this share of every group, rounded to the nearest, at random."""
+    order = rng.permutation(len(groups))
+    rank = np.empty(len(groups), np.int64)
+    rank[order] = _rank_within(groups[order])
+    sizes = np.bincount(groups)
+    return np.asarray(rank < np.floor(sizes * fraction + 0.5)[groups])
+
+
+def _rank_within(groups: Ints) -> Ints:
+    """0, 1, 2, … within each group, in order of appearance."""
+    order = np.argsort(groups, kind="stable")
+    sizes = np.bincount(groups)
+    starts = np.concatenate([[0], np.cumsum(sizes)[:-1]])
+    rank = np.empty(len(groups), np.int64)
+    rank[order] = np.arange(len(groups)) - np.repeat(starts, sizes)
+    return rank
+
+
+def _bytes_of(value: Any) -> bytes:
+    if isinstance(value, np.ndarray):
+        return str(value.shape).encode() + value.tobytes()
+    if isinstance(value, dict):
+        if value["bytes"] is not None:
+            return bytes(value["bytes"])
+        try:
+            with open(value["path"], "rb") as file:
+                return file.read()
+        except OSError as error:
+            raise HeadstartError(f"cannot read the image {value['path']}: {error.strerror}") from None
+    if isinstance(value, str):
+        return value.encode()
+    return b"\0".join(str(part).encode() for part in value)
+
+
+def codes(values: Sequence[Any]) -> tuple[Ints, tuple[str, ...]]:
+    """Numbers 0, 1, … for arbitrary ids, and the ids' names in that order."""
+    names, numbers = np.unique(np.asarray([str(value) for value in values]), return_inverse=True)
+    return numbers.astype(np.int64), tuple(str(name) for name in names)

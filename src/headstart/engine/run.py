@@ -1,0 +1,176 @@
+"""A recipe from its data to its report."""
+
+from __future__ import annotations
+
+import platform
+import resource
+import sys
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from headstart.backbones import extract, load_backbone
+from headstart.data import Dataset, Federation
+from headstart.engine.local import play, rounds_of
+from headstart.engine.rundir import RunDirectory
+from headstart.errors import HeadstartError
+from headstart.evaluation import Evaluation, evaluate
+from headstart.heads import LinearHead
+from headstart.ledger import Ledger
+from headstart.methods import METHODS, Setting
+from headstart.recipe import Recipe, Stage
+from headstart.report import write_report
+from headstart.statistics import Features
+
+COSTS = ("bytes_up", "bytes_down", "forward_passes", "seconds")
+
+
+@dataclass(frozen=True, eq=False)
+class Result:
+    """What a run found: the summary as it is saved, the final head, and the federation it came from."""
+
+    summary: dict[str, Any]
+    head: LinearHead
+    federation: Federation
+    out: Path | None
+
+
+def run(recipe: Recipe, out: Path | str | None = None, resume: bool = False) -> Result:
+    """Run a recipe; with ``out``, leave a run directory, and with ``resume`` go on with an interrupted one."""
+    path = Path(out) if out is not None else None
+    if path is not None and not resume:
+        RunDirectory.check_free(path)
+    if resume and path is None:
+        raise HeadstartError("--resume needs --out, the directory of the run to go on with")
+    federation = Federation.of(recipe)
+    for number, stage in enumerate(recipe.stages):
+        if stage.eval_split == "validation" and federation.dataset.validation is None:
+            raise HeadstartError(f"stages.{number}.eval_split: the data have no validation split; use 'test'")
+    directory = None
+    if path is not None:
+        directory = RunDirectory.reopen(path, recipe) if resume else RunDirectory.create(path, recipe)
+    try:
+        return _Run(recipe, federation, features_of(recipe, federation.dataset), directory).play()
+    except BaseException:
+        if directory is not None and not resume and not directory.metrics():
+            directory.discard()
+        raise
+
+
+def features_of(recipe: Recipe, dataset: Dataset) -> dict[str, Features]:
+    """Features [n, d] of every split the recipe needs: from the cache, or one pass through the frozen body."""
+    needed = {"train", *(stage.eval_split for stage in recipe.stages)}
+    splits = {split: getattr(dataset, split) for split in ("train", "validation", "test") if split in needed}
+    if (dataset.kind == "features") != (recipe.model.backbone == "features"):
+        kind = "already features" if dataset.kind == "features" else f"{dataset.kind}s, not features"
+        fix = '"features"' if dataset.kind == "features" else "a backbone that reads them (see headstart backbones)"
+        raise HeadstartError(f"model.backbone: the data of {dataset.name} are {kind}; set it to {fix}")
+    if dataset.kind == "features":
+        return {split: examples.features() for split, examples in splits.items()}
+    backbone = load_backbone(recipe.model)
+    return {split: extract(backbone, examples, f"{dataset.name} {split}") for split, examples in splits.items()}
+
+
+class _Run:
+    """The stages of one run, with their costs and checkpoints."""
+
+    def __init__(
+        self, recipe: Recipe, federation: Federation, features: dict[str, Features], directory: RunDirectory | None
+    ) -> None:
+        self.recipe, self.federation, self.features, self.directory = recipe, federation, features, directory
+        self.stages: list[dict[str, Any]] = []
+        self.spent: dict[str, float] = dict.fromkeys(COSTS, 0)
+        self.evaluations = 0
+        self.head: LinearHead | None = None
+
+    def play(self) -> Result:
+        saved = self.directory.load_checkpoint() if self.directory else None
+        start = 0
+        if saved is not None:
+            progress = saved[2]
+            start, self.stages, self.evaluations = progress["stage"], progress["stages"], progress["evaluations"]
+            self.spent = progress["spent"]
+        for number, stage in enumerate(self.recipe.stages):
+            if number >= start:
+                self._play_stage(number, stage, saved if number == start else None)
+        return self._finish()
+
+    def _play_stage(self, number: int, stage: Stage, saved: Any) -> None:
+        seed = (self.recipe.seed, number)
+        setting = Setting(len(self.federation.dataset.classes), self.features["train"].shape[1], seed)
+        method = METHODS[stage.method](stage, setting)
+        ledger, state, played = Ledger.open(self.federation.n_clients), None, 0
+        metrics: dict[str, Any] = {}
+        if saved is not None:
+            message, ledger, progress = saved
+            state, played, metrics = method.thaw(message), progress["round"], progress["metrics"]
+        rounds, _ = rounds_of(stage, self.federation.n_clients)
+
+        def after_round(finished: int, state: Any) -> None:
+            last = finished + 1 == rounds
+            if last or (finished + 1) % stage.evaluate_every == 0:
+                self.head = method.head(state)
+                metrics.update(self._evaluate(self.head, stage).metrics())
+                ledger.tick()
+                costs = {name: self.spent[name] + cost for name, cost in ledger.totals().items()}
+                line = {"stage": number, "method": stage.method, "round": finished + 1, **metrics, **costs}
+                self.evaluations += 1
+                if self.directory:
+                    self.directory.log(line)
+            if self.directory:
+                where = {"stage": number, "round": finished + 1, "stages": self.stages, "spent": self.spent}
+                where |= {"evaluations": self.evaluations, "metrics": metrics}
+                self.directory.save_checkpoint(method.freeze(state), ledger, where)
+
+        state = play(method, stage, self.federation, self.features["train"], seed, ledger, after_round, state, played)
+        self.head = method.head(state)
+        published = method.published(state, self.federation.counts[ledger.forward_passes > 0])
+        self.stages.append(
+            {
+                "method": stage.method,
+                "rounds": rounds,
+                **metrics,
+                **ledger.totals(),
+                "published_bytes": published.bytes,
+                "published_compute": published.forward_passes,
+                "published_formula": published.formula,
+                "chosen": dict(self.head.notes),
+                "dropped": ledger.dropped,
+            }
+        )
+        self.spent = {name: self.spent[name] + cost for name, cost in ledger.totals().items()}
+
+    def _evaluate(self, head: LinearHead, stage: Stage) -> Evaluation:
+        dataset, owners = self.federation.dataset, self.federation.test_owners
+        labels = getattr(dataset, stage.eval_split).labels
+        own = owners if stage.eval_split == "test" else None
+        return evaluate(head, self.features[stage.eval_split], labels, own, self.federation.n_clients)
+
+    def _finish(self) -> Result:
+        assert self.head is not None
+        federation = self.federation
+        summary = {
+            "name": self.recipe.name,
+            "stages": self.stages,
+            "accuracy": self.stages[-1]["accuracy"],
+            **{name: self.spent[name] for name in COSTS},
+            "clients": federation.n_clients,
+            "classes": len(federation.dataset.classes),
+            "examples": int(federation.sizes.sum()),
+            "unused_examples": federation.unused,
+            "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            * (1 if sys.platform == "darwin" else 1024),
+            "versions": _versions(),
+        }
+        if self.directory:
+            self.head.save(self.directory.path / "model" / "head.safetensors")
+            report = self.directory.path / "report.html"
+            write_report(report, self.recipe, summary, federation.dataset.classes, federation.counts)
+            self.directory.finish(summary)
+        return Result(summary, self.head, federation, self.directory.path if self.directory else None)
+
+
+def _versions() -> dict[str, str]:
+    packages = ("headstart", "torch", "transformers", "datasets", "numpy", "scipy", "scikit-learn")
+    return {"python": platform.python_version(), **{name: version(name) for name in packages}}

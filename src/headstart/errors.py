@@ -1,0 +1,31 @@
+"""What goes wrong, said so that a user can act on it."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+
+
+class HeadstartError(ValueError):
+    """A mistake in a recipe, in data or in arguments: the command line shows the sentence and exits with status 2."""
+
+
+class RecipeError(HeadstartError):
+    """Everything that is wrong with a recipe, all at once."""
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        self.problems = tuple(problems)
+        heading = "the recipe has a problem" if len(problems) == 1 else f"the recipe has {len(problems)} problems"
+        super().__init__(heading + ":\n" + "\n".join(f"  - {problem}" for problem in problems))
+
+
+class MessageError(HeadstartError):
+    """A message that cannot be what the protocol asked for; its sender is left out of the round."""
+
+
+def nearest(word: str, accepted: Iterable[str]) -> str:
+    """A clause such as ``did you mean 'dirichlet'? accepted: iid, dirichlet``."""
+    known = [str(name) for name in accepted]
+    close = difflib.get_close_matches(str(word), known, n=1, cutoff=0.6)
+    guess = f"did you mean {close[0]!r}? " if close else ""
+    return f"{guess}accepted: {', '.join(known)}"

@@ -1,0 +1,107 @@
+"""A linear head: what every method ends with, and what a run saves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from safetensors.numpy import load_file, save_file
+
+from headstart.errors import HeadstartError
+from headstart.files import write_atomically
+from headstart.statistics import Features, Floats
+
+_ROWS = 8192
+
+
+@dataclass(frozen=True, eq=False)
+class RandomFeatures:
+    """Random Fourier features of unit-length features: z ↦ √(2/D) cos(Ω z/‖z‖ + β), an explicit Gaussian kernel.
+
+    projection: [D, d] entries of N(0, 1/width²); phase: [D] uniform in [0, 2π).
+    """
+
+    projection: npt.NDArray[np.float32]
+    phase: npt.NDArray[np.float32]
+
+    @classmethod
+    def draw(cls, dim: int, count: int, width: float, seed: int) -> RandomFeatures:
+        """The same features for the same seed, on every client."""
+        rng = np.random.Generator(np.random.Philox(key=seed))
+        projection = rng.standard_normal((count, dim), dtype=np.float32) / np.float32(width)
+        return cls(projection, rng.uniform(0, 2 * np.pi, count).astype(np.float32))
+
+    def __call__(self, features: Features) -> npt.NDArray[np.float32]:
+        """features: [n, d] → [n, D]."""
+        values = np.asarray(features, np.float32)
+        norms = np.linalg.norm(values, axis=1, keepdims=True)
+        angles = (values / np.where(norms > 0, norms, 1)) @ self.projection.T + self.phase
+        return np.asarray(np.sqrt(np.float32(2 / len(self.phase))) * np.cos(angles, out=angles))
+
+
+@dataclass(frozen=True, eq=False)
+class LinearHead:
+    """Scores ``features @ weight.T + bias``, of random features of the features where the head has them.
+
+    weight: [C, d] float32; bias: [C] float32. The bias of a class that nobody has is -inf: any reader of the two
+    arrays masks that class out of the prediction, without knowing that it is missing.
+    """
+
+    weight: npt.NDArray[np.float32]
+    bias: npt.NDArray[np.float32]
+    random_features: RandomFeatures | None = None
+    notes: Mapping[str, float] = field(default_factory=dict)
+    """What was chosen on the way: the ridge, the shrinkage."""
+
+    @classmethod
+    def from_classes(
+        cls, n_classes: int, present: npt.NDArray[np.int64], weight: Floats, bias: Floats, **notes: float
+    ) -> LinearHead:
+        """Weights [R, d] and biases [R] of the classes present [R]; all other classes are masked."""
+        everything = np.zeros((n_classes, weight.shape[1]), np.float32)
+        offsets = np.full(n_classes, -np.inf, np.float32)
+        everything[present], offsets[present] = weight, bias
+        if not np.isfinite(everything).all():
+            raise HeadstartError("the head does not fit into float32; scale the features towards 1")
+        return cls(everything, offsets, None, notes)
+
+    def with_random_features(self, random_features: RandomFeatures | None) -> LinearHead:
+        """The same head, to be applied to random features of its input."""
+        return replace(self, random_features=random_features)
+
+    def scores(self, features: Features) -> npt.NDArray[np.float32]:
+        """features: [n, d] → scores [n, C]; in blocks, since random features are wider than features."""
+        scores = np.empty((len(features), len(self.bias)), np.float32)
+        for start in range(0, len(features), _ROWS):
+            block = np.asarray(features[start : start + _ROWS], np.float32)
+            block = self.random_features(block) if self.random_features else block
+            scores[start : start + _ROWS] = block @ self.weight.T + self.bias
+        return scores
+
+    def save(self, path: Path) -> None:
+        """Write `weight` and `bias` (and `projection`, `phase`) as safetensors, atomically."""
+        arrays = {"weight": self.weight, "bias": self.bias}
+        if self.random_features:
+            arrays |= {"projection": self.random_features.projection, "phase": self.random_features.phase}
+        write_atomically(path, lambda temporary: save_file(arrays, temporary))
+
+    @classmethod
+    def load(cls, path: Path) -> LinearHead:
+        """Read what `save` wrote."""
+        arrays = load_file(path)
+        random = RandomFeatures(arrays["projection"], arrays["phase"]) if "phase" in arrays else None
+        return cls(arrays["weight"], arrays["bias"], random)
+
+
+def unit_rows(weight: Floats) -> tuple[Floats, npt.NDArray[np.bool_], Floats]:
+    """Rows scaled to length one, which rows have a direction at all, and the lengths [R, 1] they were divided by."""
+    # Scaling by the largest entry first keeps the squares of huge and tiny rows within range.
+    largest = np.abs(weight).max(axis=1, keepdims=True, initial=0)
+    directed = largest[:, 0] > 0
+    largest = np.where(largest > 0, largest, 1)
+    lengths = largest * np.linalg.norm(weight / largest, axis=1, keepdims=True)
+    lengths = np.where(directed[:, None], lengths, 1)
+    return weight / lengths, directed, lengths

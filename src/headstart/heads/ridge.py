@@ -1,0 +1,83 @@
+"""Ridge regression on one-hot labels: the head of Fed3R (Fanì et al., ICML 2024)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+from scipy import linalg
+
+from headstart.errors import HeadstartError
+from headstart.heads.linear import LinearHead, unit_rows
+from headstart.statistics import ClientStatistics, Floats
+
+
+def ridge_head(statistics: ClientStatistics, ridge: float | Literal["auto"], bias: bool) -> LinearHead:
+    """W = (G + λI)⁻¹ B with G = XᵀX and B = XᵀY, each row scaled to length one with its bias.
+
+    ``bias`` adds a column of ones to X, regularised like the others, as the official code does: the statistics
+    already hold its entries, the sums and the count.
+    """
+    total = statistics.pooled()
+    if total.moments is None or total.moments.ndim != 2:
+        raise HeadstartError("ridge regression needs the Gram matrix of the features; this message has none")
+    gram, targets = total.moments, total.sums.T.astype(np.float64)
+    if bias:
+        count = total.counts.sum(dtype=np.float64)
+        column = total.sums.sum(axis=0)[:, None]
+        gram = np.block([[gram, column], [column.T, count]])
+        targets = np.vstack([targets, total.counts[None, :]])
+    if ridge == "auto":
+        weight, chosen = cross_validated(gram, targets, int(total.counts.sum()))
+    else:
+        weight, chosen = solve(gram, targets, ridge, "ridge"), float(ridge)
+    rows, offsets = (weight[:-1].T, weight[-1]) if bias else (weight.T, np.zeros(weight.shape[1]))
+    rows, directed, lengths = unit_rows(rows)
+    if not directed.any():
+        raise HeadstartError("every feature is zero; there is nothing to regress on")
+    return LinearHead.from_classes(
+        total.n_classes, total.labels[directed], rows[directed], (offsets / lengths[:, 0])[directed], ridge=chosen
+    )
+
+
+def cross_validated(gram: Floats, targets: Floats, examples: int) -> tuple[Floats, float]:
+    """The ridge solution [d, C] whose λ has the least generalised cross-validation error, and that λ.
+
+    With eigenvalues e and eigenvectors U of the Gram matrix, p = ‖UᵀB‖² by eigenvector and one-hot labels (‖Y‖² = N):
+    residual(λ) = N − 2 Σ p/(e+λ) + Σ e p/(e+λ)², degrees of freedom Σ e/(e+λ) (Golub, Heath, Wahba 1979).
+    One eigendecomposition; each λ then costs O(d). Nothing but what the clients already sent is needed.
+    """
+    values, vectors = linalg.eigh(gram, check_finite=False)
+    if values[-1] <= 0:
+        raise HeadstartError("every feature is zero; there is nothing to regress on")
+    values = np.maximum(values, 0.0)
+    projected = vectors.T @ targets
+    power = np.einsum("dc,dc->d", projected, projected)
+
+    def criterion(ridge: float) -> float:
+        damped = values + ridge
+        residual = examples - 2 * np.sum(power / damped) + np.sum(values * power / damped**2)
+        freedom = np.sum(values / damped)
+        return float(residual / (1 - freedom / examples) ** 2)
+
+    # Below the rounding of the largest eigenvalue a ridge has no effect; above it everything is shrunk to zero.
+    grid = values[-1] * np.logspace(-12, 1, 261)
+    ridge = min(grid, key=criterion)
+    return vectors @ (projected / (values + ridge)[:, None]), float(ridge)
+
+
+def solve(gram: Floats, targets: Floats, ridge: float, key: str) -> Floats:
+    """(G + λI)⁻¹ B [d, C] by Cholesky; a singular system is refused with the key of the recipe that mends it."""
+    regularised = gram + ridge * np.eye(len(gram))
+    try:
+        factor, lower = linalg.cho_factor(regularised, check_finite=False)
+        pivots = np.diagonal(factor) ** 2
+        singular = pivots.min() <= len(gram) * np.finfo(np.float64).eps * pivots.max()
+    except linalg.LinAlgError:
+        singular = True
+    if singular:
+        raise HeadstartError(
+            f"{key} = {ridge:g} leaves the {len(gram)} × {len(gram)} Gram matrix singular: "
+            f"raise it, to about {1e-6 * np.trace(gram) / len(gram):.1g} or more, or set it to 'auto'"
+        )
+    return np.asarray(linalg.cho_solve((factor, lower), targets, check_finite=False))

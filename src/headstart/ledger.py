@@ -1,0 +1,57 @@
+"""What a run costs: bytes and forward passes, measured, and beside them as the papers count them."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Published:
+    """A paper's own count of a method's cost: the figure, and the formula in words."""
+
+    bytes: int
+    forward_passes: int
+    formula: str
+
+
+@dataclass
+class Ledger:
+    """Costs of one stage by client [K]: bytes of the serialised messages, examples through the body, seconds in all.
+
+    Features that an earlier stage left in the cache are not credited: a stage costs the same whatever ran before it.
+    The pre-trained body is public and is not counted as traffic, as in the papers.
+    """
+
+    bytes_up: Ints
+    bytes_down: Ints
+    forward_passes: Ints
+    seconds: float = 0.0
+    dropped: list[dict[str, str | int]] = field(default_factory=list)
+    """Who was left out of which round, and why."""
+    _since: float = field(default_factory=time.perf_counter)
+
+    @classmethod
+    def open(cls, n_clients: int) -> Ledger:
+        """Nothing spent yet; the clock starts."""
+        up, down, passes = np.zeros((3, n_clients), np.int64)
+        return cls(up, down, passes)
+
+    def tick(self) -> None:
+        """Bring the seconds up to now."""
+        now = time.perf_counter()
+        self.seconds, self._since = self.seconds + now - self._since, now
+
+    def totals(self) -> dict[str, float]:
+        """Sums over the clients, under the names of the metrics."""
+        return {
+            "bytes_up": int(self.bytes_up.sum()),
+            "bytes_down": int(self.bytes_down.sum()),
+            "forward_passes": int(self.forward_passes.sum()),
+            "seconds": round(self.seconds, 3),
+        }

@@ -1,0 +1,161 @@
+"""What a method is: five verbs, free of transport and scheduling; and the verbs that statistics methods share."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+import numpy as np
+
+from headstart.heads import LinearHead
+from headstart.ledger import Published
+from headstart.statistics import (
+    ClientStatistics,
+    Features,
+    Ints,
+    Moments,
+    Transform,
+    message_nbytes,
+    summarise,
+)
+from headstart.wire import Message
+
+State = TypeVar("State")
+Heard = tuple[ClientStatistics, ...]
+"""What a server of statistics has heard: one total, or, where every client's rows are kept, one entry per reply."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What server and clients know before the first round."""
+
+    n_classes: int
+    dim: int
+    seed: tuple[int, ...]
+    """The run's seed and the number of the stage."""
+
+
+@dataclass(frozen=True, eq=False)
+class Cohort:
+    """Clients that answer together: thousands in a simulation, one on a node of its own.
+
+    features: [N, d], shared by all clients and never copied; rows: [n] this cohort's examples, client after client;
+    labels, owners: [n].
+    """
+
+    clients: Ints
+    features: Features
+    rows: Ints
+    labels: Ints
+    owners: Ints
+
+
+@dataclass(frozen=True, eq=False)
+class Reply:
+    """What a cohort says, and what each of its clients [M] spends on saying it: bytes, examples through the body."""
+
+    clients: Ints
+    message: Message
+    nbytes: Ints
+    forward_passes: Ints
+
+
+class Method(Protocol[State]):
+    """A method of federated learning."""
+
+    def open(self) -> State:
+        """Server: what is known before round 1."""
+
+    def instruct(self, state: State, round: int) -> Message:
+        """Server to client."""
+
+    def answer(self, cohort: Cohort, message: Message) -> Reply:
+        """On the clients. A cohort says what its clients would say one by one."""
+
+    def fold(self, state: State, reply: Reply) -> State:
+        """Server: fold a reply in; a reply that cannot be right raises `MessageError` and changes nothing."""
+
+    def head(self, state: State) -> LinearHead:
+        """Server: the head that the state amounts to."""
+
+    def published(self, state: State, counts: Ints) -> Published:
+        """The cost as the papers count it; counts: [K, C] examples by class of the clients that were heard."""
+
+    def freeze(self, state: State) -> Message:
+        """The state, for a checkpoint."""
+
+    def thaw(self, message: Message) -> State:
+        """The state from a checkpoint."""
+
+
+class StatisticsMethod(ABC):
+    """One pass over the client's features, statistics up, a closed-form head on the server.
+
+    A subclass says which second moments it needs, whether the server adds the statistics up or keeps every client's
+    rows, and what head they make.
+    """
+
+    moments: Moments | None = None
+    keeps_rows = False
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+        self.transform: Transform | None = None
+        self.dim = setting.dim
+
+    @abstractmethod
+    def solve(self, total: ClientStatistics) -> LinearHead:
+        """Server: the head that everything heard so far makes."""
+
+    @abstractmethod
+    def published(self, state: Heard, counts: Ints) -> Published:
+        """The papers' count."""
+
+    def open(self) -> Heard:
+        """Nothing heard yet."""
+        return (ClientStatistics.empty(self.setting.n_classes, self.dim, self.moments),)
+
+    def instruct(self, state: Heard, round: int) -> Message:
+        """The number of the round: all that a client has to know."""
+        return Message(scalars={"round": round})
+
+    def answer(self, cohort: Cohort, message: Message) -> Reply:
+        """Statistics of each client's classes."""
+        statistics, owners = summarise(
+            cohort.features,
+            cohort.labels,
+            self.setting.n_classes,
+            clients=cohort.owners,
+            parts=self.parts(cohort),
+            moments=self.moments,
+            rows=cohort.rows,
+            transform=self.transform,
+        )
+        rows = np.bincount(np.searchsorted(cohort.clients, owners), minlength=len(cohort.clients))
+        sizes = np.bincount(np.searchsorted(cohort.clients, cohort.owners), minlength=len(cohort.clients))
+        nbytes = np.array([message_nbytes(int(count), self.dim, self.moments) for count in rows])
+        return Reply(cohort.clients, statistics.to_message(), nbytes, sizes)
+
+    def parts(self, cohort: Cohort) -> Ints | None:
+        """Random parts of a client's class, where each part is to speak for itself."""
+        return None
+
+    def fold(self, state: Heard, reply: Reply) -> Heard:
+        """Add the statistics up, or put them beside the others."""
+        heard = ClientStatistics.from_message(reply.message, self.setting.n_classes, self.dim, self.moments)
+        return (*state, heard) if self.keeps_rows else (state[0].merge(heard).pooled(),)
+
+    def head(self, state: Heard) -> LinearHead:
+        """Server: the head."""
+        return self.solve(state[0].merge(*state[1:]))
+
+    def freeze(self, state: Heard) -> Message:
+        """Arrays of the state, at full precision."""
+        total = state[0].merge(*state[1:])
+        arrays = {"labels": total.labels, "counts": total.counts, "sums": total.sums}
+        return Message(arrays if total.moments is None else arrays | {"moments": total.moments})
+
+    def thaw(self, message: Message) -> Heard:
+        """The state that `freeze` wrote."""
+        return (ClientStatistics(self.setting.n_classes, **message.arrays),)  # type: ignore[arg-type]

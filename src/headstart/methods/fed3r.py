@@ -1,0 +1,42 @@
+"""Fed3R: ridge regression in one round (Fanì et al., "Accelerating heterogeneous federated learning with closed-form
+classifiers", ICML 2024).
+
+Travels up: the Gram matrix of the client's features (upper triangle) and the sum of the features of each class the
+client has. The server adds both up and solves (G + λI) W = B. Who holds which example does not change the result.
+With ``random_features`` the client first maps its features through random cosines that the run's seed determines.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from headstart.heads import LinearHead, RandomFeatures, ridge_head
+from headstart.ledger import Published
+from headstart.methods.base import Heard, Setting, StatisticsMethod
+from headstart.recipe import Fed3RStage
+from headstart.statistics import ClientStatistics, Ints
+
+
+class Fed3RMethod(StatisticsMethod):
+    """Gram matrix and class sums up; a ridge solve as the head."""
+
+    moments = "full"
+
+    def __init__(self, stage: Fed3RStage, setting: Setting) -> None:
+        super().__init__(setting)
+        self.stage = stage
+        self.random: RandomFeatures | None = None
+        if stage.random_features:
+            self.dim = stage.random_features
+            self.random = RandomFeatures.draw(setting.dim, self.dim, stage.random_features_width, setting.seed[0])
+            self.transform = self.random
+
+    def solve(self, total: ClientStatistics) -> LinearHead:
+        """The ridge solution, each row scaled to length one with its bias."""
+        return ridge_head(total, self.stage.ridge, self.stage.bias).with_random_features(self.random)
+
+    def published(self, state: Heard, counts: Ints) -> Published:
+        """As the FedCOF paper counts it; half of the symmetric Gram matrix is redundant."""
+        rows = int(np.count_nonzero(counts))
+        total = (rows * self.dim + len(counts) * self.dim**2) * 4
+        return Published(total, int(counts.sum()), "FedCOF paper, table 2: (P · d + K · d²) · 4 bytes, up")

@@ -1,0 +1,340 @@
+"""Typed recipes: what a run reads, in TOML, with every default in this file and nowhere else."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+import tomli_w
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    model_validator,
+)
+
+from headstart.errors import RecipeError, nearest
+
+Auto = Literal["auto"]
+
+
+class _Table(BaseModel):
+    """A table of the recipe: unknown keys are refused, values do not change after validation."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+
+# ---------------------------------------------------------------------------------------------- who holds which example
+
+
+class _Partition(_Table):
+    test: Literal["shared", "follow"] = "shared"
+    """Whether clients share one test split, or each gets a part of it that follows its training classes."""
+
+
+class IID(_Partition):
+    """Examples dealt at random, sizes equal to within one."""
+
+    kind: Literal["iid"]
+    clients: PositiveInt = 100
+
+
+class Dirichlet(_Partition):
+    """Equal sizes, class shares per client from Dirichlet(alpha), clients filled in turn (FedNCM, FedCOF)."""
+
+    kind: Literal["dirichlet"] = "dirichlet"
+    clients: PositiveInt = 100
+    alpha: PositiveFloat = 0.1
+    leftovers: Literal["report", "assign"] = "report"
+    """What becomes of the examples that do not fill a client evenly: reported as unused (papers), or dealt out."""
+
+
+class DirichletByClass(_Partition):
+    """Each class cut among the clients by Dirichlet(alpha) shares (Yurochkin et al.); sizes vary."""
+
+    kind: Literal["dirichlet-by-class"]
+    clients: PositiveInt = 100
+    alpha: PositiveFloat = 0.1
+    min_examples: PositiveInt = 1
+
+
+class Shards(_Partition):
+    """So many single-class shards per client (FedBABU, LG-FedAvg, FedRep)."""
+
+    kind: Literal["shards"]
+    clients: PositiveInt = 100
+    shards_per_client: PositiveInt = 2
+
+
+class Classes(_Partition):
+    """So many distinct classes per client, the same number of examples of each (FedYolo)."""
+
+    kind: Literal["classes"]
+    clients: PositiveInt = 20
+    classes_per_client: PositiveInt = 2
+    examples_per_client: PositiveInt | None = None
+    """None: as many as every client can have."""
+
+
+class Natural(_Partition):
+    """The clients that the data name."""
+
+    kind: Literal["natural"]
+    clients: PositiveInt | None = None
+    """Keep so many of them, drawn at random; None keeps all."""
+    min_examples: PositiveInt = 1
+    max_examples: PositiveInt | None = None
+
+
+class Domains(_Partition):
+    """Each domain of the data is held by its own clients."""
+
+    kind: Literal["domains"]
+    clients_per_domain: PositiveInt = 1
+
+
+Partition = Annotated[
+    IID | Dirichlet | DirichletByClass | Shards | Classes | Natural | Domains, Field(discriminator="kind")
+]
+
+
+class Data(_Table):
+    """Where the examples come from and who holds them."""
+
+    dataset: str
+    """A known name (`headstart datasets`), a Hugging Face dataset id, or a path."""
+    partition: Partition = Dirichlet()
+    input_column: str | tuple[str, str] | None = None
+    label_column: str | None = None
+    client_column: str | None = None
+    domain_column: str | None = None
+    train_examples: PositiveInt | None = None
+    """Keep a class-balanced random part of the training split."""
+    test_examples: PositiveInt | None = None
+    test_fraction: float = Field(default=0.2, gt=0, lt=1)
+    """Share held out for the test where the data come without a test split."""
+
+
+class Model(_Table):
+    """The frozen body that turns an example into a feature vector."""
+
+    backbone: str = "efficientnet-lite0"
+    weights: str | None = None
+    """A safetensors file, a `weights_only` checkpoint, or "random"."""
+    preprocess: Literal["auto", "torch", "cifar10", "half", "lite", "caffe"] = "auto"
+    resize: Literal["squash"] | PositiveInt = "squash"
+    """"squash" to a square; a number: the shorter side to so many pixels, then a centre crop."""
+    image_size: PositiveInt | None = None
+    pooling: Literal["auto", "cls", "mean"] = "auto"
+    max_tokens: PositiveInt = 128
+
+
+# -------------------------------------------------------------------------------------------------------------- stages
+
+
+class _Stage(_Table):
+    head_init: Literal["previous", "zeros", "random"] = "previous"
+    """Where a trained head starts from; a closed-form head is computed and starts from nothing."""
+    evaluate_every: PositiveInt = 1
+    eval_split: Literal["test", "validation"] = "test"
+
+
+class _ClosedForm(_Stage):
+    rounds: PositiveInt | None = None
+    """None: as many as it takes to hear every client once."""
+    clients_per_round: PositiveInt | None = None
+    participation: float | None = Field(default=None, gt=0, le=1)
+
+    @model_validator(mode="after")
+    def _one_way_to_sample(self) -> _ClosedForm:
+        if self.clients_per_round is not None and self.participation is not None:
+            raise ValueError("set clients_per_round or participation, not both")
+        return self
+
+
+class FedNCMStage(_ClosedForm):
+    """Nearest class mean (Legate et al., NeurIPS 2023)."""
+
+    method: Literal["fedncm"]
+    distance: Literal["cosine", "euclidean"] = "cosine"
+
+
+class Fed3RStage(_ClosedForm):
+    """Federated recursive ridge regression (Fanì et al., ICML 2024)."""
+
+    method: Literal["fed3r"]
+    ridge: NonNegativeFloat | Auto = "auto"
+    """"auto": generalised cross-validation on the server; the papers use 0.01."""
+    bias: bool = True
+    """True: a ones column, as the official code; False: as in the FedCOF paper."""
+    random_features: NonNegativeInt = 0
+    """So many random Fourier features of the unit-length features; 0 for none."""
+    random_features_width: PositiveFloat = 1.0
+    """Width of the Gaussian kernel that the random features approximate."""
+
+
+class FedCOFStage(_ClosedForm):
+    """Covariances estimated from class means (Goswami et al., 2025)."""
+
+    method: Literal["fedcof"]
+    shrinkage: NonNegativeFloat | Auto = "auto"
+    """"auto": follows the estimated within-class variance; the papers use 1 (0.1 for MobileNetV2)."""
+    means_per_client: PositiveInt = 1
+    covariance: Literal["estimated", "full", "diagonal", "spherical"] = "estimated"
+
+
+Stage = Annotated[FedNCMStage | Fed3RStage | FedCOFStage, Field(discriminator="method")]
+
+
+class Recipe(_Table):
+    """A run: data, model, and stages that hand the model on."""
+
+    name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    seed: NonNegativeInt = 0
+    data: Data
+    model: Model = Model()
+    stages: tuple[Stage, ...] = Field(min_length=1)
+
+    @classmethod
+    def parse(cls, table: Mapping[str, Any]) -> Recipe:
+        """Validate a table, or raise one `RecipeError` that lists every problem."""
+        try:
+            return cls.model_validate(table)
+        except ValidationError as error:
+            raise RecipeError([_sentence(dict(item)) for item in error.errors()]) from None
+
+    @classmethod
+    def load(cls, path: Path | str, settings: Sequence[str] = ()) -> Recipe:
+        """Read a TOML file and apply ``key=value`` settings such as ``stages.0.shrinkage=0.1``."""
+        try:
+            table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise RecipeError([f"cannot read {path}: {error.strerror or error}"]) from None
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise RecipeError([f"{path} is not valid TOML: {error}"]) from None
+        problems = [problem for setting in settings if (problem := _apply(table, setting))]
+        if problems:
+            raise RecipeError(problems)
+        return cls.parse(table)
+
+    def to_toml(self) -> str:
+        """The recipe with every default filled in; keys that are unset are left out."""
+        return tomli_w.dumps(self.model_dump(mode="json", exclude_none=True))
+
+
+PARTITIONS: dict[str, type[_Partition]] = {
+    "iid": IID,
+    "dirichlet": Dirichlet,
+    "dirichlet-by-class": DirichletByClass,
+    "shards": Shards,
+    "classes": Classes,
+    "natural": Natural,
+    "domains": Domains,
+}
+STAGES: dict[str, type[_Stage]] = {"fedncm": FedNCMStage, "fed3r": Fed3RStage, "fedcof": FedCOFStage}
+
+
+def _apply(table: dict[str, Any], setting: str) -> str | None:
+    """Write one ``key=value`` into the table; return what is wrong with it, if anything."""
+    path, equals, text = setting.partition("=")
+    if not equals or not path.strip():
+        return f"--set {setting}: write it as key=value, for example stages.0.shrinkage=0.1"
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text.strip()
+    *parents, last = path.strip().split(".")
+    node: Any = table
+    key: str | int
+    for depth, key in enumerate([*parents, last]):
+        if isinstance(node, list):
+            if not key.isdigit() or int(key) >= len(node):
+                return (
+                    f"--set {path}: {'.'.join(parents[:depth])} has {len(node)} entries, numbered from 0, not {key!r}"
+                )
+            key = int(key)
+        elif not isinstance(node, dict):
+            return f"--set {path}: {'.'.join(parents[:depth])} is a value, not a table"
+        if depth == len(parents):
+            node[key] = value
+        else:
+            node = node.setdefault(key, {}) if isinstance(node, dict) else node[key]
+    return None
+
+
+def _table_at(place: tuple[Any, ...]) -> tuple[type[BaseModel], tuple[Any, ...]]:
+    """The table an error points into, and the place without pydantic's union tags."""
+    match place:
+        case ("data", "partition", str(kind), *rest) if kind in PARTITIONS:
+            return PARTITIONS[kind], ("data", "partition", *rest)
+        case ("stages", int(index), str(method), *rest) if method in STAGES:
+            return STAGES[method], ("stages", index, *rest)
+        case ("data", *_):
+            return Data, place
+        case ("model", *_):
+            return Model, place
+        case _:
+            return Recipe, place
+
+
+def _accepted(table: type[BaseModel], key: Any) -> str:
+    """What a key accepts, in words: the values of its literals and the names of its types."""
+    field = table.model_fields.get(str(key))
+    if field is None:
+        return ""
+    words: list[str] = []
+    todo: list[Any] = [field.annotation]
+    names = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
+    while todo:
+        kind = todo.pop(0)
+        if kind in names:
+            words.append(names[kind])
+        elif getattr(kind, "__origin__", None) is Literal:
+            words += [repr(value) for value in get_args(kind)]
+        else:
+            todo = list(get_args(kind)) + todo
+    return ", ".join(dict.fromkeys(words))
+
+
+def _sentence(error: dict[str, Any]) -> str:
+    """One pydantic error as a sentence: where, what was given, what is accepted."""
+    table, place = _table_at(tuple(error["loc"]))
+    # Unions of types append the member that failed ("float", "literal['auto']"); the key is the part that counts.
+    known = [i for i, key in enumerate(place) if isinstance(key, int) or key in table.model_fields]
+    key = place[-1] if place else ""
+    kind, given = error["type"], error["input"]
+    if kind == "extra_forbidden":
+        where = ".".join(map(str, place))
+        return f"{where}: unknown key; {nearest(str(key), table.model_fields)}"
+    if kind == "union_tag_invalid":
+        tag = error["ctx"]["discriminator"].strip("'")
+        accepted = PARTITIONS if tag == "kind" else STAGES
+        return f"{'.'.join(map(str, (*place, tag)))}: {given[tag]!r} is not known; {nearest(given[tag], accepted)}"
+    if kind == "union_tag_not_found":
+        tag = error["ctx"]["discriminator"].strip("'")
+        accepted = PARTITIONS if tag == "kind" else STAGES
+        return f"{'.'.join(map(str, (*place, tag)))}: missing; accepted: {', '.join(accepted)}"
+    if place and known and known[-1] < len(place) - 1:
+        place = place[: known[-1] + 1]
+        key = place[-1]
+    where = ".".join(map(str, place)) or "recipe"
+    if kind == "missing":
+        what = _accepted(table, key)
+        return f"{where}: missing" + (f"; give {what}" if what else "")
+    if kind == "value_error":
+        return f"{where}: {error['ctx']['error']}"
+    if kind == "literal_error":
+        choices = [str(value) for value in get_args(table.model_fields[str(key)].annotation)]
+        return f"{where}: {given!r} is not known; {nearest(str(given), choices)}"
+    message = error["msg"][0].lower() + error["msg"][1:]
+    what = _accepted(table, key)
+    return f"{where}: {given!r} does not fit, {message.removeprefix('input ')}" + (
+        f"; accepted: {what}" if what else ""
+    )

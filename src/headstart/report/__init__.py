@@ -1,0 +1,7 @@
+"""Tables, pictures, and one self-contained page per run."""
+
+from headstart.report.figures import partition_figure, save
+from headstart.report.page import write_report
+from headstart.report.tables import partition_table, summary_table
+
+__all__ = ["partition_figure", "partition_table", "save", "summary_table", "write_report"]

@@ -1,0 +1,65 @@
+"""Tables for the terminal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from rich.table import Table
+
+
+def human_bytes(count: float) -> str:
+    """Bytes in the units that the papers use: 1 MB is 10⁶ bytes."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(count) < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
+
+
+def stage_cells(stage: dict[str, Any]) -> list[str]:
+    """One row of the summary table."""
+    chosen = ", ".join(f"{key} {value:.3g}" for key, value in stage["chosen"].items())
+    return [
+        stage["method"] + (f" ({chosen})" if chosen else ""),
+        f"{100 * stage['accuracy']:.2f} %",
+        str(stage["rounds"]),
+        human_bytes(stage["bytes_up"]),
+        human_bytes(stage["bytes_down"]),
+        human_bytes(stage["published_bytes"]),
+        f"{stage['forward_passes']:,}",
+        f"{stage['seconds']:.2f}",
+    ]
+
+
+COLUMNS = ("method", "accuracy", "rounds", "bytes up", "bytes down", "bytes (paper)", "forward passes", "seconds")
+
+
+def summary_table(summary: dict[str, Any]) -> Table:
+    """Accuracy and cost of every stage."""
+    table = Table(title=f"{summary['name']}: {summary['clients']} clients, {summary['examples']:,} training examples")
+    for column in COLUMNS:
+        table.add_column(column, justify="left" if column == "method" else "right")
+    for stage in summary["stages"]:
+        table.add_row(*stage_cells(stage))
+    return table
+
+
+def partition_table(names: tuple[str, ...], classes: tuple[str, ...], counts: npt.NDArray[np.int64]) -> Table:
+    """Who holds which class: clients by class, the first 20 of each."""
+    clients, shown = min(len(names), 20), min(len(classes), 20)
+    table = Table(title=f"{len(names)} clients, {len(classes)} classes, {counts.sum():,} training examples")
+    table.add_column("client")
+    for name in classes[:shown]:
+        table.add_column(name, justify="right")
+    for heading in ([f"{len(classes) - shown} more"] if shown < len(classes) else []) + ["classes", "examples"]:
+        table.add_column(heading, justify="right")
+    for client in range(clients):
+        row = counts[client]
+        cells = [str(count) if count else "·" for count in row[:shown]]
+        rest = [str(row[shown:].sum())] if shown < len(classes) else []
+        table.add_row(names[client], *cells, *rest, str(np.count_nonzero(row)), str(row.sum()))
+    if clients < len(names):
+        table.add_row(f"… {len(names) - clients} more")
+    return table
