@@ -47,6 +47,10 @@ class Examples:
             domains=None if self.domains is None else self.domains[index],
         )
 
+    def relabelled(self, labels: Ints) -> Examples:
+        """The same examples under other labels [n]."""
+        return replace(self, labels=labels)
+
     def features(self) -> npt.NDArray[np.floating]:
         """The feature matrix [n, d] of examples that already are features."""
         whole = len(self.rows) == len(self.source) and np.array_equal(self.rows, np.arange(len(self.rows)))
@@ -71,6 +75,24 @@ class Examples:
                 digest.update(len(data).to_bytes(8, "little"))
                 digest.update(data)
         return digest.hexdigest()
+
+
+@dataclass(frozen=True, eq=False)
+class Dataset:
+    """The splits of a data set and the names of its classes, clients and domains."""
+
+    name: str
+    classes: tuple[str, ...]
+    train: Examples
+    test: Examples
+    validation: Examples | None = None
+    clients: tuple[str, ...] = ()
+    domains: tuple[str, ...] = ()
+
+    @property
+    def kind(self) -> Kind:
+        """What the examples are."""
+        return self.train.kind
 
 
 def decode_image(value: Any, where: str) -> Image.Image:
@@ -133,3 +155,18 @@ def codes(values: Sequence[Any]) -> tuple[Ints, tuple[str, ...]]:
     """Numbers 0, 1, … for arbitrary ids, and the ids' names in that order."""
     names, numbers = np.unique(np.asarray([str(value) for value in values]), return_inverse=True)
     return numbers.astype(np.int64), tuple(str(name) for name in names)
+
+
+def check_labels(labels: Ints, where: str, n_classes: int | None = None) -> None:
+    """Labels number the classes 0, 1, …; a number beyond any plausible class is a mistake, not a class."""
+    limit = n_classes if n_classes is not None else max(1000, 10 * len(labels))
+    bad = np.flatnonzero((labels < 0) | (labels >= limit))
+    if len(bad):
+        raise HeadstartError(
+            f"{where}: label {labels[bad[0]]} at row {bad[0]} is out of range; number the classes from 0 to {limit - 1}"
+        )
+
+
+def numbered(n_classes: int) -> tuple[str, ...]:
+    """Names of classes that have none: their numbers."""
+    return tuple(str(label) for label in range(n_classes))

@@ -7,8 +7,8 @@ from functools import cached_property
 
 import numpy as np
 
-from headstart.data.examples import Ints
-from headstart.data.load import Dataset, load_dataset
+from headstart.data.examples import Dataset, Ints
+from headstart.data.load import load_dataset
 from headstart.data.partition import UNUSED, follow, partition
 from headstart.errors import HeadstartError
 from headstart.recipe import Domains, Natural, Recipe
