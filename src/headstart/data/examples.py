@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -151,7 +151,7 @@ def _bytes_of(value: Any) -> bytes:
     return b"\0".join(str(part).encode() for part in value)
 
 
-def codes(values: Sequence[Any]) -> tuple[Ints, tuple[str, ...]]:
+def codes(values: Iterable[Any]) -> tuple[Ints, tuple[str, ...]]:
     """Numbers 0, 1, … for arbitrary ids, and the ids' names in that order."""
     names, numbers = np.unique(np.asarray([str(value) for value in values]), return_inverse=True)
     return numbers.astype(np.int64), tuple(str(name) for name in names)

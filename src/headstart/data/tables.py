@@ -11,7 +11,7 @@ import datasets
 import numpy as np
 
 from headstart.data.catalog import Known
-from headstart.data.examples import Dataset, Examples, Ints, check_labels, codes, numbered
+from headstart.data.examples import Dataset, Examples, Ints, Kind, check_labels, codes, numbered
 from headstart.errors import HeadstartError
 from headstart.recipe import Data
 
@@ -82,7 +82,7 @@ def from_tables(data: Data, known: Known | None, tables: Tables) -> Dataset:
     for split, table in tables.items():
         source = table.select_columns(list(dict.fromkeys(inputs)))
         source = source.cast_column(inputs[0], datasets.Image(decode=False)) if is_image else source
-        kind = "image" if is_image else "text"
+        kind: Kind = "image" if is_image else "text"
         rows = np.arange(len(table))
         splits[split] = Examples(kind, source, inputs, rows, labels[split], clients.get(split), domains.get(split))
     if known.only and set(known.only) <= set(classes):
@@ -140,9 +140,9 @@ def _labels(tables: Tables, column: str) -> tuple[tuple[str, ...], dict[str, Int
         raise HeadstartError(f"labels in {column!r} are {type(first).__name__} values; give text or whole numbers")
     labels = {split: np.array(part, np.int64) for split, part in values.items()}
     listed = tuple(str(name) for name in getattr(tables["train"].features[column], "names", None) or ())
-    for split, part in labels.items():
-        check_labels(part, f"{split}, column {column!r}", len(listed) or None)
-    return listed or numbered(int(max(part.max() for part in labels.values())) + 1), labels
+    for split, numbers in labels.items():
+        check_labels(numbers, f"{split}, column {column!r}", len(listed) or None)
+    return listed or numbered(int(max(numbers.max() for numbers in labels.values())) + 1), labels
 
 
 def _ids(tables: Tables, asked: str | None, usual: str | None, what: str) -> tuple[Mapping[str, Ints], tuple[str, ...]]:
