@@ -110,8 +110,8 @@ def backbones() -> None:
         table.add_row(name, str(entry.dim), entry.about)
     for name, about in (
         ("hf/ID, or a local folder", "any vision or text encoder of transformers; pooling cls or mean"),
-        ("torchvision/NAME", "needs the extra headstart[torchvision]"),
-        ("timm/NAME", "needs the extra headstart[timm]"),
+        ("torchvision/NAME", "needs the extra headstart\\[torchvision]"),
+        ("timm/NAME", "needs the extra headstart\\[timm]"),
         ("features", "the data already are features"),
     ):
         table.add_row(name, "", about)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,7 +18,6 @@ from pydantic import (
     PositiveFloat,
     PositiveInt,
     ValidationError,
-    model_validator,
 )
 
 from headstart.errors import RecipeError, nearest
@@ -28,7 +28,7 @@ Auto = Literal["auto"]
 class _Table(BaseModel):
     """A table of the recipe: unknown keys are refused, values do not change after validation."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 # ---------------------------------------------------------------------------------------------- who holds which example
@@ -111,7 +111,7 @@ class Data(_Table):
     dataset: str
     """A known name (`headstart datasets`), a Hugging Face dataset id, or a path."""
     partition: Partition = Dirichlet()
-    input_column: str | tuple[str, str] | None = None
+    input_column: str | Annotated[tuple[str, str], Field(strict=False)] | None = None
     label_column: str | None = None
     client_column: str | None = None
     domain_column: str | None = None
@@ -152,12 +152,6 @@ class _ClosedForm(_Stage):
     clients_per_round: PositiveInt | None = None
     participation: float | None = Field(default=None, gt=0, le=1)
 
-    @model_validator(mode="after")
-    def _one_way_to_sample(self) -> _ClosedForm:
-        if self.clients_per_round is not None and self.participation is not None:
-            raise ValueError("set clients_per_round or participation, not both")
-        return self
-
 
 class FedNCMStage(_ClosedForm):
     """Nearest class mean (Legate et al., NeurIPS 2023)."""
@@ -196,19 +190,27 @@ Stage = Annotated[FedNCMStage | Fed3RStage | FedCOFStage, Field(discriminator="m
 class Recipe(_Table):
     """A run: data, model, and stages that hand the model on."""
 
-    name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    name: str = "run"
     seed: NonNegativeInt = 0
     data: Data
     model: Model = Model()
-    stages: tuple[Stage, ...] = Field(min_length=1)
+    stages: Annotated[tuple[Stage, ...], Field(strict=False)]
 
     @classmethod
     def parse(cls, table: Mapping[str, Any]) -> Recipe:
         """Validate a table, or raise one `RecipeError` that lists every problem."""
+        problems = _contradictions(table)
         try:
-            return cls.model_validate(table)
+            recipe = cls.model_validate(table)
         except ValidationError as error:
-            raise RecipeError([_sentence(dict(item)) for item in error.errors()]) from None
+            sentences: dict[str, str] = {}
+            for item in error.errors():
+                place, sentence = _sentence(dict(item))
+                sentences.setdefault(place, sentence)  # a union of types complains once for each of them
+            raise RecipeError([*sentences.values(), *problems]) from None
+        if problems:
+            raise RecipeError(problems)
+        return recipe
 
     @classmethod
     def load(cls, path: Path | str, settings: Sequence[str] = ()) -> Recipe:
@@ -269,6 +271,20 @@ def _apply(table: dict[str, Any], setting: str) -> str | None:
     return None
 
 
+def _contradictions(table: Mapping[str, Any]) -> list[str]:
+    """What no single key shows: keys that exclude each other, and values with a rule of their own."""
+    problems = []
+    name, stages = table.get("name", "run"), table.get("stages")
+    if isinstance(name, str) and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
+        problems.append(f"name: {name!r} names the run directory; use letters, digits, dots, dashes and underscores")
+    if isinstance(stages, list) and not stages:
+        problems.append("stages: empty; add a [[stages]] table with a method")
+    for number, stage in enumerate(stages if isinstance(stages, list) else ()):
+        if isinstance(stage, dict) and {"clients_per_round", "participation"} <= stage.keys():
+            problems.append(f"stages.{number}: set clients_per_round or participation, not both")
+    return problems
+
+
 def _table_at(place: tuple[Any, ...]) -> tuple[type[BaseModel], tuple[Any, ...]]:
     """The table an error points into, and the place without pydantic's union tags."""
     match place:
@@ -284,57 +300,47 @@ def _table_at(place: tuple[Any, ...]) -> tuple[type[BaseModel], tuple[Any, ...]]
             return Recipe, place
 
 
-def _accepted(table: type[BaseModel], key: Any) -> str:
-    """What a key accepts, in words: the values of its literals and the names of its types."""
+def _accepted(table: type[BaseModel], key: Any) -> list[str]:
+    """What a key accepts: the values of its literals and the names of its types."""
     field = table.model_fields.get(str(key))
-    if field is None:
-        return ""
-    words: list[str] = []
-    todo: list[Any] = [field.annotation]
     names = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
+    words: list[str] = []
+    todo: list[Any] = [field.annotation] if field else []
     while todo:
         kind = todo.pop(0)
         if kind in names:
             words.append(names[kind])
         elif getattr(kind, "__origin__", None) is Literal:
-            words += [repr(value) for value in get_args(kind)]
+            words += [str(value) for value in get_args(kind)]
         else:
             todo = list(get_args(kind)) + todo
-    return ", ".join(dict.fromkeys(words))
+    return list(dict.fromkeys(words))
 
 
-def _sentence(error: dict[str, Any]) -> str:
-    """One pydantic error as a sentence: where, what was given, what is accepted."""
+def _sentence(error: dict[str, Any]) -> tuple[str, str]:
+    """Where a pydantic error is, and a sentence: where, what was given, what is accepted."""
     table, place = _table_at(tuple(error["loc"]))
-    # Unions of types append the member that failed ("float", "literal['auto']"); the key is the part that counts.
-    known = [i for i, key in enumerate(place) if isinstance(key, int) or key in table.model_fields]
-    key = place[-1] if place else ""
     kind, given = error["type"], error["input"]
-    if kind == "extra_forbidden":
-        where = ".".join(map(str, place))
-        return f"{where}: unknown key; {nearest(str(key), table.model_fields)}"
-    if kind == "union_tag_invalid":
-        tag = error["ctx"]["discriminator"].strip("'")
-        accepted = PARTITIONS if tag == "kind" else STAGES
-        return f"{'.'.join(map(str, (*place, tag)))}: {given[tag]!r} is not known; {nearest(given[tag], accepted)}"
-    if kind == "union_tag_not_found":
-        tag = error["ctx"]["discriminator"].strip("'")
-        accepted = PARTITIONS if tag == "kind" else STAGES
-        return f"{'.'.join(map(str, (*place, tag)))}: missing; accepted: {', '.join(accepted)}"
-    if place and known and known[-1] < len(place) - 1:
+    # Unions of types append the member that failed ("float", "literal['auto']"); the key is the part that counts.
+    known = [depth for depth, key in enumerate(place) if key in table.model_fields or place[:depth] == ("stages",)]
+    if known and kind != "extra_forbidden":
         place = place[: known[-1] + 1]
-        key = place[-1]
-    where = ".".join(map(str, place)) or "recipe"
+    where, key = ".".join(map(str, place)), place[-1] if place else ""
+    accepted = _accepted(table, key)
+    if kind in ("union_tag_invalid", "union_tag_not_found"):
+        tag = error["ctx"]["discriminator"].strip("'")
+        where = f"{where}.{tag}"
+        names = list(PARTITIONS if tag == "kind" else STAGES)
+        if kind == "union_tag_not_found":
+            return where, f"{where}: missing; accepted: {', '.join(names)}"
+        return where, f"{where}: {given[tag]!r} is not known; {nearest(given[tag], names)}"
+    if kind == "extra_forbidden":
+        return where, f"{where}: unknown key; {nearest(str(key), table.model_fields)}"
     if kind == "missing":
-        what = _accepted(table, key)
-        return f"{where}: missing" + (f"; give {what}" if what else "")
-    if kind == "value_error":
-        return f"{where}: {error['ctx']['error']}"
-    if kind == "literal_error":
-        choices = [str(value) for value in get_args(table.model_fields[str(key)].annotation)]
-        return f"{where}: {given!r} is not known; {nearest(str(given), choices)}"
-    message = error["msg"][0].lower() + error["msg"][1:]
-    what = _accepted(table, key)
-    return f"{where}: {given!r} does not fit, {message.removeprefix('input ')}" + (
-        f"; accepted: {what}" if what else ""
+        return where, f"{where}: missing" + (f"; give {' or '.join(accepted)}" if accepted else "; add this table")
+    if isinstance(given, str) and accepted:
+        return where, f"{where}: {given!r} does not fit; {nearest(given, accepted)}"
+    message = error["msg"].removeprefix("Input ").removeprefix("Value error, ")
+    return where, f"{where}: {given!r} does not fit, {message}" + (
+        f"; accepted: {', '.join(accepted)}" if accepted else ""
     )

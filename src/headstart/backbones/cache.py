@@ -6,6 +6,7 @@ only the others are computed again. One process fills a file at a time; the othe
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import zlib
@@ -35,11 +36,14 @@ class FeatureFile:
     def __init__(self, key: str, rows: int, dim: int) -> None:
         self.folder = cache_root() / "features" / key
         self.rows, self.dim = rows, dim
+        header = io.BytesIO()
+        np.lib.format.write_array_header_1_0(header, {"descr": "<f4", "fortran_order": False, "shape": (rows, dim)})
+        self._header, self._length = header.getvalue(), header.tell() + rows * dim * 4
         self._data, self._manifest = self.folder / "features.npy", self.folder / "blocks.json"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise self._failure(error) from None
+            raise self.failure(error) from None
         self.lock = FileLock(self.folder / "lock")
         self._checksums: list[int | None] = []
 
@@ -59,22 +63,20 @@ class FeatureFile:
     def fill(self, blocks: Iterable[tuple[int, npt.NDArray[np.float32]]]) -> None:
         """Write blocks as they come; each is on disk, and listed, before the next is asked for. Needs the lock."""
         try:
-            features_map = self._map()
-            if features_map is None:  # absent or truncated; "w+" makes a whole file of zeros
-                features_map = np.lib.format.open_memmap(
-                    self._data, mode="w+", dtype=np.float32, shape=(self.rows, self.dim)
-                )
+            if not self._data.exists():
+                self._data.touch()
                 self._checksums = [None] * len(self._checksums)
+            self._restore()
             with self._data.open("r+b") as file:
                 for number, features in blocks:
-                    file.seek(features_map.offset + number * BLOCK * self.dim * 4)
+                    file.seek(len(self._header) + number * BLOCK * self.dim * 4)
                     file.write(np.ascontiguousarray(features, np.float32).tobytes())
                     file.flush()
                     os.fsync(file.fileno())
                     self._checksums[number] = _checksum(features)
                     write_json(self._manifest, self._description())
         except OSError as error:
-            raise self._failure(error) from None
+            raise self.failure(error) from None
 
     def open(self) -> npt.NDArray[np.float32]:
         """The whole matrix, memory-mapped, read-only."""
@@ -85,11 +87,19 @@ class FeatureFile:
 
     def _map(self) -> np.memmap[Any, np.dtype[np.float32]] | None:
         try:
-            features = np.load(self._data, mmap_mode="r", allow_pickle=False)
-        except (OSError, ValueError, EOFError):
+            self._restore()
+            return np.memmap(self._data, np.dtype("<f4"), "r", len(self._header), (self.rows, self.dim))
+        except (OSError, ValueError):
             return None
-        fits = features.shape == (self.rows, self.dim) and features.dtype == np.float32
-        return features if fits else None
+
+    def _restore(self) -> None:
+        """Give a damaged file its header and its length back; the checksums tell what else is whole."""
+        with self._data.open("rb") as file:
+            if file.read(len(self._header)) == self._header and file.seek(0, os.SEEK_END) == self._length:
+                return
+        with self._data.open("r+b") as file:
+            file.write(self._header)
+            file.truncate(self._length)
 
     def _description(self) -> dict[str, Any]:
         return {"rows": self.rows, "dim": self.dim, "block": BLOCK, "checksums": self._checksums}
@@ -99,12 +109,13 @@ class FeatureFile:
         try:
             manifest = json.loads(self._manifest.read_text(encoding="utf-8"))
             checksums = manifest.pop("checksums")
-        except (OSError, ValueError, KeyError, AttributeError):
+        except (OSError, ValueError, KeyError, AttributeError, TypeError):
             return nothing
-        same = manifest == {"rows": self.rows, "dim": self.dim, "block": BLOCK} and len(checksums) == len(nothing)
-        return list(checksums) if same else nothing
+        same = manifest == {"rows": self.rows, "dim": self.dim, "block": BLOCK} and isinstance(checksums, list)
+        return checksums if same and len(checksums) == len(nothing) else nothing
 
-    def _failure(self, error: OSError) -> HeadstartError:
+    def failure(self, error: OSError) -> HeadstartError:
+        """What to tell a user whose cache cannot be written."""
         return HeadstartError(
             f"cannot write features to {self.folder}: {error.strerror or error}; free space, or set HEADSTART_CACHE"
         )

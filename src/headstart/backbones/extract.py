@@ -35,7 +35,8 @@ def extract(backbone: Backbone, examples: Examples, what: str = "features") -> n
     """Features [n, d] of the examples, from the cache where they are there; memory-mapped."""
     if examples.kind != backbone.kind:
         raise HeadstartError(
-            f"model.backbone: {backbone.name} reads {backbone.kind}s, and the data are {examples.kind}s"
+            f"model.backbone: {backbone.name} reads {backbone.kind}s, and the data are "
+            f"{examples.kind.removesuffix('s')}s"
         )
     key = hashlib.blake2b(f"{backbone.fingerprint()} {examples.fingerprint()}".encode(), digest_size=16).hexdigest()
     file = FeatureFile(key, len(examples), backbone.dim)
@@ -46,6 +47,8 @@ def extract(backbone: Backbone, examples: Examples, what: str = "features") -> n
     except Timeout:
         print(f"another process computes the same {what}; waiting for it", file=sys.stderr)
         file.lock.acquire()
+    except OSError as error:
+        raise file.failure(error) from None
     try:
         todo = file.missing()
         if todo:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
-from collections.abc import Callable, Mapping
+import pickle
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -55,25 +56,29 @@ class Entry:
 
 def load_backbone(model: Model) -> Backbone:
     """The backbone that a recipe names, with its weights, in evaluation mode."""
-    name = model.backbone
-    if name in BACKBONES:
-        backbone = BACKBONES[name].build(model)
-    elif name.startswith("torchvision/"):
-        backbone = _torchvision(name, model)
-    elif name.startswith("timm/"):
-        backbone = _timm(name, model)
-    elif name.startswith("hf/"):
-        backbone = _hugging_face(name.removeprefix("hf/"), model, name)
-    elif Path(name).expanduser().is_dir():
-        backbone = _hugging_face(str(Path(name).expanduser()), model, name)
-    else:
-        known = [*BACKBONES, "features"]
-        raise HeadstartError(
-            f"model.backbone: {name!r} is not known; {nearest(name, known)}, "
-            "torchvision/NAME, timm/NAME, hf/ID or a local folder"
-        )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)  # what is random is the same in every process, and so are its features
+        backbone = _build(model.backbone, model)
     backbone.body.eval().requires_grad_(False)
     return backbone
+
+
+def _build(name: str, model: Model) -> Backbone:
+    if name in BACKBONES:
+        return BACKBONES[name].build(model)
+    if name.startswith("torchvision/"):
+        return _torchvision(name, model)
+    if name.startswith("timm/"):
+        return _timm(name, model)
+    if name.startswith("hf/"):
+        return _hugging_face(name.removeprefix("hf/"), model, name)
+    if Path(name).expanduser().is_dir():
+        return _hugging_face(str(Path(name).expanduser()), model, name)
+    known = [*BACKBONES, "features"]
+    raise HeadstartError(
+        f"model.backbone: {name!r} is not known; {nearest(name, known)}, "
+        "torchvision/NAME, timm/NAME, hf/ID or a local folder"
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------- image nets
@@ -106,9 +111,7 @@ def _own(
                 f"model.weights: {model.backbone} comes without weights; give a safetensors file or checkpoint with "
                 f'torchvision\'s parameter names, use torchvision/{model.backbone}, or set "random"'
             )
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            body = network()
+        body = network()
         if model.weights != "random":
             load_weights(body, Path(model.weights))
         return _image(body, body.dim, 224, preprocess, model)
@@ -148,10 +151,15 @@ def _lite(number: int, size: int) -> Callable[[Model], Backbone]:
 
 def _torchvision(name: str, model: Model) -> Backbone:
     models = _optional("torchvision.models", "torchvision", name)
-    network = models.get_model(name.removeprefix("torchvision/"), weights=None if model.weights else "DEFAULT")
+    try:
+        network = models.get_model(name.removeprefix("torchvision/"), weights=None if model.weights else "DEFAULT")
+    except (OSError, ValueError) as error:  # no such network, or no way to its weights
+        raise _cannot_load(name, error) from None
     for head in ("classifier", "fc", "heads", "head"):
         if hasattr(network, head):
-            setattr(network, head, nn.Identity())
+            # SqueezeNet pools in its classifier; without it every position would be a feature.
+            pools = any(isinstance(module, nn.AdaptiveAvgPool2d) for module in getattr(network, head).modules())
+            setattr(network, head, nn.AdaptiveAvgPool2d(1) if pools else nn.Identity())
     if model.weights and model.weights != "random":
         load_weights(network, Path(model.weights))
     network.eval()
@@ -163,7 +171,10 @@ def _torchvision(name: str, model: Model) -> Backbone:
 
 def _timm(name: str, model: Model) -> Backbone:
     timm = _optional("timm", "timm", name)
-    network = timm.create_model(name.removeprefix("timm/"), pretrained=model.weights is None, num_classes=0)
+    try:
+        network = timm.create_model(name.removeprefix("timm/"), pretrained=model.weights is None, num_classes=0)
+    except (OSError, ValueError, RuntimeError) as error:  # no such network, or no way to its weights
+        raise _cannot_load(name, error) from None
     if model.weights and model.weights != "random":
         load_weights(network, Path(model.weights))
     config = timm.data.resolve_model_data_config(network)
@@ -202,56 +213,72 @@ class _Pooled(nn.Module):
 def _hugging_face(place: str, model: Model, name: str) -> Backbone:
     """Any vision or text encoder of `transformers`, from a hub id or a local folder; safetensors only."""
     import transformers
+    from safetensors import SafetensorError
 
     try:
-        config = transformers.AutoConfig.from_pretrained(place)
+        config = transformers.AutoConfig.from_pretrained(place, trust_remote_code=False)
         if model.weights == "random":
-            with torch.random.fork_rng():
-                torch.manual_seed(0)
-                encoder = transformers.AutoModel.from_config(config)  # type: ignore[no-untyped-call]
+            encoder = transformers.AutoModel.from_config(config)  # type: ignore[no-untyped-call]
         else:
-            encoder = transformers.AutoModel.from_pretrained(place, use_safetensors=True)
+            encoder, found = transformers.AutoModel.from_pretrained(
+                place, use_safetensors=True, trust_remote_code=False, output_loading_info=True
+            )
+            lacking = _needed(sorted(found["missing_keys"]))
             if model.weights:
                 load_weights(encoder, Path(model.weights))
+            elif lacking:  # they would be random
+                raise HeadstartError(f"its weights are of another network: they lack {_some(lacking)}")
+        encoder = encoder.float().eval()
         image = encoder.main_input_name == "pixel_values"
-        tokenizer = None if image else transformers.AutoTokenizer.from_pretrained(place)
-        settings = _image_settings(place) if image else {}
-    except (OSError, ValueError, ImportError, KeyError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise HeadstartError(f"model.backbone: cannot load {name!r}: {reason}") from None
-    dim = getattr(config, "hidden_size", None) or config.hidden_sizes[-1]
+        tokenizer = None if image else transformers.AutoTokenizer.from_pretrained(place, trust_remote_code=False)
+        settings = _settings(place, "preprocessor_config.json" if image else "1_Pooling/config.json")
+    except (OSError, ValueError, ImportError, KeyError, RuntimeError, SafetensorError) as error:
+        raise _cannot_load(name, error) from None
+    # The same parameters give other features with another number of heads or another activation.
+    key = _hash({k: v for k, v in config.to_diff_dict().items() if k not in ("_name_or_path", "transformers_version")})
     if tokenizer is None:
-        pooling = "cls" if model.pooling == "auto" else model.pooling
-        size = settings.get("size", 224)
-        if isinstance(size, dict):
-            size = size.get("height") or size.get("shortest_edge") or 224
-        mean, std = settings.get("image_mean", [0.5] * 3), settings.get("image_std", [0.5] * 3)
-        convolutional = not hasattr(config, "num_attention_heads")
-        body = _Pooled(encoder, pooling, image=True)
-        return _image(body, dim, size, Normalisation(tuple(mean), tuple(std)), model, convolutional, pooling)
-    pooling = _text_pooling(place) if model.pooling == "auto" else model.pooling
-    transform = TextTransform(tokenizer, min(model.max_tokens, tokenizer.model_max_length))
-    # The vocabulary decides the ids, so it belongs to the key; two tokenizers of one size may differ.
-    vocabulary = hashlib.blake2b(json.dumps(sorted(tokenizer.get_vocab().items())).encode(), digest_size=8).hexdigest()
-    key = f"text {pooling} {transform.max_tokens} {vocabulary}"
-    return Backbone(name, "text", dim, _Pooled(encoder, pooling, image=False), transform, key)
+        return _vision(encoder, settings, model, key)
+    pooling: str = model.pooling
+    if pooling == "auto":  # what a sentence-transformers folder says; the first token otherwise
+        pooling = "mean" if settings.get("pooling_mode_mean_tokens") else "cls"
+    # Not every tokenizer knows how many positions its network has.
+    positions = getattr(config, "max_position_embeddings", None) or model.max_tokens
+    transform = TextTransform(tokenizer, min(model.max_tokens, tokenizer.model_max_length, positions))
+    # The tokenizer decides the ids, so it belongs to the key; two tokenizers of one size may differ.
+    rules = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else sorted(tokenizer.get_vocab().items())
+    key = f"text {pooling} {transform.max_tokens} {_hash(rules)} {key}"
+    return Backbone(name, "text", config.hidden_size, _Pooled(encoder, pooling, image=False), transform, key)
 
 
-def _image_settings(place: str) -> Mapping[str, Any]:
-    """The image processor's settings, read without building it: building some needs torchvision."""
+def _vision(encoder: Any, settings: Mapping[str, Any], model: Model, key: str) -> Backbone:
+    size = settings.get("crop_size" if settings.get("do_center_crop") else "size") or 224
+    if isinstance(size, dict):
+        size = size.get("height") or size.get("shortest_edge") or 224
+    size = model.image_size or size
+    mean, std = settings.get("image_mean", [0.5] * 3), settings.get("image_std", [0.5] * 3)
+    normalisation = Normalisation(tuple(mean), tuple(std))
+    pooling = "cls" if model.pooling == "auto" else model.pooling
+    body = _Pooled(encoder, pooling, image=True)
+    try:  # configurations do not agree on where they say the width
+        with torch.inference_mode():
+            dim = body(torch.zeros(1, 3, size, size)).shape[1]
+    except (ValueError, RuntimeError, AttributeError) as error:
+        raise _cannot_load(f"{model.backbone} at {size} pixels", error) from None
+    convolutional = not hasattr(encoder.config, "num_attention_heads")
+    return _image(body, dim, size, normalisation, model, convolutional, f"{pooling} {key}")
+
+
+def _settings(place: str, file: str) -> Mapping[str, Any]:
+    """Settings beside the weights, or none; building an image processor to ask it could need torchvision."""
     from transformers.utils.hub import cached_file
 
-    path = cached_file(place, "preprocessor_config.json", _raise_exceptions_for_missing_entries=False)
+    path = cached_file(place, file, _raise_exceptions_for_missing_entries=False)
     settings: Mapping[str, Any] = json.loads(Path(path).read_text(encoding="utf-8")) if path else {}
     return settings
 
 
-def _text_pooling(place: str) -> Literal["cls", "mean"]:
-    """What the model's authors pool by, where a sentence-transformers folder says so; the first token otherwise."""
-    path = Path(place) / "1_Pooling" / "config.json"
-    if path.is_file() and json.loads(path.read_text(encoding="utf-8")).get("pooling_mode_mean_tokens"):
-        return "mean"
-    return "cls"
+def _hash(value: Any) -> str:
+    return hashlib.blake2b(json.dumps(value, sort_keys=True, default=str).encode(), digest_size=8).hexdigest()
 
 
 def _minilm(model: Model) -> Backbone:
@@ -276,19 +303,29 @@ def load_weights(module: nn.Module, path: Path) -> None:
             state = torch.load(path, map_location="cpu", weights_only=True)
         missing, left = module.load_state_dict(state, strict=False)
     except Exception as error:  # a damaged file, a pickle that is more than weights, or other shapes
-        raise HeadstartError(
-            f"model.weights: cannot load {path}: {str(error).strip().splitlines()[-1].strip()}"
-        ) from None
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()
+        if isinstance(error, pickle.UnpicklingError | EOFError):  # torch's own advice is to trust the file
+            reason = "it is damaged, or holds more than weights; save its state dict as safetensors"
+        raise HeadstartError(f"model.weights: cannot load {path}: {reason}") from None
     left = [name for name in left if not name.startswith(_HEADS)]
-    # Old checkpoints do not count batches; the count plays no part in evaluation.
-    missing = [name for name in missing if not name.endswith("num_batches_tracked")]
+    missing = _needed(missing)
     if missing or left:
-        parts = [
-            f"{what} {len(names)} parameters ({', '.join(names[:3])}{' …' if len(names) > 3 else ''})"
-            for what, names in (("lacks", missing), ("has unknown", left))
-            if names
-        ]
+        parts = [f"{what} {_some(names)}" for what, names in (("lacks", missing), ("has unknown", left)) if names]
         raise HeadstartError(f"model.weights: {path} is of another network: it {' and '.join(parts)}")
+
+
+def _needed(missing: Iterable[str]) -> list[str]:
+    """What a body cannot do without: features are taken before a pooler, and counts of batches only serve training."""
+    return [name for name in missing if not name.startswith("pooler.") and not name.endswith("num_batches_tracked")]
+
+
+def _some(names: list[str]) -> str:
+    return f"{len(names)} parameters ({', '.join(names[:3])}{' …' if len(names) > 3 else ''})"
+
+
+def _cannot_load(name: str, error: Exception) -> HeadstartError:
+    reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return HeadstartError(f"model.backbone: cannot load {name!r}: {reason}")
 
 
 def _optional(module: str, extra: str, name: str) -> Any:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 
 from headstart.errors import HeadstartError
 
@@ -102,7 +102,7 @@ def decode_image(value: Any, where: str) -> Image.Image:
     try:
         with Image.open(io.BytesIO(value["bytes"]) if value["bytes"] is not None else value["path"]) as image:
             return image.convert("RGB")
-    except (UnidentifiedImageError, OSError, SyntaxError, Image.DecompressionBombError) as error:
+    except Exception as error:  # every format's decoder raises what it likes
         name = f" ({value['path']})" if value.get("path") else ""
         raise HeadstartError(f"{where}{name} is not a readable image: {error}; replace it or remove it") from None
 
@@ -142,7 +142,7 @@ def _bytes_of(value: Any) -> bytes:
         if value["bytes"] is not None:
             return bytes(value["bytes"])
         try:
-            with open(value["path"], "rb") as file:
+            with open(value["path"] or "", "rb") as file:
                 return file.read()
         except OSError as error:
             raise HeadstartError(f"cannot read the image {value['path']}: {error.strerror}") from None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import zipfile
+import zlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,7 +27,7 @@ def load_dataset(data: Data, seed: int = 0) -> Dataset:
     elif data.dataset == "digits":
         dataset = _held_out(_digits(), 0.2, _BUNDLED_SEED)
     elif known is None and data.dataset.endswith(".npz"):
-        dataset = _from_npz(Path(data.dataset).expanduser())
+        dataset = _from_npz(Path(os.path.expanduser(data.dataset)))
     else:
         dataset = _from_tables(data, known)
     if len(dataset.train) and not len(dataset.test):
@@ -62,15 +64,16 @@ def _digits() -> Dataset:
 
 def _from_tables(data: Data, known: Known | None) -> Dataset:
     """Tables from HEADSTART_DATA, from a path, or from the hub, in this order."""
-    from headstart.data.tables import from_tables, hub_tables, local_tables
+    from headstart.data.tables import FORMATS, from_tables, hub_tables, local_tables
 
     root = os.environ.get("HEADSTART_DATA")
-    path = Path(data.dataset).expanduser()
-    if root and (Path(root) / data.dataset).is_dir():
+    path = Path(os.path.expanduser(data.dataset))  # as os.path.exists, it lets a path that cannot be pass
+    is_hub_id = data.dataset.count("/") == 1 and data.dataset[0] not in "./~" and path.suffix.lower() not in FORMATS
+    if root and os.path.isdir(Path(root) / data.dataset):
         tables = local_tables(Path(root) / data.dataset)
-    elif known is None and path.exists():
+    elif known is None and os.path.exists(path):
         tables = local_tables(path)
-    elif known is not None or (data.dataset.count("/") == 1 and data.dataset[0] not in "./~"):
+    elif known is not None or is_hub_id:
         tables = hub_tables(data.dataset, known)
     else:
         hint = nearest(data.dataset, KNOWN)
@@ -80,10 +83,12 @@ def _from_tables(data: Data, known: Known | None) -> Dataset:
 
 def _from_npz(path: Path) -> Dataset:
     """X [N, d], y [N]; optionally split [N] (0 train, 1 validation, 2 test), client [N], domain [N]."""
+    if path.is_file() and not zipfile.is_zipfile(path):
+        raise HeadstartError(f"{path} is not an .npz file; write it with numpy.savez(path, X=X, y=y)")
     try:
         with np.load(path, allow_pickle=False) as file:
-            arrays = {name: file[name] for name in file.files}
-    except (OSError, ValueError, EOFError) as error:
+            arrays = {name: np.asarray(file[name]) for name in file.files}
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise HeadstartError(f"cannot read features from {path}: {error}") from None
     if not {"X", "y"} <= arrays.keys():
         raise HeadstartError(f"{path} must hold X [N, d] and y [N]; it holds {', '.join(arrays) or 'nothing'}")
@@ -123,6 +128,13 @@ def _held_out(dataset: Dataset, fraction: float, seed: int) -> Dataset:
     whole = dataset.train
     groups = whole.clients if whole.clients is not None else whole.labels
     mask = held_out(groups, fraction, np.random.default_rng([seed, 0x7E57]))
+    if mask.all() or not mask.any():
+        each = "client" if whole.clients is not None else "class"
+        raise HeadstartError(
+            f"{dataset.name}: there is no test split, and data.test_fraction = {fraction} of each {each}'s examples (at "
+            f"most {np.bincount(groups).max()}) leaves none for {'training' if mask.all() else 'the test'}; "
+            f"{'lower' if mask.all() else 'raise'} it, or give a test split"
+        )
     return replace(dataset, train=whole.take(np.flatnonzero(~mask)), test=whole.take(np.flatnonzero(mask)))
 
 

@@ -175,9 +175,13 @@ def _classes(labels: Ints, n_classes: int, how: Classes, rng: np.random.Generato
     each = possible if how.examples_per_client is None else how.examples_per_client // per_client
     if each < 1 or each > possible:
         raise HeadstartError(
-            f"data.partition: {each} examples of each of {per_client} classes for {how.clients} clients cannot be had; "
-            f"at most {possible} of each: set examples_per_client to {possible * per_client} or less"
-            + ("" if possible else ", or lower clients")
+            f"data.partition: {how.examples_per_client or per_client} examples of {per_client} classes for each of "
+            f"{how.clients} clients cannot be had; "
+            + (
+                f"set examples_per_client to between {per_client} and {possible * per_client}"
+                if possible
+                else "a class has fewer examples than clients that hold it: lower clients or classes_per_client"
+            )
         )
     counts = np.zeros((how.clients, n_classes), np.int64)
     counts[np.arange(how.clients)[:, None], hands] = each

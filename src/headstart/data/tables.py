@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import glob
+import logging
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,7 +25,7 @@ _SPLIT_NAMES = {
     "validation": ("validation", "valid", "val", "dev"),
     "test": ("test", "testing"),
 }
-_FORMATS = {".parquet": "parquet", ".csv": "csv", ".tsv": "csv", ".jsonl": "json", ".json": "json"}
+FORMATS = {".parquet": "parquet", ".csv": "csv", ".tsv": "csv", ".jsonl": "json", ".json": "json"}
 _IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm"}
 _USUAL = Known("image", 0, ("image", "img", "text", "sentence"), ("label", "labels", "class"))
 
@@ -30,21 +33,28 @@ _USUAL = Known("image", 0, ("image", "img", "text", "sentence"), ("label", "labe
 def local_tables(path: Path) -> Tables:
     """Tables by split from a file, a folder of split files, or a folder of images by class."""
     files = sorted(path.iterdir()) if path.is_dir() else [path]
-    found = [file for file in files if file.suffix in _FORMATS and not file.name.startswith(".")]
-    with _quiet():
-        try:
-            if found:
-                splits: dict[str, list[str]] = {}
-                for file in found:
-                    splits.setdefault(_split_of(file.stem) if path.is_dir() else "train", []).append(str(file))
-                extra = {"sep": "\t"} if found[0].suffix == ".tsv" else {}
-                return dict(datasets.load_dataset(_FORMATS[found[0].suffix], data_files=splits, **extra))
+    splits: dict[str, list[Path]] = {}
+    for file in files:
+        if file.suffix.lower() in FORMATS and not file.name.startswith("."):
+            splits.setdefault(_split_of(file.stem) if path.is_dir() else "train", []).append(file)
+    for split, parts in splits.items():
+        if len({part.suffix.lower() for part in parts}) > 1:
+            names = ", ".join(part.name for part in parts)
+            raise HeadstartError(f"{path}: the {split} split is in files of several kinds ({names}); keep one kind")
+    try:
+        with _quiet():
+            if splits:
+                # One by one: a test split may have no labels, and so other columns than the training split.
+                return {split: _read(parts) for split, parts in splits.items()}
             if path.is_dir() and any(file.suffix.lower() in _IMAGE_SUFFIXES for file in path.rglob("*")):
-                return dict(datasets.load_dataset("imagefolder", data_dir=str(path), drop_labels=False))
-        except (datasets.exceptions.DatasetGenerationError, ValueError, OSError) as error:
-            raise HeadstartError(f"cannot read the data in {path}: {error.__cause__ or error}") from None
+                return dict(datasets.load_dataset("imagefolder", data_files=_image_folders(path), drop_labels=False))
+    except Exception as error:  # the readers raise many kinds; all mean that the files are not what they should be
+        reason = " ".join(str(error.__cause__ or error).split()) or type(error).__name__
+        raise HeadstartError(
+            f"cannot read the data in {path}: {reason}; each file must be what its ending says and hold an example"
+        ) from None
     raise HeadstartError(
-        f"{path} holds no data: expected split files ({', '.join(_FORMATS)}), a folder of images by class, or an .npz"
+        f"{path} holds no data: expected split files ({', '.join(FORMATS)}), a folder of images by class, or an .npz"
     )
 
 
@@ -70,14 +80,14 @@ def hub_tables(name: str, known: Known | None) -> Tables:
 def from_tables(data: Data, known: Known | None, tables: Tables) -> Dataset:
     """A data set from tables by split; without a labelled test split, `test` is empty and is to be cut from `train`."""
     known = known or _USUAL
-    columns = next(iter(tables.values())).column_names
+    columns = tables.get("train", next(iter(tables.values()))).column_names
     inputs = _column(data.input_column, known.inputs, columns, "input")
     label = _column(data.label_column, known.labels, columns, "label")[0]
     tables = _labelled_splits(tables, label)
     classes, labels = _labels(tables, label)
     clients, client_names = _ids(tables, data.client_column, known.client, "client")
     domains, domain_names = _ids(tables, data.domain_column, known.domain, "domain")
-    is_image = isinstance(tables["train"].features[inputs[0]], datasets.Image)
+    is_image = _are_images(tables, inputs)
     splits = {}
     for split, table in tables.items():
         source = table.select_columns(list(dict.fromkeys(inputs)))
@@ -93,17 +103,47 @@ def from_tables(data: Data, known: Known | None, tables: Tables) -> Dataset:
     return Dataset(data.dataset, classes, train, test, splits.get("validation"), client_names, domain_names)
 
 
-def _split_of(stem: str) -> str:
-    """The split that a name speaks of: ``train``, ``test-00000-of-00001``; a name that says nothing is training."""
-    word = stem.lower().replace("_", "-").split("-")[0]
-    return next((split for split, names in _SPLIT_NAMES.items() if word in names), "train")
+def _split_in(name: str) -> str | None:
+    """The split that a name speaks of: ``train``, ``test-00000-of-00001``, ``birds_val``."""
+    words = re.split(r"[\W_]+", name.lower())
+    return next((split for word in words for split, names in _SPLIT_NAMES.items() if word in names), None)
+
+
+def _split_of(name: str) -> str:
+    """The split of a file or table; a name that says nothing is training."""
+    return _split_in(name) or "train"
+
+
+def _read(files: Sequence[Path]) -> Any:
+    """The table in files of one kind."""
+    suffix = files[0].suffix.lower()
+    extra = {"sep": "\t"} if suffix == ".tsv" else {}
+    names = [glob.escape(str(file)) for file in files]
+    return datasets.load_dataset(FORMATS[suffix], data_files=names, split="train", **extra)
+
+
+def _image_folders(path: Path) -> dict[str, list[str]]:
+    """Patterns of image files by split: folders named after splits, or else all of it, for a class may be a train."""
+    folders = [folder for folder in sorted(path.iterdir()) if folder.is_dir() and not folder.name.startswith(".")]
+    named = [folder for folder in folders if _split_in(folder.name)]
+    by_class = all(file.is_dir() or file.suffix.lower() not in _IMAGE_SUFFIXES for f in named for file in f.iterdir())
+    splits: dict[str, list[str]] = {}
+    for folder in named if named and (by_class or named == folders) else [path]:
+        splits.setdefault(_split_of(folder.name) if folder != path else "train", []).append(
+            f"{glob.escape(str(folder))}/**"
+        )
+    return splits
 
 
 def _labelled_splits(tables: Tables, label: str) -> Tables:
     """Splits under our names. A split without labels, as GLUE's tests, is left out; validation then serves as test."""
     splits: Tables = {}
     for name, table in tables.items():
-        if label in table.column_names and not set(table.unique(label)) <= {-1, None}:
+        if label not in table.column_names:
+            continue
+        if not isinstance(table.features[label], datasets.ClassLabel | datasets.Value):
+            raise HeadstartError(f"labels in {label!r} are {table.features[label]}; give text or whole numbers")
+        if not set(table.unique(label)) <= {-1, None}:
             splits.setdefault(_split_of(name), table)
     if not splits:
         raise HeadstartError(f"no example has a label in column {label!r}")
@@ -126,21 +166,30 @@ def _column(asked: Any, candidates: Iterable[Any], columns: list[str], what: str
 
 def _labels(tables: Tables, column: str) -> tuple[tuple[str, ...], dict[str, Ints]]:
     """Names of the classes, and labels by split; labels may be class labels, whole numbers, true/false or text."""
+    _refuse_missing(tables, column)
     values = {split: list(table[column]) for split, table in tables.items()}
-    for split, part in values.items():
-        missing = [row for row, value in enumerate(part) if value is None]
-        if missing:
-            raise HeadstartError(f"{split}: {len(missing)} examples have no {column!r}, the first at row {missing[0]}")
-    first = next(value for part in values.values() for value in part)
+    firsts = {split: part[0] for split, part in values.items()}
+    if len({isinstance(first, str) for first in firsts.values()}) > 1:
+        kinds = ", ".join(f"{type(first).__name__} in {split}" for split, first in firsts.items())
+        raise HeadstartError(f"labels in {column!r} are {kinds}; write them alike in every split")
+    first = firsts["train"]
     if isinstance(first, str):
         names = tuple(sorted({value for part in values.values() for value in part}))
         number = {name: index for index, name in enumerate(names)}
         return names, {split: np.array([number[value] for value in part], np.int64) for split, part in values.items()}
     if not isinstance(first, bool | int):
         raise HeadstartError(f"labels in {column!r} are {type(first).__name__} values; give text or whole numbers")
-    labels = {split: np.array(part, np.int64) for split, part in values.items()}
-    listed = tuple(str(name) for name in getattr(tables["train"].features[column], "names", None) or ())
+    try:
+        labels = {split: np.array(part, np.int64) for split, part in values.items()}
+    except OverflowError:
+        raise HeadstartError(f"labels in {column!r} go beyond 64 bits; number the classes from 0") from None
+    listed = _class_names(tables["train"], column)
     for split, numbers in labels.items():
+        names = _class_names(tables[split], column)
+        if listed and names and names != listed:
+            raise HeadstartError(
+                f"{split}: the classes of {column!r} are not those of the training split, in its order"
+            )
         check_labels(numbers, f"{split}, column {column!r}", len(listed) or None)
     return listed or numbered(int(max(numbers.max() for numbers in labels.values())) + 1), labels
 
@@ -155,6 +204,7 @@ def _ids(tables: Tables, asked: str | None, usual: str | None, what: str) -> tup
         )
     if not have:
         return {}, ()
+    _refuse_missing({split: tables[split] for split in have}, str(column))
     values = []
     for split in have:
         feature, ids = tables[split].features[column], list(tables[split][column])
@@ -162,6 +212,38 @@ def _ids(tables: Tables, asked: str | None, usual: str | None, what: str) -> tup
     numbers, names = codes([value for part in values for value in part])
     bounds = np.cumsum([len(part) for part in values])[:-1]
     return dict(zip(have, np.split(numbers, bounds), strict=True)), names
+
+
+def _are_images(tables: Tables, inputs: tuple[str, ...]) -> bool:
+    """Whether the inputs are images; where they are not, they are texts, and anything else is refused."""
+    kinds = set()
+    for split, table in tables.items():
+        for name in inputs:
+            if name not in table.column_names:
+                raise HeadstartError(f"{split}: no column {name!r}; the columns are {', '.join(table.column_names)}")
+            feature = table.features[name]
+            as_bytes = feature == datasets.Value("binary") or (
+                isinstance(feature, dict) and {"bytes", "path"} <= {*feature}
+            )
+            is_text = isinstance(feature, datasets.Value) and "string" in feature.dtype
+            kinds.add("image" if isinstance(feature, datasets.Image) or as_bytes else "text" if is_text else "other")
+            if "other" in kinds or (len(inputs) > 1 and "image" in kinds) or len(kinds) > 1:
+                raise HeadstartError(
+                    f"data.input_column: {name!r} of the {split} split holds {feature}; give images, texts or two texts"
+                )
+            _refuse_missing({split: table}, name)
+    return kinds == {"image"}
+
+
+def _class_names(table: Any, column: str) -> tuple[str, ...]:
+    return tuple(str(name) for name in getattr(table.features[column], "names", None) or ())
+
+
+def _refuse_missing(tables: Tables, column: str) -> None:
+    for split, table in tables.items():
+        missing = np.flatnonzero(table.data.column(column).is_null().to_numpy())
+        if len(missing):
+            raise HeadstartError(f"{split}: {len(missing)} examples have no {column!r}, the first at row {missing[0]}")
 
 
 def _keep(examples: Examples, classes: tuple[str, ...], only: tuple[str, ...]) -> Examples:
@@ -173,11 +255,13 @@ def _keep(examples: Examples, classes: tuple[str, ...], only: tuple[str, ...]) -
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """No progress bars of the library underneath: headstart shows its own."""
-    were_on = datasets.is_progress_bar_enabled()
+    """No progress bars and log lines of the library underneath: headstart shows its own, and says what is wrong."""
+    were_on, level = datasets.is_progress_bar_enabled(), datasets.logging.get_verbosity()
     datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(logging.CRITICAL)
     try:
         yield
     finally:
+        datasets.logging.set_verbosity(level)
         if were_on:
             datasets.enable_progress_bars()

@@ -43,26 +43,30 @@ def ridge_head(statistics: ClientStatistics, ridge: float | Literal["auto"], bia
 def cross_validated(gram: Floats, targets: Floats, examples: int) -> tuple[Floats, float]:
     """The ridge solution [d, C] whose λ has the least generalised cross-validation error, and that λ.
 
-    With eigenvalues e and eigenvectors U of the Gram matrix, p = ‖UᵀB‖² by eigenvector and one-hot labels (‖Y‖² = N):
-    residual(λ) = N − 2 Σ p/(e+λ) + Σ e p/(e+λ)², degrees of freedom Σ e/(e+λ) (Golub, Heath, Wahba 1979).
-    One eigendecomposition; each λ then costs O(d). Nothing but what the clients already sent is needed.
+    With the nonzero eigenvalues e and eigenvectors U of the Gram matrix, q = ‖UᵀB‖²/e is the part of the one-hot labels
+    (‖Y‖² = N) along each direction of the examples. Of the labels, a ridge leaves
+    residual(λ) = Σ q (λ/(e+λ))² + (N − Σ q), with N − Σ e/(e+λ) = Σ λ/(e+λ) + (N − rank) degrees of freedom to spare;
+    the criterion is residual/(freedom to spare)² (Golub, Heath, Wahba 1979). Written so, nothing cancels when there are
+    fewer examples than dimensions. One eigendecomposition; each λ then costs O(d). The clients send nothing more.
     """
     values, vectors = linalg.eigh(gram, check_finite=False)
     if values[-1] <= 0:
         raise HeadstartError("every feature is zero; there is nothing to regress on")
-    values = np.maximum(values, 0.0)
+    # The examples span at most as many directions as there are examples; rounding makes the other eigenvalues.
+    kept = values > len(gram) * np.finfo(np.float64).eps * values[-1]
+    kept[: max(0, len(values) - examples)] = False
+    values, vectors = values[kept], vectors[:, kept]
     projected = vectors.T @ targets
-    power = np.einsum("dc,dc->d", projected, projected)
+    explained = np.einsum("dc,dc->d", projected, projected) / values
+    spare = examples - len(values)
+    unexplained = max(examples - explained.sum(), 0.0) if spare else 0.0
 
     def criterion(ridge: float) -> float:
-        damped = values + ridge
-        residual = examples - 2 * np.sum(power / damped) + np.sum(values * power / damped**2)
-        freedom = np.sum(values / damped)
-        return float(residual / (1 - freedom / examples) ** 2)
+        left = ridge / (values + ridge)
+        return float((np.sum(explained * left**2) + unexplained) / (np.sum(left) + spare) ** 2)
 
     # Below the rounding of the largest eigenvalue a ridge has no effect; above it everything is shrunk to zero.
-    grid = values[-1] * np.logspace(-12, 1, 261)
-    ridge = min(grid, key=criterion)
+    ridge = min(values[-1] * np.logspace(-12, 1, 261), key=criterion)
     return vectors @ (projected / (values + ridge)[:, None]), float(ridge)
 
 

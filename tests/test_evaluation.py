@@ -1,0 +1,29 @@
+import numpy as np
+import pytest
+
+from headstart.evaluation import evaluate
+from headstart.heads import LinearHead
+
+HEAD = LinearHead(np.eye(3, 2, dtype=np.float32), np.array([0, 0, -np.inf], np.float32))
+FEATURES = np.array([[2.0, 0], [0, 1], [3, 0], [0, 5]])
+LABELS = np.array([0, 1, 1, 2])
+
+
+def test_accuracy_and_loss_by_hand() -> None:
+    found = evaluate(HEAD, FEATURES, LABELS)
+    assert found.accuracy == 0.5
+    # Cross-entropies of the three examples whose class the head knows.
+    expected = np.mean([np.log(1 + np.exp(-2)), np.log(1 + np.exp(-1)), np.log(1 + np.exp(3))])
+    assert found.loss == pytest.approx(expected, rel=1e-6)
+    assert set(found.metrics()) == {"accuracy", "loss"}
+
+
+def test_accuracy_at_each_client() -> None:
+    found = evaluate(HEAD, FEATURES, LABELS, np.array([0, 0, 1, -1]), 3)
+    np.testing.assert_array_equal(found.client_accuracy, [1.0, 0.0, np.nan])
+    assert found.metrics()["local_accuracy_mean"] == 0.5
+    assert found.metrics()["local_accuracy_std"] == 0.5
+
+
+def test_no_known_class_has_no_loss() -> None:
+    assert evaluate(HEAD, FEATURES[3:], LABELS[3:]).loss is None

@@ -1,0 +1,168 @@
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from headstart.errors import RecipeError
+from headstart.recipe import PARTITIONS, STAGES, Dirichlet, FedCOFStage, Recipe
+
+GOOD = """
+name = "cifar10-fedcof"
+seed = 3
+[data]
+dataset = "cifar10"
+[data.partition]
+kind = "dirichlet"
+clients = 100
+alpha = 0.1
+[model]
+backbone = "efficientnet-lite0"
+[[stages]]
+method = "fedcof"
+shrinkage = 1
+[[stages]]
+method = "fed3r"
+"""
+
+
+@pytest.fixture
+def recipe_file(tmp_path: Path) -> Path:
+    path = tmp_path / "recipe.toml"
+    path.write_text(GOOD)
+    return path
+
+
+def problems_of(table: dict) -> list[str]:
+    with pytest.raises(RecipeError) as caught:
+        Recipe.parse(table)
+    return list(caught.value.problems)
+
+
+def with_stage(**keys: object) -> dict:
+    return {"data": {"dataset": "digits"}, "stages": [keys]}
+
+
+def test_contract_names_are_read(recipe_file: Path) -> None:
+    recipe = Recipe.load(recipe_file)
+    assert (recipe.name, recipe.seed, recipe.data.dataset) == ("cifar10-fedcof", 3, "cifar10")
+    assert recipe.data.partition == Dirichlet(clients=100, alpha=0.1)
+    assert recipe.stages[0] == FedCOFStage(method="fedcof", shrinkage=1)
+    assert recipe.stages[1].method == "fed3r"
+
+
+def test_papers_fixed_values_are_not_the_defaults() -> None:
+    recipe = Recipe.parse({"data": {"dataset": "digits"}, "stages": [{"method": "fed3r"}, {"method": "fedcof"}]})
+    assert recipe.stages[0].ridge == "auto"
+    assert recipe.stages[0].bias is True
+    assert recipe.stages[1].shrinkage == "auto"
+
+
+def test_resolved_recipe_reads_back_the_same(recipe_file: Path, tmp_path: Path) -> None:
+    recipe = Recipe.load(recipe_file)
+    again = tmp_path / "again.toml"
+    again.write_text(recipe.to_toml())
+    assert Recipe.load(again) == recipe
+    # Every default is written out.
+    assert tomllib.loads(recipe.to_toml())["stages"][1]["ridge"] == "auto"
+
+
+def test_set_changes_keys_of_any_depth(recipe_file: Path) -> None:
+    settings = [
+        "stages.0.shrinkage=0.1",
+        "stages.0.covariance=full",
+        "data.partition.clients=7",
+        "data.dataset=digits",
+        "model.resize=256",
+        "seed=5",
+    ]
+    recipe = Recipe.load(recipe_file, settings)
+    assert recipe.stages[0] == FedCOFStage(method="fedcof", shrinkage=0.1, covariance="full")
+    assert recipe.data.partition == Dirichlet(clients=7, alpha=0.1)
+    assert (recipe.data.dataset, recipe.model.resize, recipe.seed) == ("digits", 256, 5)
+
+
+def test_every_bad_setting_is_named_at_once(recipe_file: Path) -> None:
+    with pytest.raises(RecipeError) as caught:
+        Recipe.load(recipe_file, ["stages.9.shrinkage=1", "shrinkage", "name.x=1"])
+    first, second, third = caught.value.problems
+    assert "stages has 2 entries" in first
+    assert "key=value" in second
+    assert "name is a value" in third
+
+
+def test_every_mistake_is_reported_at_once_with_the_nearest_spelling() -> None:
+    problems = problems_of(
+        {
+            "nam": "x",
+            "data": {"dataset": "digits", "partition": {"kind": "dirichlet", "alpa": 1, "clients": "many"}},
+            "model": {"backbone": "features", "preprocess": "cafe"},
+            "stages": [
+                {"method": "fedcoff"},
+                {"method": "fedcof", "shrinkag": 1, "covariance": "spheric"},
+                {"ridge": 1},
+            ],
+        }
+    )
+    found = {problem.split(":")[0]: problem for problem in problems}
+    assert set(found) == {
+        "nam",
+        "data.partition.alpa",
+        "data.partition.clients",
+        "model.preprocess",
+        "stages.0.method",
+        "stages.1.shrinkag",
+        "stages.1.covariance",
+        "stages.2.method",
+    }
+    assert "did you mean 'name'" in found["nam"]
+    assert "did you mean 'alpha'" in found["data.partition.alpa"]
+    assert "'many'" in found["data.partition.clients"]
+    assert "a whole number" in found["data.partition.clients"]
+    assert "did you mean 'caffe'" in found["model.preprocess"]
+    assert "did you mean 'fedcof'" in found["stages.0.method"]
+    assert "did you mean 'shrinkage'" in found["stages.1.shrinkag"]
+    assert "did you mean 'spherical'" in found["stages.1.covariance"]
+    assert all(method in found["stages.2.method"] for method in STAGES)
+
+
+@pytest.mark.parametrize(
+    ("table", "words"),
+    [
+        ({"stages": [{"method": "fedncm"}]}, ["data: missing"]),
+        ({"data": {}, "stages": [{"method": "fedncm"}]}, ["data.dataset: missing", "text"]),
+        ({"data": {"dataset": "digits"}, "stages": []}, ["stages: empty"]),
+        ({"data": {"dataset": "digits"}}, ["stages: missing"]),
+        (with_stage(method="fedcof", shrinkage=-1), ["stages.0.shrinkage", "greater than or equal to 0"]),
+        (with_stage(method="fedcof", shrinkage="automatic"), ["stages.0.shrinkage", "did you mean 'auto'"]),
+        (with_stage(method="fed3r", ridge=float("nan")), ["stages.0.ridge", "finite"]),
+        (with_stage(method="fedncm", rounds=0), ["stages.0.rounds", "greater than 0"]),
+        (with_stage(method="fedncm", rounds=1.5), ["stages.0.rounds", "whole number"]),
+        (with_stage(method="fedncm", participation=1.5), ["stages.0.participation", "less than or equal to 1"]),
+        (with_stage(method="fedncm", clients_per_round=2, participation=0.5), ["stages.0", "not both"]),
+        (with_stage(method="fed3r", bias=1), ["stages.0.bias", "true or false"]),
+        ({**with_stage(method="fedncm"), "name": "../x"}, ["name: '../x'", "letters"]),
+        ({**with_stage(method="fedncm"), "seed": -1}, ["seed", "greater than or equal to 0"]),
+        ({**with_stage(method="fedncm"), "data": {"dataset": "x", "partition": {"kind": ""}}}, ["kind", *PARTITIONS]),
+    ],
+)  # fmt: skip
+def test_one_mistake_gives_one_sentence(table: dict, words: list[str]) -> None:
+    (problem,) = problems_of(table)
+    for word in words:
+        assert word in problem
+
+
+def test_unreadable_and_invalid_files(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="No such file"):
+        Recipe.load(tmp_path / "absent.toml")
+    broken = tmp_path / "broken.toml"
+    broken.write_text("name = [")
+    with pytest.raises(RecipeError, match="not valid TOML"):
+        Recipe.load(broken)
+
+
+def test_every_partition_and_stage_is_reachable_by_its_name() -> None:
+    for kind in PARTITIONS:
+        table = {"data": {"dataset": "x", "partition": {"kind": kind}}, "stages": [{"method": "fedncm"}]}
+        assert Recipe.parse(table).data.partition.kind == kind
+    for method in STAGES:
+        assert Recipe.parse(with_stage(method=method)).stages[0].method == method

@@ -1,0 +1,76 @@
+import contextlib
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from headstart.errors import MessageError
+from headstart.wire import Message
+
+ARRAYS = hnp.arrays(
+    st.sampled_from([np.dtype(name) for name in ("float32", "float64", "int32", "int64", "uint8", "bool")]),
+    hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=7),
+    elements={"allow_nan": False, "allow_infinity": False},
+)
+MESSAGES = st.builds(
+    Message,
+    st.dictionaries(st.text("abcxyz.é", min_size=1, max_size=5), ARRAYS, max_size=5),
+    st.dictionaries(st.text('abc"é', min_size=1, max_size=4), st.integers(0, 10**9) | st.text(max_size=4), max_size=3),
+)
+
+
+@given(MESSAGES)
+@settings(deadline=None)
+def test_a_message_survives_the_wire_and_knows_its_size(message: Message) -> None:
+    data = message.to_bytes()
+    again = Message.from_bytes(data)
+    assert len(data) == message.nbytes
+    assert again.scalars == message.scalars
+    assert again.arrays.keys() == message.arrays.keys()
+    for name, array in message.arrays.items():
+        assert again.arrays[name].dtype == array.dtype
+        np.testing.assert_array_equal(again.arrays[name], array)
+
+
+@given(MESSAGES, st.data())
+@settings(deadline=None)
+def test_damaged_bytes_are_refused_or_read_never_a_crash(message: Message, data: st.DataObject) -> None:
+    raw = bytearray(message.to_bytes())
+    for _ in range(data.draw(st.integers(1, 4))):
+        raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
+    cut = data.draw(st.integers(0, len(raw)))
+    for damaged in (bytes(raw), bytes(raw[:cut])):
+        with contextlib.suppress(MessageError):  # anything else is a failure
+            Message.from_bytes(damaged)
+
+
+def test_not_a_message() -> None:
+    header = json.dumps({"__metadata__": {"scalars": "[1, 2]"}}).encode()
+    for data in (
+        b"",
+        b"\x80\x04pickle",
+        (1 << 62).to_bytes(8, "little") + b"{}",
+        len(header).to_bytes(8, "little") + header,
+    ):
+        with pytest.raises(MessageError, match="not a message"):
+            Message.from_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("array", "why"),
+    [
+        (None, "missing"),
+        (np.zeros((2, 3), np.float64), "float64, not float32"),
+        (np.zeros((2, 4), np.float32), r"shape \[2, 4\], not \[any, 3\]"),
+        (np.zeros(3, np.float32), r"shape \[3\]"),
+        (np.full((1, 3), np.nan, np.float32), "NaN or infinity"),
+        (np.full((1, 3), np.inf, np.float32), "NaN or infinity"),
+    ],
+)
+def test_arrays_are_checked_before_use(array: np.ndarray | None, why: str) -> None:
+    message = Message({} if array is None else {"sums": array})
+    with pytest.raises(MessageError, match=why):
+        message.array("sums", "float32", (None, 3))
