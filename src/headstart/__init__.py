@@ -1,9 +1,33 @@
 """headstart: federated learning that starts from a pre-trained model."""
 
-from headstart.engine import Result, run
-from headstart.errors import HeadstartError
-from headstart.heads import Fed3R, FedCOF, FedNCM
-from headstart.recipe import Recipe
-from headstart.statistics import ClientStatistics
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from headstart.engine import Result, run
+    from headstart.errors import HeadstartError
+    from headstart.heads.estimators import Fed3R, FedCOF, FedNCM
+    from headstart.recipe import Recipe
+    from headstart.statistics import ClientStatistics
 
 __all__ = ["ClientStatistics", "Fed3R", "FedCOF", "FedNCM", "HeadstartError", "Recipe", "Result", "run"]
+
+_HOMES = {
+    "ClientStatistics": "statistics",
+    "Fed3R": "heads.estimators",
+    "FedCOF": "heads.estimators",
+    "FedNCM": "heads.estimators",
+    "HeadstartError": "errors",
+    "Recipe": "recipe",
+    "Result": "engine",
+    "run": "engine",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # Public names are imported when they are used: the command line must not wait for torch to print a usage error.
+    if name in _HOMES:
+        return getattr(import_module(f"headstart.{_HOMES[name]}"), name)
+    raise AttributeError(f"module 'headstart' has no attribute {name!r}")

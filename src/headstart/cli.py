@@ -158,3 +158,7 @@ def _free(name: str) -> Path:
         number += 1
         path = Path("runs") / f"{name}-{number}"
     return path
+
+
+if __name__ == "__main__":
+    main()

@@ -9,7 +9,8 @@ from headstart.data import Federation
 from headstart.engine import local
 from headstart.engine.local import play, rounds_of
 from headstart.errors import HeadstartError, MessageError
-from headstart.heads import Fed3R, FedCOF, FedNCM, LinearHead
+from headstart.heads import LinearHead
+from headstart.heads.estimators import Fed3R, FedCOF, FedNCM
 from headstart.ledger import Ledger
 from headstart.methods import METHODS, Reply, Setting
 from headstart.recipe import STAGES, Recipe

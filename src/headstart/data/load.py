@@ -67,7 +67,7 @@ def _from_tables(data: Data, known: Known | None) -> Dataset:
     from headstart.data.tables import FORMATS, from_tables, hub_tables, local_tables
 
     root = os.environ.get("HEADSTART_DATA")
-    path = Path(os.path.expanduser(data.dataset))  # as os.path.exists, it lets a path that cannot be pass
+    path = Path(os.path.expanduser(data.dataset))  # os.path does not raise on what cannot be a path
     is_hub_id = data.dataset.count("/") == 1 and data.dataset[0] not in "./~" and path.suffix.lower() not in FORMATS
     if root and os.path.isdir(Path(root) / data.dataset):
         tables = local_tables(Path(root) / data.dataset)
@@ -83,7 +83,7 @@ def _from_tables(data: Data, known: Known | None) -> Dataset:
 
 def _from_npz(path: Path) -> Dataset:
     """X [N, d], y [N]; optionally split [N] (0 train, 1 validation, 2 test), client [N], domain [N]."""
-    if path.is_file() and not zipfile.is_zipfile(path):
+    if os.path.isfile(path) and not zipfile.is_zipfile(path):
         raise HeadstartError(f"{path} is not an .npz file; write it with numpy.savez(path, X=X, y=y)")
     try:
         with np.load(path, allow_pickle=False) as file:
@@ -131,8 +131,8 @@ def _held_out(dataset: Dataset, fraction: float, seed: int) -> Dataset:
     if mask.all() or not mask.any():
         each = "client" if whole.clients is not None else "class"
         raise HeadstartError(
-            f"{dataset.name}: there is no test split, and data.test_fraction = {fraction} of each {each}'s examples (at "
-            f"most {np.bincount(groups).max()}) leaves none for {'training' if mask.all() else 'the test'}; "
+            f"{dataset.name}: there is no test split, and data.test_fraction = {fraction} of each {each}'s examples "
+            f"(at most {np.bincount(groups).max()}) leaves none for {'training' if mask.all() else 'the test'}; "
             f"{'lower' if mask.all() else 'raise'} it, or give a test split"
         )
     return replace(dataset, train=whole.take(np.flatnonzero(~mask)), test=whole.take(np.flatnonzero(mask)))

@@ -168,17 +168,16 @@ def _labels(tables: Tables, column: str) -> tuple[tuple[str, ...], dict[str, Int
     """Names of the classes, and labels by split; labels may be class labels, whole numbers, true/false or text."""
     _refuse_missing(tables, column)
     values = {split: list(table[column]) for split, table in tables.items()}
-    firsts = {split: part[0] for split, part in values.items()}
-    if len({isinstance(first, str) for first in firsts.values()}) > 1:
-        kinds = ", ".join(f"{type(first).__name__} in {split}" for split, first in firsts.items())
-        raise HeadstartError(f"labels in {column!r} are {kinds}; write them alike in every split")
-    first = firsts["train"]
-    if isinstance(first, str):
+    for split, part in values.items():
+        if not isinstance(part[0], str | bool | int):
+            kind = type(part[0]).__name__
+            raise HeadstartError(f"{split}: labels in {column!r} are {kind} values; give text or whole numbers")
+        if isinstance(part[0], str) != isinstance(values["train"][0], str):
+            raise HeadstartError(f"labels in {column!r} are text in one of train and {split} only; write them alike")
+    if isinstance(values["train"][0], str):
         names = tuple(sorted({value for part in values.values() for value in part}))
         number = {name: index for index, name in enumerate(names)}
         return names, {split: np.array([number[value] for value in part], np.int64) for split, part in values.items()}
-    if not isinstance(first, bool | int):
-        raise HeadstartError(f"labels in {column!r} are {type(first).__name__} values; give text or whole numbers")
     try:
         labels = {split: np.array(part, np.int64) for split, part in values.items()}
     except OverflowError:
@@ -188,7 +187,7 @@ def _labels(tables: Tables, column: str) -> tuple[tuple[str, ...], dict[str, Int
         names = _class_names(tables[split], column)
         if listed and names and names != listed:
             raise HeadstartError(
-                f"{split}: the classes of {column!r} are not those of the training split, in its order"
+                f"{split}: {column!r} lists other classes than the training split, or in another order"
             )
         check_labels(numbers, f"{split}, column {column!r}", len(listed) or None)
     return listed or numbered(int(max(numbers.max() for numbers in labels.values())) + 1), labels

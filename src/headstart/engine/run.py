@@ -10,7 +10,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from headstart.backbones import extract, load_backbone
 from headstart.data import Dataset, Federation
 from headstart.engine.local import play, rounds_of
 from headstart.engine.rundir import RunDirectory
@@ -68,6 +67,8 @@ def features_of(recipe: Recipe, dataset: Dataset) -> dict[str, Features]:
         raise HeadstartError(f"model.backbone: the data of {dataset.name} are {kind}; set it to {fix}")
     if dataset.kind == "features":
         return {split: examples.features() for split, examples in splits.items()}
+    from headstart.backbones import extract, load_backbone  # torch is not needed where the data are features
+
     backbone = load_backbone(recipe.model)
     return {split: extract(backbone, examples, f"{dataset.name} {split}") for split, examples in splits.items()}
 

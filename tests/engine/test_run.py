@@ -1,0 +1,250 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+import headstart
+from headstart.engine import RunDirectory, run
+from headstart.errors import HeadstartError
+from headstart.recipe import Recipe
+
+
+def recipe_of(*stages: dict[str, Any], **partition: Any) -> Recipe:
+    shares = {"kind": "dirichlet", "clients": 20, "alpha": 0.1} | partition
+    return Recipe.parse(
+        {
+            "name": "digits",
+            "data": {"dataset": "digits", "partition": shares},
+            "model": {"backbone": "features"},
+            "stages": list(stages) or [{"method": "fedncm"}, {"method": "fed3r"}, {"method": "fedcof"}],
+        }
+    )
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_leaves_what_the_contract_says(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    recipe = recipe_of(test="follow")
+    result = run(recipe, out)
+    assert {path.name for path in out.iterdir()} == {
+        "recipe.toml", "metrics.jsonl", "summary.json", "checkpoint", "model", "report.html",
+    }  # fmt: skip
+    assert Recipe.load(out / "recipe.toml") == recipe
+    assert tomllib.loads((out / "recipe.toml").read_text())["stages"][2]["shrinkage"] == "auto"
+    metrics, summary = lines(out), json.loads((out / "summary.json").read_text())
+    assert [(line["stage"], line["method"], line["round"]) for line in metrics] == [
+        (0, "fedncm", 1), (1, "fed3r", 1), (2, "fedcof", 1),
+    ]  # fmt: skip
+    for line in metrics:
+        assert {"accuracy", "loss", "bytes_up", "bytes_down", "forward_passes", "seconds"} <= line.keys()
+        assert {"local_accuracy_mean", "local_accuracy_std"} <= line.keys()
+    # Costs in the metrics are cumulative; those of a stage are its own.
+    for cost in ("bytes_up", "bytes_down", "forward_passes"):
+        assert metrics[-1][cost] == sum(stage[cost] for stage in summary["stages"]) == summary[cost]
+    assert metrics[0]["forward_passes"] == 20 * 71  # 1,438 examples dealt evenly to 20 clients
+    assert summary["unused_examples"] == 1438 - 20 * 71
+    for stage in summary["stages"]:
+        assert {"rounds", "accuracy", "published_bytes", "published_compute"} <= stage.keys()
+    assert summary["accuracy"] == summary["stages"][-1]["accuracy"] == result.summary["accuracy"]
+    assert summary["peak_rss_bytes"] > 1e7
+    assert summary["versions"]["headstart"]
+    head = load_file(out / "model" / "head.safetensors")
+    assert head["weight"].shape == (10, 64)
+    assert head["bias"].shape == (10,)
+    test = result.federation.dataset.test
+    predictions = (test.features() @ head["weight"].T + head["bias"]).argmax(axis=1)
+    assert (predictions == test.labels).mean() == summary["accuracy"]
+    page = (out / "report.html").read_text()
+    assert page.count("<svg") == 2
+    assert "fedcof (shrinkage" in page
+    assert "http" not in page.replace("http://www.w3.org", "").replace("https://www.w3.org", "").replace(
+        "http://purl.org", ""
+    ).replace("http://creativecommons.org", "").replace("https://matplotlib.org", "")
+
+
+def test_without_a_directory_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert headstart.run(recipe_of()).summary["stages"][0]["accuracy"] > 0.8
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_order_of_stages_does_not_change_a_closed_form_head(tmp_path: Path) -> None:
+    first = run(recipe_of({"method": "fedcof"}))
+    last = run(recipe_of({"method": "fed3r"}, {"method": "fedcof"}))
+    np.testing.assert_array_equal(first.head.weight, last.head.weight)
+
+
+def test_evaluation_every_few_rounds_and_at_the_end(tmp_path: Path) -> None:
+    run(recipe_of({"method": "fedcof", "clients_per_round": 3, "evaluate_every": 3}), tmp_path / "run")
+    assert [line["round"] for line in lines(tmp_path / "run")] == [3, 6, 7]
+    accuracies = [line["accuracy"] for line in lines(tmp_path / "run")]
+    assert accuracies[-1] > accuracies[0]
+
+
+def test_a_used_directory_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "diary.txt").write_text("mine")
+    with pytest.raises(HeadstartError, match="already used"):
+        run(recipe_of(), tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["diary.txt"]
+    with pytest.raises(HeadstartError, match="already used"):
+        run(recipe_of(), tmp_path / "diary.txt")
+
+
+def test_a_directory_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(HeadstartError, match="cannot write there"):
+        run(recipe_of(), tmp_path / "file" / "run")
+
+
+def test_a_run_that_fails_before_its_first_result_leaves_nothing(tmp_path: Path) -> None:
+    recipe = recipe_of({"method": "fed3r", "ridge": 0.0, "bias": False})  # some pixels are always zero
+    with pytest.raises(HeadstartError, match="ridge = 0 leaves the 64 × 64 Gram matrix singular"):
+        run(recipe, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_validation_must_be_there() -> None:
+    with pytest.raises(HeadstartError, match=r"stages.0.eval_split: the data have no validation split"):
+        run(recipe_of({"method": "fedncm", "eval_split": "validation"}))
+
+
+@pytest.mark.parametrize("stop_after", [1, 2, 5, 9])
+def test_resuming_gives_the_same_bits(stop_after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = recipe_of(
+        {"method": "fedncm", "clients_per_round": 6},
+        {"method": "fed3r", "clients_per_round": 7},
+        {"method": "fedcof", "clients_per_round": 6, "means_per_client": 2},
+    )
+    run(recipe, tmp_path / "whole")
+    saved, save = [0], RunDirectory.save_checkpoint
+
+    def stop(self: RunDirectory, *arguments: Any) -> None:
+        if saved[0] == stop_after:
+            raise KeyboardInterrupt  # the round's metrics are written, its checkpoint is not
+        saved[0] += 1
+        save(self, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RunDirectory, "save_checkpoint", stop)
+        with pytest.raises(KeyboardInterrupt):
+            run(recipe, tmp_path / "cut")
+    assert not (tmp_path / "cut" / "summary.json").exists()
+    run(recipe, tmp_path / "cut", resume=True)
+    whole, cut = (load_file(tmp_path / name / "model" / "head.safetensors") for name in ("whole", "cut"))
+    np.testing.assert_array_equal(whole["weight"], cut["weight"])
+    np.testing.assert_array_equal(whole["bias"], cut["bias"])
+    without_time = [
+        [{key: value for key, value in line.items() if key != "seconds"} for line in lines(tmp_path / name)]
+        for name in ("whole", "cut")
+    ]
+    assert without_time[0] == without_time[1]
+
+
+def test_resuming_a_finished_run_changes_nothing_but_the_clock(tmp_path: Path) -> None:
+    recipe = recipe_of({"method": "fedncm"})
+    run(recipe, tmp_path / "run")
+    before = lines(tmp_path / "run")
+    again = run(recipe, tmp_path / "run", resume=True)
+    assert lines(tmp_path / "run") == before
+    assert again.summary["accuracy"] == before[-1]["accuracy"]
+
+
+def test_resume_refuses_another_recipe_and_an_empty_place(tmp_path: Path) -> None:
+    run(recipe_of({"method": "fedncm"}), tmp_path / "run")
+    with pytest.raises(HeadstartError, match="another recipe"):
+        run(recipe_of({"method": "fedcof"}), tmp_path / "run", resume=True)
+    with pytest.raises(HeadstartError, match="holds no run"):
+        run(recipe_of(), tmp_path / "elsewhere", resume=True)
+    with pytest.raises(HeadstartError, match="--resume needs --out"):
+        run(recipe_of(), resume=True)
+
+
+def test_a_killed_process_resumes_to_the_same_bits(tmp_path: Path) -> None:
+    recipe = recipe_of({"method": "fedcof", "clients_per_round": 1}, clients=250)
+    path, out = tmp_path / "recipe.toml", tmp_path / "killed"
+    path.write_text(recipe.to_toml())
+    command = [sys.executable, "-m", "headstart.cli", "run", str(path), "--out", str(out)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=os.environ.copy())
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and process.poll() is None:
+        if (out / "metrics.jsonl").exists() and (out / "metrics.jsonl").read_text().count("\n") > 20:
+            process.send_signal(signal.SIGKILL)
+            break
+        time.sleep(0.01)
+    assert process.wait() == -signal.SIGKILL, "the run ended before it could be killed"
+    assert 20 < len(lines(out)) < 250
+    subprocess.run([*command, "--resume"], check=True, stdout=subprocess.DEVNULL)
+    whole = run(recipe)
+    np.testing.assert_array_equal(load_file(out / "model" / "head.safetensors")["weight"], whole.head.weight)
+    assert [line["round"] for line in lines(out)] == list(range(1, 251))
+
+
+def test_raw_images_to_a_scored_head(tmp_path: Path) -> None:
+    """The whole way with real weights: MNIST through EfficientNet-Lite0, the second time from the cache."""
+    recipe = Recipe.parse(
+        {
+            "name": "tiny",
+            "data": {
+                "dataset": "mnist-mini",
+                "train_examples": 200,
+                "test_examples": 60,
+                "partition": {"kind": "dirichlet", "clients": 10, "alpha": 0.3},
+            },
+            "model": {"backbone": "efficientnet-lite0", "image_size": 64},
+            "stages": [{"method": "fedncm"}, {"method": "fed3r"}, {"method": "fedcof"}],
+        }
+    )
+    first = run(recipe, tmp_path / "first")
+    assert first.summary["stages"][1]["accuracy"] > 0.6  # chance is 0.1
+    second = run(recipe, tmp_path / "second")
+    np.testing.assert_array_equal(first.head.weight, second.head.weight)
+
+
+def test_raw_text_to_a_scored_head(tmp_path: Path) -> None:
+    """A CSV of sentences through all-MiniLM-L6-v2, by clients that the file names."""
+    topics = {
+        "sport": ["The team won the match", "She scored a goal", "The coach praised his players", "A race was run"],
+        "food": ["The soup needs salt", "Bake the bread for an hour", "Fresh tomatoes taste sweet", "He fried an egg"],
+    }
+    rows = ["text,label,client"]
+    rows += [
+        f"{text} number {n},{topic},c{n % 3}" for topic, texts in topics.items() for n in range(6) for text in texts
+    ]
+    (tmp_path / "texts.csv").write_text("\n".join(rows))
+    recipe = Recipe.parse(
+        {
+            "data": {
+                "dataset": str(tmp_path / "texts.csv"),
+                "client_column": "client",
+                "partition": {"kind": "natural", "test": "follow"},
+            },
+            "model": {"backbone": "all-MiniLM-L6-v2"},
+            "stages": [{"method": "fedcof"}],
+        }
+    )
+    result = run(recipe)
+    assert result.federation.names == ("c0", "c1", "c2")
+    assert result.summary["accuracy"] == 1.0
+
+
+def test_kind_of_data_and_backbone_must_agree() -> None:
+    table = recipe_of().model_dump(exclude_none=True)
+    with pytest.raises(HeadstartError, match='already features; set it to "features"'):
+        run(Recipe.parse(table | {"model": {"backbone": "efficientnet-lite0"}}))
+    table["data"] |= {"dataset": "mnist-mini"}
+    with pytest.raises(HeadstartError, match="images, not features"):
+        run(Recipe.parse(table))
+    with pytest.raises(HeadstartError, match=r"reads texts.*the data are images"):
+        run(Recipe.parse(table | {"model": {"backbone": "all-MiniLM-L6-v2"}}))

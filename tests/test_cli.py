@@ -1,0 +1,150 @@
+"""The command as a user meets it: exit status 0, or 2 and a sentence."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+GOOD = """
+name = "digits"
+[data]
+dataset = "digits"
+[data.partition]
+kind = "dirichlet"
+clients = 10
+[model]
+backbone = "features"
+[[stages]]
+method = "fedcof"
+"""
+
+
+def headstart(*arguments: object, cwd: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "headstart.cli", *map(str, arguments)]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120)
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    path = tmp_path / "recipe.toml"
+    path.write_text(GOOD)
+    return path
+
+
+def npz(path: Path, **changes: np.ndarray) -> None:
+    rng = np.random.default_rng(0)
+    arrays = {"X": rng.normal(size=(60, 4)), "y": np.arange(60) % 3, "split": np.repeat([0, 2], 30)} | changes
+    np.savez(path, **arrays)
+
+
+def test_run_prints_a_table_and_leaves_a_directory(recipe: Path, tmp_path: Path) -> None:
+    done = headstart("run", recipe, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert all(word in done.stdout for word in ("fedcof", "accuracy", "bytes up", "forward passes", "runs/digits"))
+    again = headstart("run", recipe, "--set", "stages.0.shrinkage=0.1", cwd=tmp_path)
+    assert again.returncode == 0
+    assert "shrinkage 0.1" in again.stdout
+    assert json.loads((tmp_path / "runs" / "digits-2" / "summary.json").read_text())["stages"][0]["chosen"] == {
+        "shrinkage": 0.1
+    }
+
+
+def test_partition_draws_who_holds_which_class(recipe: Path, tmp_path: Path) -> None:
+    done = headstart("partition", recipe, "--out", "map.png", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "client-9" in done.stdout
+    assert "8 of 1,438 training examples are held by nobody" in done.stdout
+    assert Image.open(tmp_path / "map.png").size[0] > 500
+    assert headstart("partition", recipe, "--out", "map.svg", cwd=tmp_path).returncode == 0
+    assert "<svg" in (tmp_path / "map.svg").read_text()
+    for out, why in (("map.png", "already exists"), ("map.bmp", "ends in .png"), ("no/map.png", "no directory")):
+        refused = headstart("partition", recipe, "--out", out, cwd=tmp_path)
+        assert refused.returncode == 2
+        assert why in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("methods", ["fedncm", "fed3r", "fedcof", "shrinkage = 'auto'"]),
+        ("backbones", ["efficientnet-lite0", "1280", "all-MiniLM-L6-v2", "headstart[timm]"]),
+        ("datasets", ["mnist-mini", "inaturalist-users-120k", "user_id", "uoft-cs/cifar10"]),
+    ],
+)
+def test_lists(command: str, words: list[str], tmp_path: Path) -> None:
+    done = headstart(command, cwd=tmp_path)
+    assert done.returncode == 0
+    for word in words:
+        assert word in done.stdout
+
+
+def bad_images(folder: Path) -> None:
+    for label in ("cat", "dog"):
+        (folder / label).mkdir(parents=True)
+        for number in range(5):
+            Image.new("RGB", (8, 8), (number, 0, 0)).save(folder / label / f"{number}.png")
+    (folder / "dog" / "3.png").write_bytes(b"not an image")
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        (["stages.0.shrinkag=1"], "did you mean 'shrinkage'"),
+        (["stages.0.shrinkage=plenty", "seed=-1"], "2 problems"),
+        (["data.dataset=absent.npz"], "absent.npz"),
+        (["data.dataset=digitz"], "did you mean 'digits'"),
+        (["data.dataset=nan.npz"], "NaN, infinity"),
+        (["data.dataset=labels.npz"], "label -1 at row 5 is out of range"),
+        (["data.dataset=one.npz"], "one class only"),
+        (["data.dataset=empty.npz"], "non-empty matrix"),
+        (["data.dataset=junk.npz"], "not an .npz file"),
+        (["data.partition.clients=100000"], "at most 1438 clients"),
+        (["data.dataset=natural.npz", "data.partition={kind='natural', min_examples=99}"], "widen the limits"),
+        (["model.backbone=efficientnet", "data.dataset=mnist-mini"], "did you mean 'efficientnet-lite"),
+        (["model.weights=no.safetensors", "model.backbone=resnet18", "data.dataset=mnist-mini"], "there is no file"),
+        (["data.dataset=images", "model.backbone=efficientnet-lite0", "data.partition.clients=2"], "3.png"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_a_sentence_and_touches_nothing(
+    settings: list[str], why: str, recipe: Path, tmp_path: Path
+) -> None:
+    npz(tmp_path / "nan.npz", X=np.full((60, 4), np.nan))
+    npz(tmp_path / "labels.npz", y=np.where(np.arange(60) == 5, -1, 0))
+    npz(tmp_path / "one.npz", y=np.zeros(60, np.int64))
+    npz(tmp_path / "empty.npz", X=np.zeros((0, 4)))
+    npz(tmp_path / "natural.npz", client=np.arange(60) % 4)
+    (tmp_path / "junk.npz").write_bytes(b"junk")
+    bad_images(tmp_path / "images")
+    before = sorted(path.name for path in tmp_path.iterdir())
+    flags = [word for setting in settings for word in ("--set", setting)]
+    done = headstart("run", recipe, "--out", "run", *flags, cwd=tmp_path)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert why in done.stderr
+    assert "Traceback" not in done.stderr
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name != "cache") == before
+
+
+def test_a_used_output_directory_is_refused(recipe: Path, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "thesis.tex").write_text("precious")
+    done = headstart("run", recipe, "--out", "run", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "already used" in done.stderr
+    assert (tmp_path / "run" / "thesis.tex").read_text() == "precious"
+
+
+def test_an_unwritable_output_is_refused(recipe: Path, tmp_path: Path) -> None:
+    done = headstart("run", recipe, "--out", recipe / "run", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "cannot write there" in done.stderr
+
+
+def test_usage_errors_have_status_two(tmp_path: Path) -> None:
+    assert headstart("run", cwd=tmp_path).returncode == 2
+    assert headstart("fly", cwd=tmp_path).returncode == 2
+    assert headstart("run", "absent.toml", cwd=tmp_path).returncode == 2
