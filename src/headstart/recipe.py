@@ -80,7 +80,7 @@ class Classes(_Partition):
     clients: PositiveInt = 20
     classes_per_client: PositiveInt = 2
     examples_per_client: PositiveInt | None = None
-    """None: as many as every client can have."""
+    """Rounded down to a multiple of the classes; None: as many as every client can have."""
 
 
 class Natural(_Partition):
@@ -108,7 +108,7 @@ Partition = Annotated[
 class Data(_Table):
     """Where the examples come from and who holds them."""
 
-    dataset: str
+    dataset: Annotated[str, Field(min_length=1)]
     """A known name (`headstart datasets`), a Hugging Face dataset id, or a path."""
     partition: Partition = Dirichlet()
     input_column: str | Annotated[tuple[str, str], Field(strict=False)] | None = None

@@ -10,7 +10,6 @@ import numpy as np
 from headstart.data.examples import Dataset, Ints
 from headstart.data.load import load_dataset
 from headstart.data.partition import UNUSED, follow, partition
-from headstart.errors import HeadstartError
 from headstart.recipe import Domains, Natural, Recipe
 
 
@@ -34,19 +33,17 @@ class Federation:
         how = recipe.data.partition
         train = dataset.train
         owners = partition(train, len(dataset.classes), how, recipe.seed)
-        clients = int(owners.max(initial=UNUSED)) + 1
-        sizes = np.bincount(owners[owners >= 0], minlength=clients)
-        if clients == 0 or sizes.min() == 0:
-            raise HeadstartError(
-                f"data.partition: {int((sizes == 0).sum())} of {clients} clients would hold no training example; "
-                "lower clients, or choose a partition with a minimum size"
-            )
+        clients = int(owners.max()) + 1
         names = tuple(f"client-{number}" for number in range(clients))
         if isinstance(how, Natural) and train.clients is not None:
             names = tuple(dataset.clients[train.clients[first]] for first in _firsts(owners, clients))
         if isinstance(how, Domains) and train.domains is not None:
             domains = [dataset.domains[train.domains[first]] for first in _firsts(owners, clients)]
-            names = tuple(domains if how.clients_per_domain == 1 else (f"{d}-{n}" for n, d in enumerate(domains)))
+            names = tuple(
+                domains
+                if how.clients_per_domain == 1
+                else (f"{d}-{n % how.clients_per_domain}" for n, d in enumerate(domains))
+            )
         federation = cls(dataset, owners, None, names)
         if how.test == "shared":
             return federation
@@ -95,10 +92,14 @@ def _firsts(owners: Ints, clients: int) -> Ints:
 
 
 def _test_owners(federation: Federation, how: object, seed: int) -> Ints:
-    """Owners of the test split: by the data's own ids where they name them, otherwise in proportion to training."""
+    """Owners of the test split: by the data's own clients or domains, otherwise by class as in training."""
     train, test = federation.dataset.train, federation.dataset.test
     if isinstance(how, Natural) and train.clients is not None and test.clients is not None:
         number = np.full(len(federation.dataset.clients), UNUSED)
         number[train.clients] = federation.owners
         return number[test.clients]
+    if isinstance(how, Domains) and train.domains is not None and test.domains is not None:
+        held = np.zeros((federation.n_clients, len(federation.dataset.domains)), np.int64)
+        np.add.at(held, (federation.owners, train.domains), 1)
+        return follow(held, test.domains, seed)
     return follow(federation.counts, test.labels, seed)

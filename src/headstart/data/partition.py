@@ -50,7 +50,7 @@ def partition(examples: Examples, n_classes: int, how: Partition, seed: int) -> 
 
 
 def follow(train_counts: Ints, labels: Ints, seed: int) -> Ints:
-    """Owner [n] of each test example: each class is shared out in proportion to the training counts [K, C].
+    """Owner [n] of each test example: each class (or domain) is shared out in proportion to training counts [K, C].
 
     Shares are rounded by largest remainder, so that every example of a class that is held has one owner.
     """
@@ -60,7 +60,9 @@ def follow(train_counts: Ints, labels: Ints, seed: int) -> Ints:
     exact = train_counts * (available / totals)
     shares = np.floor(exact).astype(np.int64)
     missing = np.where(train_counts.sum(axis=0) > 0, available, 0) - shares.sum(axis=0)
-    rank = np.argsort(np.argsort(shares - exact, axis=0, kind="stable"), axis=0)
+    # Among equal remainders chance decides, or the first clients would get every odd example.
+    ties = rng.permuted(np.broadcast_to(np.arange(len(exact))[:, None], exact.shape), axis=0)
+    rank = np.argsort(np.lexsort((ties, shares - exact), axis=0), axis=0)
     shares += rank < missing
     return _deal(labels, shares, rng)
 

@@ -148,6 +148,8 @@ def _labelled_splits(tables: Tables, label: str) -> Tables:
     if not splits:
         raise HeadstartError(f"no example has a label in column {label!r}")
     if "train" not in splits:
+        if len(splits) > 1:
+            raise HeadstartError(f"there is no training split, only {' and '.join(splits)}; name one file train")
         splits["train"] = splits.pop(next(iter(splits)))
     if "test" not in splits and "validation" in splits:
         splits["test"] = splits.pop("validation")
