@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+_PATIENCE = 1.0  # seconds before a bar is shown
 
 
 @contextmanager
@@ -17,6 +20,16 @@ def progress(description: str, total: int, done: int = 0) -> Iterator[Callable[[
         yield lambda steps: None
         return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(description, total=total, completed=done)
-        yield lambda steps: bar.advance(task, steps)
+    bar = Progress(*columns, console=Console(stderr=True), transient=True)
+    task = bar.add_task(description, total=total, completed=done)
+    start = time.monotonic()
+
+    def advance(steps: int) -> None:
+        bar.advance(task, steps)
+        if not bar.live.is_started and time.monotonic() - start > _PATIENCE:
+            bar.start()
+
+    try:
+        yield advance
+    finally:
+        bar.stop()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import logging
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path

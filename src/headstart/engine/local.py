@@ -11,6 +11,7 @@ from headstart.data import Federation
 from headstart.errors import HeadstartError, MessageError
 from headstart.ledger import Ledger
 from headstart.methods import Cohort, Method
+from headstart.progress import progress
 from headstart.recipe import Stage
 from headstart.statistics import Features, Ints
 
@@ -47,24 +48,27 @@ def play(
     rounds, per_round = rounds_of(stage, federation.n_clients)
     # Statistics do not change from one round to the next: each round hears clients that were not heard before.
     order = np.random.default_rng([*seed, 0x0DE]).permutation(federation.n_clients)
-    for number in range(first_round, rounds):
-        message = method.instruct(state, number)
-        good = 0
-        for cohort in _cohorts(federation, features, np.sort(order[number * per_round : (number + 1) * per_round])):
-            ledger.bytes_down[cohort.clients] += message.nbytes
-            reply = method.answer(cohort, message)
-            ledger.bytes_up[reply.clients] += reply.nbytes
-            ledger.forward_passes[reply.clients] += reply.forward_passes
-            try:
-                state = method.fold(state, reply)
-                good += len(reply.clients)
-            except MessageError as error:
-                names = ", ".join(federation.names[client] for client in reply.clients)
-                ledger.dropped.append({"round": number + 1, "clients": names, "why": str(error)})
-        if number == 0 and not good:
-            raise HeadstartError(f"no client gave a usable answer: {ledger.dropped[-1]['why']}")
-        ledger.tick()
-        after_round(number, state)
+    heard = min(first_round * per_round, federation.n_clients)
+    with progress(f"{stage.method}: clients heard", federation.n_clients, heard) as advance:
+        for number in range(first_round, rounds):
+            message = method.instruct(state, number)
+            good = 0
+            for cohort in _cohorts(federation, features, np.sort(order[number * per_round : (number + 1) * per_round])):
+                ledger.bytes_down[cohort.clients] += message.nbytes
+                reply = method.answer(cohort, message)
+                ledger.bytes_up[reply.clients] += reply.nbytes
+                ledger.forward_passes[reply.clients] += reply.forward_passes
+                try:
+                    state = method.fold(state, reply)
+                    good += len(reply.clients)
+                except MessageError as error:
+                    names = ", ".join(federation.names[client] for client in reply.clients)
+                    ledger.dropped.append({"round": number + 1, "clients": names, "why": str(error)})
+                advance(len(reply.clients))
+            if number == 0 and not good:
+                raise HeadstartError(f"no client gave a usable answer: {ledger.dropped[-1]['why']}")
+            ledger.tick()
+            after_round(number, state)
     return state
 
 
