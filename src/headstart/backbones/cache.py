@@ -21,7 +21,7 @@ from filelock import FileLock
 from headstart.errors import HeadstartError
 from headstart.files import write_json
 
-BLOCK = 512
+BLOCK = 256
 
 
 def cache_root() -> Path:

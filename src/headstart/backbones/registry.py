@@ -6,6 +6,7 @@ import hashlib
 import importlib
 import json
 import pickle
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +39,7 @@ class Backbone:
 
     def fingerprint(self) -> str:
         """Hash of the key and of every parameter and buffer, by name."""
-        digest = hashlib.blake2b(f"{self.key}".encode(), digest_size=16)
+        digest = hashlib.blake2b(self.key.encode(), digest_size=16)
         for name, tensor in sorted(self.body.state_dict().items()):
             digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
             digest.update(tensor.detach().cpu().float().numpy().tobytes())
@@ -98,7 +99,7 @@ def _image(
     preprocess = model.preprocess if model.preprocess != "auto" else preprocess
     normalisation = NORMALISATIONS[preprocess] if isinstance(preprocess, str) else preprocess
     body = ImageInput(network, normalisation).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    key = f"{model.backbone} {size} {model.resize} {normalisation} {pooling}"
+    key = f"image {size} {model.resize} {normalisation} {pooling}"
     return Backbone(model.backbone, "image", dim, body, ImageTransform(size, model.resize), key, convolutional)
 
 
@@ -215,10 +216,13 @@ def _hugging_face(place: str, model: Model, name: str) -> Backbone:
     import transformers
     from safetensors import SafetensorError
 
+    if not sys.stderr.isatty():
+        transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()  # a checkpoint's unused head is no news
     try:
         config = transformers.AutoConfig.from_pretrained(place, trust_remote_code=False)
         if model.weights == "random":
-            encoder = transformers.AutoModel.from_config(config)  # type: ignore[no-untyped-call]
+            encoder = transformers.AutoModel.from_config(config)
         else:
             encoder, found = transformers.AutoModel.from_pretrained(
                 place, use_safetensors=True, trust_remote_code=False, output_loading_info=True
@@ -257,7 +261,8 @@ def _vision(encoder: Any, settings: Mapping[str, Any], model: Model, key: str) -
     size = model.image_size or size
     mean, std = settings.get("image_mean", [0.5] * 3), settings.get("image_std", [0.5] * 3)
     normalisation = Normalisation(tuple(mean), tuple(std))
-    pooling = "cls" if model.pooling == "auto" else model.pooling
+    has_class_token = any(name.endswith("cls_token") for name, _ in encoder.named_parameters())
+    pooling = model.pooling if model.pooling != "auto" else "cls" if has_class_token else "mean"
     body = _Pooled(encoder, pooling, image=True)
     try:  # configurations do not agree on where they say the width
         with torch.inference_mode():

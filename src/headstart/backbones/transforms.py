@@ -1,4 +1,4 @@
-"""From a raw example to what a body reads. Images stay bytes until the body: its first step is the normalisation."""
+"""From a raw example to what a body reads. Images stay pixels until the body: its first step is the normalisation."""
 
 from __future__ import annotations
 
@@ -36,30 +36,41 @@ NORMALISATIONS: Mapping[str, Normalisation] = {
 
 @dataclass(frozen=True)
 class ImageTransform:
-    """Decode, resize with bilinear interpolation, and stack into bytes [B, size, size, 3]."""
+    """Decode, resize with (antialiased) bilinear interpolation, and stack into pixels [B, size, size, 3] from 0 to 255.
+
+    Pixels stay floats after resizing. The papers' code rounds them to bytes; on CIFAR-10 enlarged to 224 pixels that
+    moves FedNCM's accuracy by a tenth of a point.
+    """
 
     size: int
     resize: Literal["squash"] | int = "squash"
 
-    def __call__(self, value: Any, where: str) -> npt.NDArray[np.uint8]:
+    def __call__(self, value: Any, where: str) -> npt.NDArray[np.float32]:
         """One image [size, size, 3]."""
         image = decode_image(value, where)
         if self.resize == "squash":
-            return np.asarray(image.resize((self.size, self.size), Image.Resampling.BILINEAR))
+            return _resized(image, self.size, self.size)
         shorter = max(self.resize, self.size)
         width, height = (max(shorter, round(side * shorter / min(image.size))) for side in image.size)
         left, top = (width - self.size) // 2, (height - self.size) // 2
-        image = image.resize((width, height), Image.Resampling.BILINEAR)
-        return np.asarray(image.crop((left, top, left + self.size, top + self.size)))
+        return _resized(image, width, height)[top : top + self.size, left : left + self.size]
 
     @staticmethod
-    def collate(values: list[npt.NDArray[np.uint8]]) -> tuple[Tensor, ...]:
-        """A batch [B, size, size, 3] of bytes."""
+    def collate(values: list[Any]) -> tuple[Tensor, ...]:
+        """A batch [B, size, size, 3]."""
         return (torch.from_numpy(np.stack(values)),)
 
 
+def _resized(image: Image.Image, width: int, height: int) -> npt.NDArray[np.float32]:
+    """Pixels [height, width, 3]; Pillow resizes floats one channel at a time."""
+    if image.size == (width, height):
+        return np.asarray(image, np.float32)
+    channels = [channel.convert("F").resize((width, height), Image.Resampling.BILINEAR) for channel in image.split()]
+    return np.stack([np.asarray(channel) for channel in channels], axis=2)
+
+
 class ImageInput(nn.Module):
-    """Bytes [B, H, W, 3] to the floats [B, 3, H, W] that a network reads, then the network."""
+    """Pixels [B, H, W, 3] from 0 to 255 to the normalised [B, 3, H, W] that a network reads, then the network."""
 
     def __init__(self, network: nn.Module, normalisation: Normalisation) -> None:
         super().__init__()
@@ -70,7 +81,7 @@ class ImageInput(nn.Module):
         self.factor, self.shift = normalisation.scale / std, mean / std
 
     def forward(self, images: Tensor) -> Tensor:
-        """images: bytes [B, H, W, 3] → features [B, d]."""
+        """images: [B, H, W, 3] → features [B, d]."""
         pixels = images.permute(0, 3, 1, 2).to(torch.float32)
         pixels = pixels.flip(1) if self.bgr else pixels
         factor, shift = self.factor.to(pixels.device), self.shift.to(pixels.device)
@@ -92,16 +103,14 @@ class TextTransform:
         ids = encoded["input_ids"]
         return np.stack([ids, encoded.get("token_type_ids", np.zeros(len(ids)))], axis=1).astype(np.int64)
 
-    def collate(self, values: list[npt.NDArray[np.int64]]) -> tuple[Tensor, ...]:
+    def collate(self, values: list[Any]) -> tuple[Tensor, ...]:
         """Padded ids, mask and, where the tokenizer tells a pair's texts apart, segments, each [B, L]."""
         length = max(len(value) for value in values)
         batch = np.zeros((3, len(values), length), np.int64)
         batch[0] = self.tokenizer.pad_token_id or 0
         for row, value in enumerate(values):
-            batch[0, row, : len(value)], batch[1, row, : len(value)], batch[2, row, : len(value)] = (
-                value[:, 0],
-                1,
-                value[:, 1],
-            )
+            batch[0, row, : len(value)] = value[:, 0]
+            batch[1, row, : len(value)] = 1
+            batch[2, row, : len(value)] = value[:, 1]
         names = self.tokenizer.model_input_names
         return tuple(torch.from_numpy(batch[: 3 if "token_type_ids" in names else 2]))

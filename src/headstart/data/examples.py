@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 from headstart.errors import HeadstartError
 
@@ -104,7 +104,8 @@ def decode_image(value: Any, where: str) -> Image.Image:
             return image.convert("RGB")
     except Exception as error:  # every format's decoder raises what it likes
         name = f" ({value['path']})" if value.get("path") else ""
-        raise HeadstartError(f"{where}{name} is not a readable image: {error}; replace it or remove it") from None
+        reason = "no known format" if isinstance(error, UnidentifiedImageError) else error
+        raise HeadstartError(f"{where}{name} is not a readable image: {reason}; replace it or remove it") from None
 
 
 def balanced(labels: Ints, count: int, rng: np.random.Generator, what: str) -> Ints:

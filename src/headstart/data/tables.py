@@ -257,9 +257,10 @@ def _keep(examples: Examples, classes: tuple[str, ...], only: tuple[str, ...]) -
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """No progress bars and log lines of the library underneath: headstart shows its own, and says what is wrong."""
+    """No log lines of the library underneath: headstart says what is wrong."""
     were_on, level = datasets.is_progress_bar_enabled(), datasets.logging.get_verbosity()
-    datasets.disable_progress_bars()
+    if not sys.stderr.isatty():  # on a terminal, a long download may show itself
+        datasets.disable_progress_bars()
     datasets.logging.set_verbosity(logging.CRITICAL)
     try:
         yield
