@@ -18,7 +18,7 @@ def partition_figure(counts: npt.NDArray[np.int64], classes: tuple[str, ...]) ->
     figure = Figure(figsize=(9, min(9, 1.6 + 0.28 * min(len(classes), 24))), layout="constrained")
     axes = figure.subplots()
     shown = np.ma.masked_equal(counts.T, 0)
-    image = axes.imshow(shown, aspect="auto", interpolation="nearest", cmap="viridis")
+    image = axes.imshow(shown, aspect="auto", interpolation="nearest", cmap="YlGnBu")
     axes.set(xlabel="client", ylabel="class", title="Who holds which class")
     if len(classes) <= 24:
         axes.set_yticks(range(len(classes)), classes)

@@ -20,10 +20,11 @@ _STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper); max-width: 62rem;
   margin: 2rem auto; padding: 0 1rem; }
 table { border-collapse: collapse; display: block; overflow-x: auto; }
-th, td { padding: .35rem .8rem; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
+th, td { padding: .35rem .55rem; font-size: .92rem; border-bottom: 1px solid var(--line); text-align: right;
+  white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; }
 figure { margin: 1.5rem 0; background: #fff; border: 1px solid var(--line); border-radius: .5rem; padding: .5rem; }
-svg { max-width: 100%; height: auto; }
+svg { width: 100%; height: auto; }
 pre { background: var(--soft); padding: 1rem; border-radius: .5rem; overflow-x: auto; font-size: .85rem; }
 small { opacity: .75; }
 """
