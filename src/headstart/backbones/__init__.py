@@ -1,6 +1,7 @@
 """f(x): load a pre-trained body, cut its head off, extract features, cache them."""
 
+from headstart.backbones.backbone import Backbone
 from headstart.backbones.extract import extract
-from headstart.backbones.registry import BACKBONES, Backbone, load_backbone
+from headstart.backbones.registry import BACKBONES, load_backbone
 
 __all__ = ["BACKBONES", "Backbone", "extract", "load_backbone"]

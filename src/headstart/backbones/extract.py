@@ -17,8 +17,8 @@ import torch
 from filelock import Timeout
 from torch import Tensor
 
+from headstart.backbones.backbone import Backbone
 from headstart.backbones.cache import FeatureFile
-from headstart.backbones.registry import Backbone
 from headstart.data import Examples
 from headstart.errors import HeadstartError
 from headstart.progress import progress

@@ -107,6 +107,7 @@ class _Run:
             message, ledger, progress = saved
             state, played, metrics = method.thaw(message), progress["round"], progress["metrics"]
         rounds, _ = rounds_of(stage, self.federation.n_clients)
+        self.head = None
 
         def after_round(finished: int, state: Any) -> None:
             last = finished + 1 == rounds
@@ -125,7 +126,8 @@ class _Run:
                 self.directory.save_checkpoint(method.freeze(state), ledger, where)
 
         state = play(method, stage, self.federation, self.features["train"], seed, ledger, after_round, state, played)
-        self.head = method.head(state)
+        if self.head is None:  # a finished stage, resumed
+            self.head = method.head(state)
         published = method.published(state, self.federation.counts[ledger.forward_passes > 0])
         self.stages.append(
             {

@@ -1,0 +1,101 @@
+"""A backbone: a frozen body, what it reads, and where its weights come from."""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from headstart.backbones.transforms import NORMALISATIONS, ImageInput, ImageTransform, Normalisation, TextTransform
+from headstart.errors import HeadstartError
+from headstart.recipe import Model
+
+# Parameters of the classifier that a checkpoint may carry and a body has no use for.
+_HEADS = ("classifier.", "fc.", "_fc.", "head.", "heads.", "pooler.")
+
+
+@dataclass(frozen=True, eq=False)
+class Backbone:
+    """A frozen body: ``body(*transform.collate([transform(x) …]))`` is [B, d]."""
+
+    name: str
+    kind: Literal["image", "text"]
+    dim: int
+    body: nn.Module
+    transform: ImageTransform | TextTransform
+    key: str
+    """Everything but the weights that the features depend on: preprocessing and pooling."""
+    convolutional: bool = False
+
+    def fingerprint(self) -> str:
+        """Hash of the key and of every parameter and buffer, by name."""
+        digest = hashlib.blake2b(self.key.encode(), digest_size=16)
+        for name, tensor in sorted(self.body.state_dict().items()):
+            digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
+            digest.update(tensor.detach().cpu().float().numpy().tobytes())
+        return digest.hexdigest()
+
+
+def image_backbone(
+    network: nn.Module,
+    dim: int,
+    size: int,
+    preprocess: str | Normalisation,
+    model: Model,
+    convolutional: bool = True,
+    pooling: str = "mean",
+) -> Backbone:
+    """An image backbone; ``size`` and ``preprocess`` hold unless the recipe says otherwise."""
+    size = model.image_size or size
+    preprocess = model.preprocess if model.preprocess != "auto" else preprocess
+    normalisation = NORMALISATIONS[preprocess] if isinstance(preprocess, str) else preprocess
+    body = ImageInput(network, normalisation).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    key = f"image {size} {model.resize} {normalisation} {pooling}"
+    return Backbone(model.backbone, "image", dim, body, ImageTransform(size, model.resize), key, convolutional)
+
+
+def load_weights(module: nn.Module, path: Path) -> None:
+    """Load a safetensors file or a ``weights_only`` checkpoint by name; only a classifier may be left over."""
+    path = path.expanduser()
+    if not path.is_file():
+        raise HeadstartError(f"model.weights: there is no file {path}")
+    try:
+        if path.suffix == ".safetensors":
+            from safetensors.torch import load_file
+
+            state: Mapping[str, Tensor] = load_file(path)
+        else:
+            state = torch.load(path, map_location="cpu", weights_only=True)
+        missing, left = module.load_state_dict(state, strict=False)
+    except Exception as error:  # a damaged file, a pickle that is more than weights, or other shapes
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()
+        if isinstance(error, pickle.UnpicklingError | EOFError):  # torch's own advice is to trust the file
+            reason = "it is damaged, or holds more than weights; save its state dict as safetensors"
+        raise HeadstartError(f"model.weights: cannot load {path}: {reason}") from None
+    left = [name for name in left if not name.startswith(_HEADS)]
+    missing = needed(missing)
+    if missing or left:
+        parts = [f"{what} {some(names)}" for what, names in (("lacks", missing), ("has unknown", left)) if names]
+        raise HeadstartError(f"model.weights: {path} is of another network: it {' and '.join(parts)}")
+
+
+def needed(missing: Iterable[str]) -> list[str]:
+    """What a body cannot do without: features are taken before a pooler, and counts of batches only serve training."""
+    return [name for name in missing if not name.startswith("pooler.") and not name.endswith("num_batches_tracked")]
+
+
+def some(names: list[str]) -> str:
+    """How many parameters, and the first few of them."""
+    return f"{len(names)} parameters ({', '.join(names[:3])}{' …' if len(names) > 3 else ''})"
+
+
+def cannot_load(name: str, error: Exception) -> HeadstartError:
+    """What to tell a user whose backbone does not load."""
+    reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return HeadstartError(f"model.backbone: cannot load {name!r}: {reason}")

@@ -1,0 +1,117 @@
+"""Any vision or text encoder of `transformers`, from a hub id or a local folder."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headstart.backbones.backbone import Backbone, cannot_load, image_backbone, load_weights, needed, some
+from headstart.backbones.transforms import Normalisation, TextTransform
+from headstart.errors import HeadstartError
+from headstart.recipe import Model
+
+
+class _Pooled(nn.Module):
+    """A Hugging Face encoder and the pooling of its last hidden states; ``cls`` is the first token."""
+
+    def __init__(self, encoder: nn.Module, pooling: str, image: bool) -> None:
+        super().__init__()
+        self.encoder, self.pooling, self.image = encoder, pooling, image
+
+    def forward(self, inputs: Tensor, mask: Tensor | None = None, segments: Tensor | None = None) -> Tensor:
+        """Pixels [B, 3, H, W], or token ids, mask and segments [B, L] → [B, d]."""
+        if self.image:
+            states: Tensor = self.encoder(pixel_values=inputs).last_hidden_state
+            if states.dim() == 4:  # a convolutional network: [B, d, h, w]
+                return states.mean(dim=(2, 3))
+        else:
+            extra = {} if segments is None else {"token_type_ids": segments}
+            states = self.encoder(input_ids=inputs, attention_mask=mask, **extra).last_hidden_state
+        if self.pooling == "cls":
+            return states[:, 0]
+        if mask is None:
+            return states.mean(dim=1)
+        weights = mask.unsqueeze(-1).to(states.dtype)
+        return (states * weights).sum(dim=1) / weights.sum(dim=1).clamp(min=1)
+
+
+def hugging_face(place: str, model: Model, name: str) -> Backbone:
+    """Any vision or text encoder of `transformers`, from a hub id or a local folder; safetensors only."""
+    import transformers
+    from safetensors import SafetensorError
+
+    if not sys.stderr.isatty():
+        transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()  # a checkpoint's unused head is no news
+    try:
+        config = transformers.AutoConfig.from_pretrained(place, trust_remote_code=False)
+        if model.weights == "random":
+            encoder = transformers.AutoModel.from_config(config)
+        else:
+            encoder, found = transformers.AutoModel.from_pretrained(
+                place, use_safetensors=True, trust_remote_code=False, output_loading_info=True
+            )
+            lacking = needed(sorted(found["missing_keys"]))
+            if model.weights:
+                load_weights(encoder, Path(model.weights))
+            elif lacking:  # they would be random
+                raise HeadstartError(f"its weights are of another network: they lack {some(lacking)}")
+        encoder = encoder.float().eval()
+        image = encoder.main_input_name == "pixel_values"
+        tokenizer = None if image else transformers.AutoTokenizer.from_pretrained(place, trust_remote_code=False)
+        settings = _settings(place, "preprocessor_config.json" if image else "1_Pooling/config.json")
+    except (OSError, ValueError, ImportError, KeyError, RuntimeError, SafetensorError) as error:
+        raise cannot_load(name, error) from None
+    # The same parameters give other features with another number of heads or another activation.
+    key = _hash({k: v for k, v in config.to_diff_dict().items() if k not in ("_name_or_path", "transformers_version")})
+    if tokenizer is None:
+        return _vision(encoder, settings, model, key)
+    pooling: str = model.pooling
+    if pooling == "auto":  # what a sentence-transformers folder says; the first token otherwise
+        pooling = "mean" if settings.get("pooling_mode_mean_tokens") else "cls"
+    # Not every tokenizer knows how many positions its network has.
+    positions = getattr(config, "max_position_embeddings", None) or model.max_tokens
+    transform = TextTransform(tokenizer, min(model.max_tokens, tokenizer.model_max_length, positions))
+    # The tokenizer decides the ids, so it belongs to the key; two tokenizers of one size may differ.
+    rules = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else sorted(tokenizer.get_vocab().items())
+    key = f"text {pooling} {transform.max_tokens} {_hash(rules)} {key}"
+    return Backbone(name, "text", config.hidden_size, _Pooled(encoder, pooling, image=False), transform, key)
+
+
+def _vision(encoder: Any, settings: Mapping[str, Any], model: Model, key: str) -> Backbone:
+    size = settings.get("crop_size" if settings.get("do_center_crop") else "size") or 224
+    if isinstance(size, dict):
+        size = size.get("height") or size.get("shortest_edge") or 224
+    size = model.image_size or size
+    mean, std = settings.get("image_mean", [0.5] * 3), settings.get("image_std", [0.5] * 3)
+    normalisation = Normalisation(tuple(mean), tuple(std))
+    has_class_token = any(name.endswith("cls_token") for name, _ in encoder.named_parameters())
+    pooling = model.pooling if model.pooling != "auto" else "cls" if has_class_token else "mean"
+    body = _Pooled(encoder, pooling, image=True)
+    try:  # configurations do not agree on where they say the width
+        with torch.inference_mode():
+            dim = body(torch.zeros(1, 3, size, size)).shape[1]
+    except (ValueError, RuntimeError, AttributeError) as error:
+        raise cannot_load(f"{model.backbone} at {size} pixels", error) from None
+    convolutional = not hasattr(encoder.config, "num_attention_heads")
+    return image_backbone(body, dim, size, normalisation, model, convolutional, f"{pooling} {key}")
+
+
+def _settings(place: str, file: str) -> Mapping[str, Any]:
+    """Settings beside the weights, or none; building an image processor to ask it could need torchvision."""
+    from transformers.utils.hub import cached_file
+
+    path = cached_file(place, file, _raise_exceptions_for_missing_entries=False)
+    settings: Mapping[str, Any] = json.loads(Path(path).read_text(encoding="utf-8")) if path else {}
+    return settings
+
+
+def _hash(value: Any) -> str:
+    return hashlib.blake2b(json.dumps(value, sort_keys=True, default=str).encode(), digest_size=8).hexdigest()
