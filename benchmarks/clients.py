@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import resource
 import sys
 import time
 
@@ -33,7 +32,7 @@ def measure(clients: int) -> dict[str, object]:
     from headstart.data.partition import partition
     from headstart.engine.local import play
     from headstart.evaluation import evaluate
-    from headstart.ledger import Ledger
+    from headstart.ledger import Ledger, peak_memory
     from headstart.methods import METHODS as REGISTRY
     from headstart.methods import Setting
     from headstart.recipe import Dirichlet, Recipe
@@ -55,7 +54,7 @@ def measure(clients: int) -> dict[str, object]:
             head = method.head(state)
             seconds = time.perf_counter() - start
             found[name] = {"seconds": seconds, "accuracy": evaluate(head, test, test_labels).accuracy}
-    found["peak"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    found["peak"] = peak_memory()
     return found
 
 

@@ -14,7 +14,7 @@ from headstart.backbones.extract import choose_runner, torch_runner
 from headstart.data import Examples, load_dataset
 from headstart.recipe import Data, Model
 
-BATCH, IMAGES = 32, 1024
+BATCH, IMAGES = 32, 4000
 
 
 def main() -> None:

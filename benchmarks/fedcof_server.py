@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import resource
 import sys
 import time
 
@@ -12,6 +11,7 @@ from threadpoolctl import threadpool_limits
 
 from benchmarks.common import THREADS, alternate, in_fresh_process, show
 from headstart.heads import cof_head
+from headstart.ledger import peak_memory
 from headstart.statistics import ClientStatistics
 
 MEANS, CLASSES, DIM = 54_590, 1_203, 1_280
@@ -46,7 +46,6 @@ def loop_with_pseudo_inverse(statistics: ClientStatistics, shrinkage: float) -> 
 
 
 def main() -> None:
-    # First of all: a process inherits the peak of the one that starts it.
     memory = in_fresh_process("benchmarks.fedcof_server", "memory")
     statistics = received()
     left = statistics.sums.astype(np.float64)
@@ -73,4 +72,4 @@ def main() -> None:
 
 if __name__ == "__main__" and sys.argv[1:] == ["memory"]:
     cof_head(received(), 1.0, "estimated")
-    print(json.dumps({"peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}))
+    print(json.dumps({"peak": peak_memory()}))

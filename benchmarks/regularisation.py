@@ -34,7 +34,7 @@ def main() -> None:
     for title, dataset, model, clients in SETTINGS:
         if dataset != "mnist-mini" and not SHARED.is_dir():
             continue
-        partition = {"kind": "dirichlet", "clients": clients, "alpha": 0.1}
+        partition = {"kind": "dirichlet", "clients": clients, "alpha": 0.1, "leftovers": "assign"}
         stages = [{"method": "fed3r"}]
         recipe = Recipe.parse({"data": {"dataset": dataset, "partition": partition}, "model": model, "stages": stages})
         federation = Federation.of(recipe)

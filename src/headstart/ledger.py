@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import re
+import resource
+import sys
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -55,3 +59,12 @@ class Ledger:
             "forward_passes": int(self.forward_passes.sum()),
             "seconds": round(self.seconds, 3),
         }
+
+
+def peak_memory() -> int:
+    """Peak resident bytes of this process. Linux's own figure, where there is one, does not count the parent's."""
+    try:
+        status = Path("/proc/self/status").read_text(encoding="ascii")
+        return 1024 * int(re.search(r"VmHWM:\s+(\d+)", status)[1])  # type: ignore[index]
+    except (OSError, TypeError):
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

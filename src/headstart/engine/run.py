@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import platform
-import resource
-import sys
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -16,7 +14,7 @@ from headstart.engine.rundir import RunDirectory
 from headstart.errors import HeadstartError
 from headstart.evaluation import Evaluation, evaluate
 from headstart.heads import LinearHead
-from headstart.ledger import Ledger
+from headstart.ledger import Ledger, peak_memory
 from headstart.methods import METHODS, Setting
 from headstart.recipe import Recipe, Stage
 from headstart.report import write_report
@@ -162,8 +160,7 @@ class _Run:
             "classes": len(federation.dataset.classes),
             "examples": int(federation.sizes.sum()),
             "unused_examples": federation.unused,
-            "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-            * (1 if sys.platform == "darwin" else 1024),
+            "peak_rss_bytes": peak_memory(),
             "versions": _versions(),
         }
         if self.directory:
