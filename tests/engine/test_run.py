@@ -68,7 +68,7 @@ def test_a_run_leaves_what_the_contract_says(tmp_path: Path) -> None:
     assert (predictions == test.labels).mean() == summary["accuracy"]
     page = (out / "report.html").read_text()
     assert page.count("<svg") == 2
-    assert "fedcof (shrinkage" in page
+    assert "fedcof γ" in page
     assert "http" not in page.replace("http://www.w3.org", "").replace("https://www.w3.org", "").replace(
         "http://purl.org", ""
     ).replace("http://creativecommons.org", "").replace("https://matplotlib.org", "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any, Literal, Self
 
 import numpy as np
@@ -21,7 +22,7 @@ from headstart.statistics import Features, Ints, random_parts, summarise
 _FLOATS = [np.float64, np.float32]
 
 
-class _ClosedFormClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
+class _ClosedFormClassifier(ClassifierMixin, BaseEstimator, ABC):  # type: ignore[misc]
     """Statistics by client, then a head.
 
     After ``fit``: ``classes_`` [C], ``coef_`` [C, d], ``intercept_`` [C], and ``head_`` with what was chosen.
@@ -59,8 +60,9 @@ class _ClosedFormClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[mis
         check_is_fitted(self)
         return self.head_.scores(validate_data(self, X, dtype=_FLOATS, reset=False))
 
+    @abstractmethod
     def _solve(self, X: Features, labels: Ints, clients: Ints | None) -> LinearHead:
-        raise NotImplementedError
+        """The head from features [n, d], labels [n] and clients [n]."""
 
 
 class FedNCM(_ClosedFormClassifier):

@@ -6,7 +6,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
+
+# As the papers write them.
+_SYMBOLS = {"ridge": "λ", "shrinkage": "γ"}
 
 
 def human_bytes(count: float) -> str:
@@ -20,9 +24,9 @@ def human_bytes(count: float) -> str:
 
 def stage_cells(stage: dict[str, Any]) -> list[str]:
     """One row of the summary table."""
-    chosen = ", ".join(f"{key} {value:.3g}" for key, value in stage["chosen"].items())
+    chosen = "".join(f" {_SYMBOLS[key]} {value:.3g}" for key, value in stage["chosen"].items())
     return [
-        stage["method"] + (f" ({chosen})" if chosen else ""),
+        stage["method"] + chosen,
         f"{100 * stage['accuracy']:.2f} %",
         str(stage["rounds"]),
         human_bytes(stage["bytes_up"]),
@@ -38,9 +42,11 @@ COLUMNS = ("method", "accuracy", "rounds", "bytes up", "bytes down", "bytes (pap
 
 def summary_table(summary: dict[str, Any]) -> Table:
     """Accuracy and cost of every stage."""
-    table = Table(title=f"{summary['name']}: {summary['clients']} clients, {summary['examples']:,} training examples")
+    title = f"{summary['name']}: {summary['clients']:,} clients, {summary['examples']:,} training examples"
+    # Narrow enough for a terminal of 80 columns: headings may wrap, figures may not.
+    table = Table(title=title, box=SIMPLE_HEAD, padding=0, show_edge=False)
     for column in COLUMNS:
-        table.add_column(column, justify="left" if column == "method" else "right")
+        table.add_column(column.replace(" ", "\n"), justify="left" if column == "method" else "right", no_wrap=True)
     for stage in summary["stages"]:
         table.add_row(*stage_cells(stage))
     return table
