@@ -113,7 +113,7 @@ class _Run:
                 self.head = method.head(state)
                 metrics.update(self._evaluate(self.head, stage).metrics())
                 ledger.tick()
-                costs = {name: self.spent[name] + cost for name, cost in ledger.totals().items()}
+                costs = {name: round(self.spent[name] + cost, 3) for name, cost in ledger.totals().items()}
                 line = {"stage": number, "method": stage.method, "round": finished + 1, **metrics, **costs}
                 self.evaluations += 1
                 if self.directory:
@@ -140,7 +140,7 @@ class _Run:
                 "dropped": ledger.dropped,
             }
         )
-        self.spent = {name: self.spent[name] + cost for name, cost in ledger.totals().items()}
+        self.spent = {name: round(self.spent[name] + cost, 3) for name, cost in ledger.totals().items()}
 
     def _evaluate(self, head: LinearHead, stage: Stage) -> Evaluation:
         dataset, owners = self.federation.dataset, self.federation.test_owners
