@@ -140,6 +140,11 @@ def test_every_mistake_is_reported_at_once_with_the_nearest_spelling() -> None:
         (with_stage(method="fedncm", participation=1.5), ["stages.0.participation", "less than or equal to 1"]),
         (with_stage(method="fedncm", clients_per_round=2, participation=0.5), ["stages.0", "not both"]),
         (with_stage(method="fed3r", bias=1), ["stages.0.bias", "true or false"]),
+        (with_stage(method="fedavg"), ["stages.0.train: missing", "head"]),
+        (with_stage(method="fedavg", train="head", local_epochs=1, local_steps=2), ["stages.0", "not both"]),
+        (with_stage(method="fedavg", train="head", momentum=1.0), ["stages.0.momentum", "less than 1"]),
+        (with_stage(method="fedavg", train="head", batch_size="all"), ["stages.0.batch_size", "full"]),
+        (with_stage(method="scaffold", train="head", momentum=0.9), ["stages.0.momentum", "plain local SGD"]),
         ({**with_stage(method="fedncm"), "name": "../x"}, ["name: '../x'", "letters"]),
         ({**with_stage(method="fedncm"), "seed": -1}, ["seed", "greater than or equal to 0"]),
         ({**with_stage(method="fedncm"), "data": {"dataset": "x", "partition": {"kind": ""}}}, ["kind", *PARTITIONS]),
@@ -164,5 +169,6 @@ def test_every_partition_and_stage_is_reachable_by_its_name() -> None:
     for kind in PARTITIONS:
         table = {"data": {"dataset": "x", "partition": {"kind": kind}}, "stages": [{"method": "fedncm"}]}
         assert Recipe.parse(table).data.partition.kind == kind
-    for method in STAGES:
-        assert Recipe.parse(with_stage(method=method)).stages[0].method == method
+    for method, stage in STAGES.items():
+        train = {"train": "head"} if "train" in stage.model_fields else {}
+        assert Recipe.parse(with_stage(method=method, **train)).stages[0].method == method

@@ -184,7 +184,115 @@ class FedCOFStage(_ClosedForm):
     covariance: Literal["estimated", "full", "diagonal", "spherical"] = "estimated"
 
 
-Stage = Annotated[FedNCMStage | Fed3RStage | FedCOFStage, Field(discriminator="method")]
+class _Training(_Stage):
+    """Local SGD on the clients, an average on the server, round after round."""
+
+    train: Literal["head"]
+    """What is trained: the linear head, on cached features of the frozen body."""
+    rounds: PositiveInt = 100
+    clients_per_round: PositiveInt | None = None
+    participation: float | None = Field(default=None, gt=0, le=1)
+    local_epochs: PositiveInt | None = None
+    """Passes over the local examples; 1 unless local_steps says otherwise."""
+    local_steps: PositiveInt | None = None
+    batch_size: PositiveInt | Literal["full"] = 64
+    lr: PositiveFloat = 0.1
+    momentum: float = Field(default=0.0, ge=0, lt=1)
+    weight_decay: NonNegativeFloat = 0.0
+    schedule: Literal["constant", "step", "cosine"] = "constant"
+    """"step": a tenth after half and after three quarters of the rounds."""
+    warmup_rounds: NonNegativeInt = 0
+    """Rounds over which the learning rate rises to its value."""
+    clip: PositiveFloat | None = None
+    """Largest norm of a gradient."""
+    temperature: PositiveFloat = 1.0
+    """Scores are divided by it: heads with rows of length one need less than 1."""
+    weighting: Literal["examples", "uniform"] = "examples"
+
+
+class FedAvgStage(_Training):
+    """Local SGD, then the mean (McMahan et al., AISTATS 2017)."""
+
+    method: Literal["fedavg"]
+    server_lr: PositiveFloat = 1.0
+
+
+class FedProxStage(_Training):
+    """FedAvg with a pull towards the global model (Li et al., MLSys 2020)."""
+
+    method: Literal["fedprox"]
+    mu: NonNegativeFloat = 0.01
+    server_lr: PositiveFloat = 1.0
+
+
+class FedAvgMStage(_Training):
+    """FedAvg with momentum on the server (Hsu et al., 2019)."""
+
+    method: Literal["fedavgm"]
+    server_lr: PositiveFloat = 1.0
+    server_momentum: float = Field(default=0.9, ge=0, lt=1)
+
+
+class _Adaptive(_Training):
+    server_lr: PositiveFloat = 0.01
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    beta2: float = Field(default=0.99, ge=0, lt=1)
+    tau: PositiveFloat = 1e-3
+    """Adaptivity: added to the square root of the second moment, which starts at its square."""
+    bias_correction: bool = False
+    """False: Reddi et al.; true, with beta2 = 0.999 and tau = 1e-8: Adam of torch, as FLSim and the FedNCM paper."""
+
+
+class FedAdamStage(_Adaptive):
+    """Adam on the mean update (Reddi et al., ICLR 2021)."""
+
+    method: Literal["fedadam"]
+
+
+class FedYogiStage(_Adaptive):
+    """Yogi on the mean update (Reddi et al., ICLR 2021)."""
+
+    method: Literal["fedyogi"]
+
+
+class FedAdagradStage(_Training):
+    """Adagrad on the mean update (Reddi et al., ICLR 2021)."""
+
+    method: Literal["fedadagrad"]
+    server_lr: PositiveFloat = 0.01
+    tau: PositiveFloat = 1e-3
+
+
+class FedDynStage(_Training):
+    """A dynamic regulariser that aligns local and global optima (Acar et al., ICLR 2021)."""
+
+    method: Literal["feddyn"]
+    alpha_dyn: PositiveFloat = 0.01
+    adaptive: bool = True
+    """Divide alpha by a client's share of the examples, as the official code does."""
+
+
+class ScaffoldStage(_Training):
+    """Control variates against client drift, option II (Karimireddy et al., ICML 2020)."""
+
+    method: Literal["scaffold"]
+    server_lr: PositiveFloat = 1.0
+
+
+class FedNovaStage(_Training):
+    """Updates normalised by the local steps behind them (Wang et al., NeurIPS 2020)."""
+
+    method: Literal["fednova"]
+    mu: NonNegativeFloat = 0.0
+    server_momentum: float = Field(default=0.0, ge=0, lt=1)
+
+
+Training = (
+    FedAvgStage | FedProxStage | FedAvgMStage | FedAdamStage | FedYogiStage | FedAdagradStage
+    | FedDynStage | ScaffoldStage | FedNovaStage
+)  # fmt: skip
+ClosedForm = FedNCMStage | Fed3RStage | FedCOFStage
+Stage = Annotated[ClosedForm | Training, Field(discriminator="method")]
 
 
 class Recipe(_Table):
@@ -240,7 +348,20 @@ PARTITIONS: dict[str, type[_Partition]] = {
     "natural": Natural,
     "domains": Domains,
 }
-STAGES: dict[str, type[_Stage]] = {"fedncm": FedNCMStage, "fed3r": Fed3RStage, "fedcof": FedCOFStage}
+STAGES: dict[str, type[_Stage]] = {
+    "fedncm": FedNCMStage,
+    "fed3r": Fed3RStage,
+    "fedcof": FedCOFStage,
+    "fedavg": FedAvgStage,
+    "fedprox": FedProxStage,
+    "fedavgm": FedAvgMStage,
+    "fedadam": FedAdamStage,
+    "fedyogi": FedYogiStage,
+    "fedadagrad": FedAdagradStage,
+    "feddyn": FedDynStage,
+    "scaffold": ScaffoldStage,
+    "fednova": FedNovaStage,
+}
 
 
 def _apply(table: dict[str, Any], setting: str) -> str | None:
@@ -280,8 +401,13 @@ def _contradictions(table: Mapping[str, Any]) -> list[str]:
     if isinstance(stages, list) and not stages:
         problems.append("stages: empty; add a [[stages]] table with a method")
     for number, stage in enumerate(stages if isinstance(stages, list) else ()):
-        if isinstance(stage, dict) and {"clients_per_round", "participation"} <= stage.keys():
-            problems.append(f"stages.{number}: set clients_per_round or participation, not both")
+        if not isinstance(stage, dict):
+            continue
+        for one, other in (("clients_per_round", "participation"), ("local_epochs", "local_steps")):
+            if {one, other} <= stage.keys():
+                problems.append(f"stages.{number}: set {one} or {other}, not both")
+        if stage.get("method") == "scaffold" and stage.get("momentum"):
+            problems.append(f"stages.{number}.momentum: scaffold is defined for plain local SGD; leave it 0")
     return problems
 
 

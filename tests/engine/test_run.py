@@ -14,6 +14,7 @@ from safetensors.numpy import load_file
 
 import headstart
 from headstart.engine import RunDirectory, run
+from headstart.engine.store import ClientStore
 from headstart.errors import HeadstartError
 from headstart.recipe import Recipe
 
@@ -120,13 +121,28 @@ def test_validation_must_be_there() -> None:
         run(recipe_of({"method": "fedncm", "eval_split": "validation"}))
 
 
-@pytest.mark.parametrize("stop_after", [1, 2, 5, 9])
-def test_resuming_gives_the_same_bits(stop_after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe = recipe_of(
+TRAIN = {"train": "head", "rounds": 3, "clients_per_round": 6, "lr": 0.002, "momentum": 0.5}
+CHAINS: dict[str, list[dict[str, Any]]] = {
+    "closed-form": [
         {"method": "fedncm", "clients_per_round": 6},
         {"method": "fed3r", "clients_per_round": 7},
         {"method": "fedcof", "clients_per_round": 6, "means_per_client": 2},
-    )
+    ],
+    "stateful": [
+        {"method": "fedcof"},
+        TRAIN | {"method": "feddyn", "rounds": 4},
+        TRAIN | {"method": "scaffold", "momentum": 0.0, "rounds": 4, "head_init": "random"},
+    ],
+    "server": [TRAIN | {"method": method} for method in ("fedavgm", "fedadam", "fedyogi", "fedadagrad", "fednova")],
+}
+
+
+@pytest.mark.parametrize("chain", CHAINS)
+@pytest.mark.parametrize("stop_after", [1, 2, 5, 8])
+def test_resuming_gives_the_same_bits(
+    chain: str, stop_after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = recipe_of(*CHAINS[chain])
     run(recipe, tmp_path / "whole")
     saved, save = [0], RunDirectory.save_checkpoint
 
@@ -150,6 +166,43 @@ def test_resuming_gives_the_same_bits(stop_after: int, tmp_path: Path, monkeypat
         for name in ("whole", "cut")
     ]
     assert without_time[0] == without_time[1]
+
+
+def test_a_crash_between_the_checkpoint_and_what_clients_keep_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = recipe_of(TRAIN | {"method": "scaffold", "momentum": 0.0, "rounds": 6})
+    run(recipe, tmp_path / "whole")
+    written, write = [0], ClientStore.write
+
+    def stop(self: ClientStore, *arguments: Any) -> None:
+        if written[0] == 3:
+            raise KeyboardInterrupt
+        written[0] += 1
+        write(self, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ClientStore, "write", stop)
+        with pytest.raises(KeyboardInterrupt):
+            run(recipe, tmp_path / "cut")
+    resumed = run(recipe, tmp_path / "cut", resume=True)
+    whole = load_file(tmp_path / "whole" / "model" / "head.safetensors")
+    np.testing.assert_array_equal(resumed.head.weight, whole["weight"])
+
+
+def test_two_stages_start_where_the_first_ended(tmp_path: Path) -> None:
+    train = {"method": "fedavg", "train": "head", "rounds": 15, "lr": 0.003, "participation": 0.5, "temperature": 0.3}
+    run(recipe_of({"method": "fedcof"}, train), tmp_path / "warm")
+    run(recipe_of(train | {"head_init": "random"}), tmp_path / "cold")
+    warm, cold = ([line["accuracy"] for line in lines(tmp_path / name)] for name in ("warm", "cold"))
+    assert warm[1] > cold[0] + 0.1  # the first round after the head start, and the first round from nothing
+    assert warm[-1] > warm[0]  # training improves on the closed form
+    costs = [line["bytes_down"] for line in lines(tmp_path / "warm")]
+    assert costs == sorted(costs)
+    # The forward passes of cached features are counted once a client, not once a round.
+    summary = json.loads((tmp_path / "warm" / "summary.json").read_text())
+    assert summary["stages"][1]["forward_passes"] <= 1420
+    assert summary["stages"][1]["published_compute"] == 15 * 1420
 
 
 def test_resuming_a_finished_run_changes_nothing_but_the_clock(tmp_path: Path) -> None:

@@ -3,42 +3,60 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from headstart.data import Federation
+from headstart.engine.store import Arrays, ClientStore, gather
 from headstart.errors import HeadstartError, MessageError
 from headstart.ledger import Ledger
-from headstart.methods import Cohort, Method
+from headstart.methods import Cohort, Method, Reply
 from headstart.progress import progress
-from headstart.recipe import Stage
+from headstart.recipe import ClosedForm, Training
 from headstart.statistics import Features, Ints
 
-# Examples answered for at once: enough for full-speed matrix products, little enough to stay small in memory.
+# Examples and bytes answered for at once: enough for full-speed matrix products, little enough to stay small in memory.
 _COHORT_EXAMPLES = 16384
+_COHORT_BYTES = 256 << 20
 
-AfterRound = Callable[[int, Any], None]
+
+@dataclass(frozen=True, eq=False)
+class Finished:
+    """A round that is over: its number from 0, the server's state, and what clients are about to keep."""
+
+    number: int
+    state: Any
+    clients: Ints
+    kept: Arrays
 
 
-def rounds_of(stage: Stage, n_clients: int) -> tuple[int, int]:
-    """Number of rounds and clients in each: by default everybody is heard once."""
+AfterRound = Callable[[Finished], None]
+
+
+def rounds_of(stage: ClosedForm | Training, n_clients: int) -> tuple[int, int]:
+    """Number of rounds and clients in each: everybody, unless the stage samples."""
     per_round = n_clients
     if stage.clients_per_round is not None:
         per_round = min(stage.clients_per_round, n_clients)
     elif stage.participation is not None:
         per_round = max(1, round(stage.participation * n_clients))
+    if not isinstance(stage, ClosedForm):
+        return stage.rounds, per_round
     every = -(-n_clients // per_round)
     return (every if stage.rounds is None else min(stage.rounds, every)), per_round
 
 
 def play(
     method: Method[Any],
-    stage: Stage,
+    stage: ClosedForm | Training,
     federation: Federation,
     features: Features,
     seed: tuple[int, ...],
     ledger: Ledger,
+    store: ClientStore,
     after_round: AfterRound,
     state: Any = None,
     first_round: int = 0,
@@ -46,35 +64,54 @@ def play(
     """Play the rounds of a stage from ``first_round`` on; a client whose message is refused is left out."""
     state = method.open() if state is None else state
     rounds, per_round = rounds_of(stage, federation.n_clients)
-    # Statistics do not change from one round to the next: each round hears clients that were not heard before.
-    order = np.random.default_rng([*seed, 0x0DE]).permutation(federation.n_clients)
-    heard = min(first_round * per_round, federation.n_clients)
-    with progress(f"{stage.method}: clients heard", federation.n_clients, heard) as advance:
+    with progress(f"{stage.method}: clients heard", rounds * per_round, first_round * per_round) as advance:
         for number in range(first_round, rounds):
             message = method.instruct(state, number)
-            good = 0
-            for cohort in _cohorts(federation, features, np.sort(order[number * per_round : (number + 1) * per_round])):
+            heard: list[Reply] = []
+            for cohort in _cohorts(
+                method,
+                federation,
+                features,
+                ledger,
+                store,
+                _sample(method, seed, number, per_round, federation.n_clients),
+            ):
                 ledger.bytes_down[cohort.clients] += message.nbytes
-                reply = method.answer(cohort, message)
-                ledger.bytes_up[reply.clients] += reply.nbytes
-                ledger.forward_passes[reply.clients] += reply.forward_passes
-                try:
-                    state = method.fold(state, reply)
-                    good += len(reply.clients)
-                except MessageError as error:
-                    names = ", ".join(federation.names[client] for client in reply.clients)
-                    ledger.dropped.append({"round": number + 1, "clients": names, "why": str(error)})
-                advance(len(reply.clients))
-            if number == 0 and not good:
+                for reply in method.answer(cohort, message):
+                    ledger.bytes_up[reply.clients] += reply.nbytes
+                    ledger.forward_passes[reply.clients] += reply.forward_passes
+                    try:
+                        state = method.fold(state, reply)
+                        heard.append(reply)
+                    except MessageError as error:
+                        names = ", ".join(federation.names[client] for client in reply.clients)
+                        ledger.dropped.append({"round": number + 1, "clients": names, "why": str(error)})
+                advance(len(cohort.clients))
+            if number == 0 and not heard:
                 raise HeadstartError(f"no client gave a usable answer: {ledger.dropped[-1]['why']}")
+            state = method.close(state)
             ledger.tick()
-            after_round(number, state)
+            clients, kept = gather(heard)
+            after_round(Finished(number, state, clients, kept))
+            store.write(clients, kept)
     return state
 
 
-def _cohorts(federation: Federation, features: Features, clients: Ints) -> Iterator[Cohort]:
-    """The clients in order, cut into cohorts of about so many examples."""
-    sizes = np.cumsum(federation.sizes[clients])
-    for part in np.split(clients, np.flatnonzero(np.diff(sizes // _COHORT_EXAMPLES)) + 1):
+def _sample(method: Method[Any], seed: tuple[int, ...], number: int, per_round: int, n_clients: int) -> Ints:
+    """Clients of a round, without replacement; where a client is heard once, those that were not heard before."""
+    key = [*seed, 0x0DE] if method.hears_once else [*seed, 0x0DE, number]
+    order = np.random.default_rng(key).permutation(n_clients)
+    start = number * per_round if method.hears_once else 0
+    return np.sort(order[start : start + per_round])
+
+
+def _cohorts(
+    method: Method[Any], federation: Federation, features: Features, ledger: Ledger, store: ClientStore, clients: Ints
+) -> Iterator[Cohort]:
+    """The clients in order, cut into cohorts that fit into memory."""
+    load = federation.sizes[clients] / _COHORT_EXAMPLES + method.bytes_per_client / _COHORT_BYTES
+    for part in np.split(clients, np.flatnonzero(np.diff(np.floor(np.cumsum(load)))) + 1):
         rows, owners = federation.rows_of(part)
-        yield Cohort(part, features, rows, federation.dataset.train.labels[rows], owners)
+        labels = federation.dataset.train.labels[rows]
+        new = ledger.forward_passes[part] == 0
+        yield Cohort(part, features, rows, labels, owners, new, partial(store.read, clients=part))

@@ -6,19 +6,22 @@ import platform
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from headstart.data import Dataset, Federation
-from headstart.engine.local import play, rounds_of
+from headstart.engine.local import Finished, play, rounds_of
 from headstart.engine.rundir import RunDirectory
+from headstart.engine.store import ClientStore
 from headstart.errors import HeadstartError
 from headstart.evaluation import Evaluation, evaluate
 from headstart.heads import LinearHead
 from headstart.ledger import Ledger, peak_memory
-from headstart.methods import METHODS, Setting
+from headstart.methods import Setting, build
 from headstart.recipe import Recipe, Stage
 from headstart.report import write_report
 from headstart.statistics import Features
+from headstart.wire import Message
 
 COSTS = ("bytes_up", "bytes_down", "forward_passes", "seconds")
 
@@ -87,43 +90,56 @@ class _Run:
         saved = self.directory.load_checkpoint() if self.directory else None
         start = 0
         if saved is not None:
-            progress = saved[2]
+            progress = saved[3]
             start, self.stages, self.evaluations = progress["stage"], progress["stages"], progress["evaluations"]
             self.spent = progress["spent"]
         for number, stage in enumerate(self.recipe.stages):
             if number >= start:
-                self._play_stage(number, stage, saved if number == start else None)
+                # Where nobody looks for a run directory, what clients keep lives as long as the stage.
+                with TemporaryDirectory() as temporary:
+                    folder = self.directory.path / "checkpoint" if self.directory else Path(temporary)
+                    self._play_stage(number, stage, saved if number == start else None, folder / f"clients-{number}")
         return self._finish()
 
-    def _play_stage(self, number: int, stage: Stage, saved: Any) -> None:
-        seed = (self.recipe.seed, number)
-        setting = Setting(len(self.federation.dataset.classes), self.features["train"].shape[1], seed)
-        method = METHODS[stage.method](stage, setting)
-        ledger, state, played = Ledger.open(self.federation.n_clients), None, 0
+    def _play_stage(self, number: int, stage: Stage, saved: Any, folder: Path) -> None:
+        seed, federation = (self.recipe.seed, number), self.federation
+        setting = Setting(
+            len(federation.dataset.classes),
+            self.features["train"].shape[1],
+            seed,
+            federation.n_clients,
+            int(federation.sizes.sum()),
+            self.head,
+        )
+        method = build(stage, setting)
+        ledger, state, played = Ledger.open(federation.n_clients), None, 0
+        store = ClientStore(folder, federation.n_clients, method.kept_shapes, fresh=saved is None)
         metrics: dict[str, Any] = {}
         if saved is not None:
-            message, ledger, progress = saved
+            message, ledger, kept, progress = saved
             state, played, metrics = method.thaw(message), progress["round"], progress["metrics"]
-        rounds, _ = rounds_of(stage, self.federation.n_clients)
+            store.write(progress["kept_by"], kept.arrays)  # the crash may have come before it was written
+        rounds, _ = rounds_of(stage, federation.n_clients)
         self.head = None
 
-        def after_round(finished: int, state: Any) -> None:
-            last = finished + 1 == rounds
-            if last or (finished + 1) % stage.evaluate_every == 0:
-                self.head = method.head(state)
+        def after_round(finished: Finished) -> None:
+            done = finished.number + 1
+            if done == rounds or done % stage.evaluate_every == 0:
+                self.head = method.head(finished.state)
                 metrics.update(self._evaluate(self.head, stage).metrics())
                 ledger.tick()
                 costs = {name: round(self.spent[name] + cost, 3) for name, cost in ledger.totals().items()}
-                line = {"stage": number, "method": stage.method, "round": finished + 1, **metrics, **costs}
+                line = {"stage": number, "method": stage.method, "round": done, **metrics, **costs}
                 self.evaluations += 1
                 if self.directory:
                     self.directory.log(line)
             if self.directory:
-                where = {"stage": number, "round": finished + 1, "stages": self.stages, "spent": self.spent}
-                where |= {"evaluations": self.evaluations, "metrics": metrics}
-                self.directory.save_checkpoint(method.freeze(state), ledger, where)
+                where = {"stage": number, "round": done, "stages": self.stages, "spent": self.spent}
+                where |= {"evaluations": self.evaluations, "metrics": metrics, "kept_by": finished.clients.tolist()}
+                self.directory.save_checkpoint(method.freeze(finished.state), ledger, Message(finished.kept), where)
 
-        state = play(method, stage, self.federation, self.features["train"], seed, ledger, after_round, state, played)
+        state = play(method, stage, federation, self.features["train"], seed, ledger, store, after_round, state, played)
+        store.discard()
         if self.head is None:  # a finished stage, resumed
             self.head = method.head(state)
         published = method.published(state, self.federation.counts[ledger.forward_passes > 0])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ class RunDirectory:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._is_ours = not path.exists()
 
     @classmethod
     def create(cls, path: Path, recipe: Recipe) -> RunDirectory:
@@ -52,9 +54,10 @@ class RunDirectory:
     def discard(self) -> None:
         """Remove what `create` made, when a run ends before its first result."""
         (self.path / "recipe.toml").unlink(missing_ok=True)
-        for folder in (self.path / "model", self.path / "checkpoint", self.path):
-            if folder.is_dir() and not any(folder.iterdir()):
-                folder.rmdir()
+        for folder in ("model", "checkpoint"):
+            shutil.rmtree(self.path / folder, ignore_errors=True)
+        if self._is_ours:
+            self.path.rmdir()
 
     def log(self, metrics: dict[str, Any]) -> None:
         """Append one evaluation to `metrics.jsonl`."""
@@ -69,16 +72,18 @@ class RunDirectory:
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
         return [json.loads(line) for line in lines if line.endswith("\n")]
 
-    def save_checkpoint(self, state: Message, ledger: Ledger, progress: dict[str, Any]) -> None:
-        """State, ledger and progress after a round, in one file."""
+    def save_checkpoint(self, state: Message, ledger: Ledger, kept: Message, progress: dict[str, Any]) -> None:
+        """State, ledger, what clients are about to keep, and progress after a round, in one file."""
         costs = {"bytes_up": ledger.bytes_up, "bytes_down": ledger.bytes_down, "forward_passes": ledger.forward_passes}
         arrays = {f"state.{name}": array for name, array in state.arrays.items()}
         arrays |= {f"ledger.{name}": array for name, array in costs.items()}
-        scalars = {"progress": json.dumps({**progress, "seconds": ledger.seconds, "dropped": ledger.dropped})}
+        arrays |= {f"kept.{name}": array for name, array in kept.arrays.items()}
+        progress = {**progress, "seconds": ledger.seconds, "dropped": ledger.dropped, "state": dict(state.scalars)}
+        scalars = {"progress": json.dumps(progress)}
         data = Message(arrays, scalars).to_bytes()
         write_atomically(self.path / "checkpoint" / "state.safetensors", lambda file: file.write_bytes(data))
 
-    def load_checkpoint(self) -> tuple[Message, Ledger, dict[str, Any]] | None:
+    def load_checkpoint(self) -> tuple[Message, Ledger, Message, dict[str, Any]] | None:
         """What `save_checkpoint` wrote last, and metrics cut back to it; None where there is none."""
         path = self.path / "checkpoint" / "state.safetensors"
         if not path.is_file():
@@ -88,10 +93,13 @@ class RunDirectory:
         progress = json.loads(str(saved.scalars["progress"]))
         costs = {name: saved.arrays[f"ledger.{name}"] for name in ("bytes_up", "bytes_down", "forward_passes")}
         ledger = Ledger(**costs, seconds=progress["seconds"], dropped=progress["dropped"])  # type: ignore[arg-type]
-        state = {name.removeprefix("state."): a for name, a in saved.arrays.items() if name.startswith("state.")}
-        kept = [json.dumps(line) + "\n" for line in self.metrics()[: progress["evaluations"]]]
-        write_text(self.path / "metrics.jsonl", "".join(kept))
-        return Message(state), ledger, progress
+        state, kept = (
+            {name.removeprefix(part): a for name, a in saved.arrays.items() if name.startswith(part)}
+            for part in ("state.", "kept.")
+        )
+        lines = [json.dumps(line) + "\n" for line in self.metrics()[: progress["evaluations"]]]
+        write_text(self.path / "metrics.jsonl", "".join(lines))
+        return Message(state, progress["state"]), ledger, Message(kept), progress
 
     def finish(self, summary: dict[str, Any]) -> None:
         """The summary: written last, its presence says that the run is complete."""

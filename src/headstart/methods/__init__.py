@@ -2,18 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from importlib import import_module
 from typing import Any
 
 from headstart.methods.base import Cohort, Method, Reply, Setting, StatisticsMethod
-from headstart.methods.fed3r import Fed3RMethod
-from headstart.methods.fedcof import FedCOFMethod
-from headstart.methods.fedncm import FedNCMMethod
+from headstart.recipe import ClosedForm, Training
 
-METHODS: Mapping[str, Callable[[Any, Setting], Method[Any]]] = {
-    "fedncm": FedNCMMethod,
-    "fed3r": Fed3RMethod,
-    "fedcof": FedCOFMethod,
+METHODS: Mapping[str, str] = {
+    "fedncm": "fedncm.FedNCMMethod",
+    "fed3r": "fed3r.Fed3RMethod",
+    "fedcof": "fedcof.FedCOFMethod",
+    "fedavg": "fedavg.FedAvgMethod",
+    "fedprox": "fedprox.FedProxMethod",
+    "fedavgm": "fedopt.FedAvgMMethod",
+    "fedadam": "fedopt.FedAdamMethod",
+    "fedyogi": "fedopt.FedYogiMethod",
+    "fedadagrad": "fedopt.FedAdagradMethod",
+    "feddyn": "feddyn.FedDynMethod",
+    "scaffold": "scaffold.ScaffoldMethod",
+    "fednova": "fednova.FedNovaMethod",
 }
+"""Where each method lives; a method is imported when it is used, so that closed-form ones do not wait for torch."""
 
-__all__ = ["METHODS", "Cohort", "Method", "Reply", "Setting", "StatisticsMethod"]
+
+def build(stage: ClosedForm | Training, setting: Setting) -> Method[Any]:
+    """The method of a stage."""
+    module, name = METHODS[stage.method].split(".")
+    method: Method[Any] = getattr(import_module(f"headstart.methods.{module}"), name)(stage, setting)
+    return method
+
+
+__all__ = ["METHODS", "Cohort", "Method", "Reply", "Setting", "StatisticsMethod", "build"]

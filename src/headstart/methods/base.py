@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from headstart.heads import LinearHead
 from headstart.ledger import Published
@@ -22,6 +24,7 @@ from headstart.statistics import (
 from headstart.wire import Message
 
 State = TypeVar("State")
+Kept = Callable[[str], npt.NDArray[np.float32]]
 Heard = tuple[ClientStatistics, ...]
 """What a server of statistics has heard: one total, or, where every client's rows are kept, one entry per reply."""
 
@@ -34,6 +37,10 @@ class Setting:
     dim: int
     seed: tuple[int, ...]
     """The run's seed and the number of the stage."""
+    n_clients: int = 1
+    n_examples: int = 1
+    previous: LinearHead | None = None
+    """The head that an earlier stage hands on."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,6 +56,10 @@ class Cohort:
     rows: Ints
     labels: Ints
     owners: Ints
+    new: npt.NDArray[np.bool_]
+    """[M] the clients that answer for the first time in this stage, and have no features yet."""
+    kept: Kept
+    """What these clients kept to themselves the last time, by name [M, …]; zeros at first."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,10 +70,19 @@ class Reply:
     message: Message
     nbytes: Ints
     forward_passes: Ints
+    kept: Mapping[str, npt.NDArray[np.float32]] = field(default_factory=dict)
+    """What the client keeps to itself until its next round; it never travels."""
 
 
 class Method(Protocol[State]):
     """A method of federated learning."""
+
+    hears_once: bool
+    """Whether a client is heard in one round only: what it says does not depend on what the server knows."""
+    kept_shapes: Mapping[str, tuple[int, ...]]
+    """What a client keeps to itself from one of its rounds to the next."""
+    bytes_per_client: int
+    """Memory that answering for one more client of a cohort takes, beyond its features."""
 
     def open(self) -> State:
         """Server: what is known before round 1."""
@@ -70,11 +90,14 @@ class Method(Protocol[State]):
     def instruct(self, state: State, round: int) -> Message:
         """Server to client."""
 
-    def answer(self, cohort: Cohort, message: Message) -> Reply:
+    def answer(self, cohort: Cohort, message: Message) -> list[Reply]:
         """On the clients. A cohort says what its clients would say one by one."""
 
     def fold(self, state: State, reply: Reply) -> State:
         """Server: fold a reply in; a reply that cannot be right raises `MessageError` and changes nothing."""
+
+    def close(self, state: State) -> State:
+        """Server: what it makes of the round, once all replies are folded in."""
 
     def head(self, state: State) -> LinearHead:
         """Server: the head that the state amounts to."""
@@ -96,6 +119,9 @@ class StatisticsMethod(ABC):
     rows, and what head they make.
     """
 
+    hears_once = True
+    kept_shapes: Mapping[str, tuple[int, ...]] = {}
+    bytes_per_client = 0
     moments: Moments | None = None
     keeps_rows = False
 
@@ -120,8 +146,8 @@ class StatisticsMethod(ABC):
         """The number of the round: all that a client has to know."""
         return Message(scalars={"round": round})
 
-    def answer(self, cohort: Cohort, message: Message) -> Reply:
-        """Statistics of each client's classes."""
+    def answer(self, cohort: Cohort, message: Message) -> list[Reply]:
+        """Statistics of each client's classes, of all clients in one reply."""
         statistics, owners = summarise(
             cohort.features,
             cohort.labels,
@@ -135,7 +161,7 @@ class StatisticsMethod(ABC):
         rows = np.bincount(np.searchsorted(cohort.clients, owners), minlength=len(cohort.clients))
         sizes = np.bincount(np.searchsorted(cohort.clients, cohort.owners), minlength=len(cohort.clients))
         nbytes = np.array([message_nbytes(int(count), self.dim, self.moments) for count in rows])
-        return Reply(cohort.clients, statistics.to_message(), nbytes, sizes)
+        return [Reply(cohort.clients, statistics.to_message(), nbytes, sizes)]
 
     def parts(self, cohort: Cohort) -> Ints | None:
         """Random parts of a client's class, where each part is to speak for itself."""
@@ -145,6 +171,10 @@ class StatisticsMethod(ABC):
         """Add the statistics up, or put them beside the others."""
         heard = ClientStatistics.from_message(reply.message, self.setting.n_classes, self.dim, self.moments)
         return (*state, heard) if self.keeps_rows else (state[0].merge(heard).pooled(),)
+
+    def close(self, state: Heard) -> Heard:
+        """Nothing to do: the head is solved for when it is asked for."""
+        return state
 
     def head(self, state: Heard) -> LinearHead:
         """Server: the head."""

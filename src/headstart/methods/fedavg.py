@@ -1,0 +1,13 @@
+"""FedAvg: local SGD, then the mean (McMahan et al., AISTATS 2017). With ``train = "head"`` it is a linear probe.
+
+Travels down: the head. Travels up: the client's update and how many examples are behind it.
+"""
+
+from __future__ import annotations
+
+from headstart.methods.training import TrainingMethod
+from headstart.recipe import FedAvgStage
+
+
+class FedAvgMethod(TrainingMethod[FedAvgStage]):
+    """The skeleton itself: x ← x + η_g Σ n_k Δ_k / Σ n_k."""

@@ -1,0 +1,48 @@
+"""FedDyn: a dynamic regulariser that aligns local and global optima (Acar et al., ICLR 2021).
+
+Client k minimises its loss + α_k ⟨w, h_k⟩ + α_k/2 ‖w − x‖² from the server's x, then h_k ← h_k + w_k − x. Travels up:
+w_k − x. The server's x is the mean of the heads it heard plus the mean of all clients' h. ``adaptive`` divides α by the
+client's share of the examples relative to an even one, as the official code does. h_k stays with the client.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from headstart.methods.base import Cohort, Reply
+from headstart.methods.solver import LocalResult, Stack, local_sgd, wide
+from headstart.methods.training import TrainingMethod, TrainingState, Vectors, added, difference
+from headstart.recipe import FedDynStage
+from headstart.statistics import Ints
+from headstart.wire import Message
+
+
+class FedDynMethod(TrainingMethod[FedDynStage]):
+    """Local duals h_k; their mean over all clients on the server."""
+
+    memories = ("dual",)
+    keeps = ("dual",)
+
+    def train(
+        self, start: Stack, cohort: Cohort, message: Message, sizes: Ints
+    ) -> tuple[LocalResult, dict[str, Stack], dict[str, Stack]]:
+        """SGD with the dynamic regulariser; the dual moves by the update."""
+        even = self.setting.n_examples / self.setting.n_clients
+        factor = even / sizes if self.stage.adaptive else np.ones(len(sizes))
+        pull = torch.from_numpy((self.stage.alpha_dyn * factor).astype(np.float32))
+        dual = self.remembered("dual", cohort)
+        drift = {name: wide(pull, value) * value for name, value in dual.items()}
+        round = int(message.scalars["round"])
+        result = local_sgd(start, cohort, self.stage, round, self.setting.seed, pull, drift)
+        update = difference(result.parameters, start)
+        return result, {"update": update}, {"dual": {name: dual[name] + moved for name, moved in update.items()}}
+
+    def weight_of(self, reply: Reply) -> float:
+        """A plain mean over the clients heard, whatever their sizes."""
+        return 1.0
+
+    def step(self, state: TrainingState, mean: Vectors) -> tuple[Vectors, dict[str, Vectors]]:
+        """x ← mean of the heads heard + mean of all duals, which have moved by the same updates."""
+        dual = added(state.memory["dual"], mean, state.replies / self.setting.n_clients)
+        return added(added(state.parameters, mean, 1.0), dual, 1.0), {"dual": dual}

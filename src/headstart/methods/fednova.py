@@ -1,0 +1,64 @@
+"""FedNova: updates normalised by the local work behind them (Wang et al., NeurIPS 2020).
+
+x ← x + τ_eff Σ p_k Δ_k / a_k with p_k = n_k/Σn. a_k is how far a client moves, in steps, under a constant gradient:
+τ_k for plain SGD, more with momentum, less with a proximal pull. τ_eff = Σ p_k a_k, or Σ p_k τ_k with a pull, as in the
+authors' code. Travels up: the update, the examples and the number of steps.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from headstart.errors import MessageError
+from headstart.methods.base import Cohort, Reply
+from headstart.methods.solver import LocalResult, Stack, learning_rate, local_sgd
+from headstart.methods.training import TrainingMethod, TrainingState, Vectors, added, difference
+from headstart.recipe import FedNovaStage
+from headstart.statistics import Ints
+from headstart.wire import Message
+
+
+class FedNovaMethod(TrainingMethod[FedNovaStage]):
+    """FedAvg without the bias towards clients that take more steps."""
+
+    memories = ("momentum",)
+
+    def train(
+        self, start: Stack, cohort: Cohort, message: Message, sizes: Ints
+    ) -> tuple[LocalResult, dict[str, Stack], dict[str, Stack]]:
+        """Local SGD, with a proximal pull where μ is not 0."""
+        pull = torch.full((len(cohort.clients),), self.stage.mu) if self.stage.mu else None
+        result = local_sgd(start, cohort, self.stage, int(message.scalars["round"]), self.setting.seed, pull)
+        return result, {"update": difference(result.parameters, start)}, {}
+
+    def factor(self, what: str, weight: float, state: TrainingState, reply: Reply) -> float:
+        """n_k / a_k."""
+        return weight / self._reach(state, reply)
+
+    def effort(self, state: TrainingState, reply: Reply) -> float:
+        """What τ_eff averages."""
+        return steps_of(reply) if self.stage.mu else self._reach(state, reply)
+
+    def step(self, state: TrainingState, mean: Vectors) -> tuple[Vectors, dict[str, Vectors]]:
+        """x ← x + v with v ← β v + τ_eff Σ p_k Δ_k / a_k."""
+        effective = state.effort / state.weight
+        previous = state.memory["momentum"]
+        momentum = {n: self.stage.server_momentum * previous[n] + effective * delta for n, delta in mean.items()}
+        return added(state.parameters, momentum, 1.0), {"momentum": momentum}
+
+    def _reach(self, state: TrainingState, reply: Reply) -> float:
+        """a_k: the distance, in units of the learning rate, under a constant gradient of 1."""
+        rate = learning_rate(self.stage, state.round)
+        velocity = distance = 0.0
+        for _ in range(steps_of(reply)):
+            velocity = self.stage.momentum * velocity + 1.0 - rate * self.stage.mu * distance
+            distance += velocity
+        return distance
+
+
+def steps_of(reply: Reply) -> int:
+    """The number of local steps that a client says it took; refused where it cannot be."""
+    steps = reply.message.scalars.get("steps")
+    if not isinstance(steps, int) or not 1 <= steps <= 10**7:
+        raise MessageError(f"a client says that it took {steps} steps")
+    return steps

@@ -1,0 +1,27 @@
+"""FedProx: a pull of each client towards the global model (Li et al., MLSys 2020).
+
+Each client minimises its loss + μ/2 ‖w − w_global‖². What travels is FedAvg's. With μ = 0 it is FedAvg.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from headstart.methods.base import Cohort
+from headstart.methods.solver import LocalResult, Stack, local_sgd
+from headstart.methods.training import TrainingMethod, difference
+from headstart.recipe import FedProxStage
+from headstart.statistics import Ints
+from headstart.wire import Message
+
+
+class FedProxMethod(TrainingMethod[FedProxStage]):
+    """FedAvg with a proximal term."""
+
+    def train(
+        self, start: Stack, cohort: Cohort, message: Message, sizes: Ints
+    ) -> tuple[LocalResult, dict[str, Stack], dict[str, Stack]]:
+        """The pull is part of the gradient, so that momentum sees it."""
+        pull = torch.full((len(cohort.clients),), self.stage.mu)
+        result = local_sgd(start, cohort, self.stage, int(message.scalars["round"]), self.setting.seed, pull)
+        return result, {"update": difference(result.parameters, start)}, {}

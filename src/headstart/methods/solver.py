@@ -1,0 +1,132 @@
+"""What a client does: SGD on a linear head over cached features, for many clients at once.
+
+The heads of a cohort are stacked, and every step is one batched matrix product. Clients of different sizes take
+different numbers of steps, and their last batch may be short: padding is masked out of the loss, and a client that has
+no step left does not move. A cohort of one client is the same code.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from headstart.methods.base import Cohort
+from headstart.recipe import Training
+from headstart.statistics import Ints
+
+Stack = dict[str, Tensor]
+"""Parameters by name, each with a leading dimension for the clients [M, …]."""
+
+
+@dataclass(frozen=True)
+class LocalResult:
+    """Heads after local training, and how many steps each client took [M]."""
+
+    parameters: Stack
+    steps: Ints
+
+
+def learning_rate(stage: Training, round: int) -> float:
+    """The rate of a round (from 0): linear warm-up, then constant, stepwise or cosine decay."""
+    if round < stage.warmup_rounds:
+        return stage.lr * (round + 1) / (stage.warmup_rounds + 1)
+    done = (round - stage.warmup_rounds) / max(stage.rounds - stage.warmup_rounds, 1)
+    if stage.schedule == "step":
+        return stage.lr * (0.01 if done >= 0.75 else 0.1 if done >= 0.5 else 1.0)
+    if stage.schedule == "cosine":
+        return stage.lr * 0.5 * (1 + math.cos(math.pi * done))
+    return stage.lr
+
+
+def local_sgd(
+    start: Stack,
+    cohort: Cohort,
+    stage: Training,
+    round: int,
+    seed: tuple[int, ...],
+    pull: Tensor | None = None,
+    drift: Stack | None = None,
+) -> LocalResult:
+    """SGD from ``start`` on each client's loss + pull/2 ‖w − start‖² + ⟨drift, w⟩.
+
+    pull: [M] strength of the proximal term; drift: a gradient added at every step. Both are part of the objective, so
+    momentum sees them. Batches are shuffled by (seed, round, client).
+    """
+    index = torch.from_numpy(_batches(cohort, stage, round, seed))  # [M, S, B], -1 where there is no example
+    features = torch.from_numpy(np.asarray(cohort.features[cohort.rows], np.float32))
+    labels = torch.from_numpy(cohort.labels)
+    rate = learning_rate(stage, round)
+    parameters = {name: value.clone() for name, value in start.items()}
+    velocity = {name: torch.zeros_like(value) for name, value in start.items()}
+    for step in range(index.shape[1]):
+        batch = index[:, step]
+        present = batch >= 0
+        active = present.any(dim=1)
+        gradients = _gradients(parameters, features[batch.clamp(min=0)], labels[batch.clamp(min=0)], present, stage)
+        for name, gradient in gradients.items():
+            if stage.weight_decay:
+                gradient += stage.weight_decay * parameters[name]
+            if pull is not None:
+                gradient += wide(pull, gradient) * (parameters[name] - start[name])
+            if drift is not None:
+                gradient += drift[name]
+        if stage.clip is not None:
+            _clip(gradients, stage.clip)
+        for name, gradient in gradients.items():
+            moving = wide(active, gradient)
+            velocity[name] = torch.where(moving, stage.momentum * velocity[name] + gradient, velocity[name])
+            parameters[name] = torch.where(moving, parameters[name] - rate * velocity[name], parameters[name])
+    steps = (index >= 0).any(dim=2).sum(dim=1).numpy().astype(np.int64)
+    return LocalResult(parameters, steps)
+
+
+def _gradients(parameters: Stack, features: Tensor, labels: Tensor, present: Tensor, stage: Training) -> Stack:
+    """Gradients of the mean cross-entropy of each client's batch; features: [M, B, d], labels, present: [M, B]."""
+    scores = torch.baddbmm(parameters["bias"].unsqueeze(1), features, parameters["weight"].transpose(1, 2))
+    error = functional.softmax(scores / stage.temperature, dim=2)
+    error -= functional.one_hot(labels, scores.shape[2])
+    share = present / (stage.temperature * present.sum(dim=1, keepdim=True).clamp(min=1))
+    error *= share.unsqueeze(2)
+    return {"weight": torch.bmm(error.transpose(1, 2), features), "bias": error.sum(dim=1)}
+
+
+def _clip(gradients: Stack, largest: float) -> None:
+    """Scale each client's gradient down to the largest norm allowed."""
+    squares = [gradient.flatten(1).square().sum(dim=1) for gradient in gradients.values()]
+    norms = torch.stack(squares).sum(dim=0).sqrt()
+    factor = (largest / norms.clamp(min=1e-12)).clamp(max=1.0)
+    for gradient in gradients.values():
+        gradient *= wide(factor, gradient)
+
+
+def wide(values: Tensor, like: Tensor) -> Tensor:
+    """Values [M] shaped to multiply a stack [M, …]."""
+    return values.view(-1, *([1] * (like.dim() - 1)))
+
+
+def _batches(cohort: Cohort, stage: Training, round: int, seed: tuple[int, ...]) -> npt.NDArray[np.int64]:
+    """Positions in the cohort's examples [M, S, B] of every batch of every client, padded with -1."""
+    plans = []
+    starts = np.searchsorted(cohort.owners, cohort.clients)
+    sizes = np.searchsorted(cohort.owners, cohort.clients, side="right") - starts
+    for client, start, size in zip(cohort.clients, starts, sizes, strict=True):
+        rng = np.random.default_rng([*seed, round, int(client)])
+        width = int(size) if stage.batch_size == "full" else min(stage.batch_size, int(size))
+        per_epoch = -(-int(size) // width)
+        steps = stage.local_steps or per_epoch * (stage.local_epochs or 1)
+        epochs = [
+            np.pad(start + rng.permutation(size), (0, per_epoch * width - size), constant_values=-1)
+            for _ in range(-(-steps // per_epoch))
+        ]
+        plans.append(np.concatenate(epochs).reshape(-1, width)[:steps])
+    longest, widest = (max(plan.shape[axis] for plan in plans) for axis in (0, 1))
+    batches = np.full((len(plans), longest, widest), -1, np.int64)
+    for row, plan in zip(batches, plans, strict=True):
+        row[: plan.shape[0], : plan.shape[1]] = plan
+    return batches

@@ -1,0 +1,326 @@
+"""Training methods against the same methods written out client by client, in plain loops and double precision."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from headstart.data import Dataset, Examples, Federation
+from headstart.engine.local import play
+from headstart.engine.store import ClientStore
+from headstart.heads import LinearHead
+from headstart.ledger import Ledger
+from headstart.methods import Cohort, Setting, build
+from headstart.methods.solver import _batches, learning_rate, local_sgd
+from headstart.methods.training import TrainingState
+from headstart.recipe import Recipe
+
+C, D = 3, 4
+RNG = np.random.default_rng(0)
+SIZES = (5, 9, 14)
+K, N = len(SIZES), sum(SIZES)
+X = RNG.normal(size=(N, D)).astype(np.float32)
+Y = RNG.integers(0, C, N)
+WHO = np.repeat(np.arange(K), SIZES)
+START = LinearHead(RNG.normal(size=(C, D)).astype(np.float32), RNG.normal(size=C).astype(np.float32))
+
+Head = tuple[np.ndarray, np.ndarray]
+
+
+def stage_of(**keys: Any) -> Any:
+    full = {"train": "head", "batch_size": "full", "rounds": 3, "lr": 0.3} | keys
+    return Recipe.parse({"data": {"dataset": "x"}, "stages": [full]}).stages[0]
+
+
+def federated(tmp_path: Path, **keys: Any) -> Head:
+    """What headstart computes."""
+    stage = stage_of(**keys)
+    examples = Examples("features", X, (), np.arange(N), Y)
+    federation = Federation(Dataset("x", ("a", "b", "c"), examples, examples), WHO, None, ("0", "1", "2"))
+    method = build(stage, Setting(C, D, (0, 0), K, N, START))
+    store = ClientStore(tmp_path, K, method.kept_shapes, fresh=True)
+    state = play(method, stage, federation, X, (0, 0), Ledger.open(K), store, lambda finished: None)
+    return state.parameters["weight"], state.parameters["bias"]
+
+
+def gradient(head: Head, client: int | None) -> Head:
+    """Of the mean cross-entropy over a client's examples, or over all, by torch's autograd."""
+    mine = slice(None) if client is None else client == WHO
+    weight, bias = (torch.tensor(np.asarray(part, np.float64), requires_grad=True) for part in head)
+    scores = torch.tensor(X[mine], dtype=torch.float64) @ weight.T + bias
+    torch.nn.functional.cross_entropy(scores, torch.tensor(Y[mine])).backward()
+    return weight.grad.numpy(), bias.grad.numpy()
+
+
+def start() -> np.ndarray:
+    return flat((START.weight.astype(np.float64), START.bias.astype(np.float64)))
+
+
+def flat(head: Head) -> np.ndarray:
+    return np.concatenate([head[0].ravel(), head[1]])
+
+
+def g(vector: np.ndarray, client: int | None) -> np.ndarray:
+    return flat(gradient((vector[: C * D].reshape(C, D), vector[C * D :]), client))
+
+
+def close(found: Head, expected: np.ndarray) -> None:
+    np.testing.assert_allclose(flat(found), expected, rtol=2e-4, atol=2e-5)
+
+
+def test_fedavg_with_one_full_step_of_everybody_is_gradient_descent(tmp_path: Path) -> None:
+    x = start()
+    for _ in range(3):
+        x = x - 0.3 * g(x, None)
+    close(federated(tmp_path, method="fedavg"), x)
+
+
+def test_fedavg_weighted_and_uniform(tmp_path: Path) -> None:
+    for weighting, shares in (("examples", np.array(SIZES) / N), ("uniform", np.full(K, 1 / K))):
+        x = start()
+        for _ in range(3):
+            ends = []
+            for k in range(K):
+                w = x.copy()
+                for _ in range(4):
+                    w -= 0.3 * g(w, k)
+                ends.append(w)
+            x = shares @ np.stack(ends)
+        close(federated(tmp_path, method="fedavg", local_steps=4, weighting=weighting), x)
+
+
+def test_fedprox(tmp_path: Path) -> None:
+    x = start()
+    for _ in range(3):
+        ends = []
+        for k in range(K):
+            w = x.copy()
+            for _ in range(4):
+                w -= 0.3 * (g(w, k) + 0.5 * (w - x))
+            ends.append(w)
+        x = np.array(SIZES) / N @ np.stack(ends)
+    close(federated(tmp_path, method="fedprox", local_steps=4, mu=0.5), x)
+    without, plain = (
+        federated(tmp_path, method=method, local_steps=4, **keys)
+        for method, keys in (("fedprox", {"mu": 0.0}), ("fedavg", {}))
+    )
+    np.testing.assert_array_equal(without[0], plain[0])
+
+
+def test_scaffold_option_two(tmp_path: Path) -> None:
+    x, c, mine = start(), np.zeros(C * D + C), np.zeros((K, C * D + C))
+    for _ in range(3):
+        ends, changes = [], []
+        for k in range(K):
+            y = x.copy()
+            for _ in range(4):
+                y -= 0.3 * (g(y, k) - mine[k] + c)
+            new = mine[k] - c + (x - y) / (4 * 0.3)
+            changes.append(new - mine[k])
+            mine[k] = new
+            ends.append(y)
+        x = x + 0.7 * (np.array(SIZES) / N @ (np.stack(ends) - x))
+        c = c + np.sum(changes, axis=0) / K
+    close(federated(tmp_path, method="scaffold", local_steps=4, server_lr=0.7), x)
+
+
+@pytest.mark.parametrize("adaptive", [True, False])
+def test_feddyn(adaptive: bool, tmp_path: Path) -> None:
+    cloud, h = start(), np.zeros((K, C * D + C))
+    for _ in range(3):
+        ends = []
+        for k in range(K):
+            alpha = 0.2 * (N / (K * SIZES[k]) if adaptive else 1.0)
+            w = cloud.copy()
+            for _ in range(4):
+                # The official code's loss: cross-entropy + α⟨w, h − cloud⟩ + α/2 ‖w‖².
+                w -= 0.3 * (g(w, k) + alpha * (h[k] - cloud) + alpha * w)
+            h[k] += w - cloud
+            ends.append(w)
+        cloud = np.mean(ends, axis=0) + h.mean(axis=0)
+    close(federated(tmp_path, method="feddyn", local_steps=4, alpha_dyn=0.2, adaptive=adaptive), cloud)
+
+
+def nova(momentum: float, mu: float) -> np.ndarray:
+    """With one local epoch in batches of 1 replaced by full-batch steps: client k takes k + 2 of them."""
+    x = start()
+    shares = np.array(SIZES) / N
+    for _ in range(3):
+        normalised, efforts = [], []
+        for k in range(K):
+            steps, w, v, counter, a = k + 2, x.copy(), 0.0, 0.0, 0.0
+            for _ in range(steps):
+                v = momentum * v + g(w, k) + mu * (w - x)
+                w = w - 0.3 * v
+                # The authors' counting, for one of the two at a time.
+                counter = momentum * counter + 1
+                a = a + counter if not mu else (1 - 0.3 * mu) * a + 1
+            normalised.append((w - x) / a)
+            efforts.append(steps if mu else a)
+        x = x + (shares @ np.array(efforts)) * (shares @ np.stack(normalised))
+    return x
+
+
+@pytest.mark.parametrize(("momentum", "mu"), [(0.0, 0.0), (0.6, 0.0), (0.0, 0.4)])
+def test_fednova(momentum: float, mu: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def uneven(cohort: Cohort, *_: Any) -> np.ndarray:
+        batches = np.full((K, K + 1, max(SIZES)), -1)
+        for k in range(K):
+            batches[k, : k + 2, : SIZES[k]] = np.flatnonzero(cohort.owners == k)
+        return batches
+
+    monkeypatch.setattr("headstart.methods.solver._batches", uneven)
+    close(federated(tmp_path, method="fednova", momentum=momentum, mu=mu), nova(momentum, mu))
+
+
+def test_fednova_with_equal_steps_is_fedavg(tmp_path: Path) -> None:
+    keys = {"local_steps": 3, "momentum": 0.5}
+    left = federated(tmp_path / "a", method="fednova", **keys)
+    close(federated(tmp_path / "b", method="fedavg", **keys), flat(left))
+
+
+# ------------------------------------------------------------------------------------------------- server optimisers
+
+MEANS = [
+    {"weight": np.array([[0.3]]), "bias": np.array([-0.2])},
+    {"weight": np.array([[-0.1]]), "bias": np.array([0.4])},
+]
+
+
+def stepped(**keys: Any) -> tuple[float, float]:
+    """A problem of two parameters, both 1 at the start, after the two mean updates above."""
+    method: Any = build(stage_of(**keys), Setting(1, 1, (0, 0)))
+    state = method.open()
+    state = TrainingState({"weight": np.array([[1.0]]), "bias": np.array([1.0])}, state.memory)
+    for mean in MEANS:
+        state = method.close(TrainingState(state.parameters, state.memory, state.round, {"update": mean}, 1.0, 1.0, 1))
+    return float(state.parameters["weight"][0, 0]), float(state.parameters["bias"][0])
+
+
+def test_fedavgm_by_hand() -> None:
+    # v₁ = 0.3, v₂ = 0.9·0.3 − 0.1 = 0.17; w = 1 + 0.5·(0.3 + 0.17). Likewise −0.2, 0.22.
+    assert stepped(method="fedavgm", server_lr=0.5) == pytest.approx((1.235, 1.01))
+
+
+def test_fedadam_of_reddi_by_hand() -> None:
+    # m₁ = 0.03, v₁ = 0.99·τ² + 0.01·0.09; m₂ = 0.9·0.03 − 0.01 = 0.017, v₂ = 0.99·v₁ + 0.01·0.01.
+    v1 = 0.99e-6 + 9e-4
+    v2 = 0.99 * v1 + 1e-4
+    weight = 1 + 0.1 * (0.03 / (v1**0.5 + 1e-3) + 0.017 / (v2**0.5 + 1e-3))
+    u1 = 0.99e-6 + 4e-4
+    u2 = 0.99 * u1 + 16e-4
+    bias = 1 + 0.1 * (-0.02 / (u1**0.5 + 1e-3) + (0.9 * -0.02 + 0.04) / (u2**0.5 + 1e-3))
+    assert stepped(method="fedadam", server_lr=0.1) == pytest.approx((weight, bias), rel=1e-9)
+
+
+def test_fedadam_with_bias_correction_is_torch_adam() -> None:
+    parameters = [torch.ones(1, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    adam = torch.optim.Adam(parameters, lr=0.1, betas=(0.9, 0.999), eps=1e-8)
+    for mean in MEANS:
+        for parameter, value in zip(parameters, mean.values(), strict=True):
+            parameter.grad = -torch.tensor(value).reshape(1)
+        adam.step()
+    found = stepped(method="fedadam", server_lr=0.1, beta2=0.999, tau=1e-8, bias_correction=True)
+    assert found == pytest.approx([parameter.item() for parameter in parameters], rel=1e-9)
+
+
+def test_fedyogi_by_hand() -> None:
+    # v₁ = τ² + 0.01·0.09 (the square is larger, so it adds); v₂ = v₁ + 0.01·0.01, for 0.01 > v₁ again.
+    v1 = 1e-6 + 9e-4
+    v2 = v1 + 1e-4
+    weight = 1 + 0.1 * (0.03 / (v1**0.5 + 1e-3) + 0.017 / (v2**0.5 + 1e-3))
+    assert stepped(method="fedyogi", server_lr=0.1)[0] == pytest.approx(weight, rel=1e-9)
+
+
+def test_fedadagrad_by_hand() -> None:
+    v1 = 1e-6 + 0.09
+    weight = 1 + 0.1 * (0.3 / (v1**0.5 + 1e-3) - 0.1 / ((v1 + 0.01) ** 0.5 + 1e-3))
+    assert stepped(method="fedadagrad", server_lr=0.1)[0] == pytest.approx(weight, rel=1e-9)
+
+
+# ------------------------------------------------------------------------------------------------------ local solver
+
+
+def cohort(*clients: int) -> Cohort:
+    rows = np.flatnonzero(np.isin(WHO, clients))
+    return Cohort(np.array(clients), X, rows, Y[rows], WHO[rows], np.ones(len(clients), bool), lambda name: np.zeros(0))
+
+
+def test_local_sgd_is_torch_sgd_on_the_same_batches() -> None:
+    stage = stage_of(method="fedavg", batch_size=4, local_epochs=2, momentum=0.7, lr=0.2, clip=0.9, temperature=0.5)
+    some = cohort(0, 1, 2)
+    batches = _batches(some, stage, 1, (7, 0))
+    begin = {"weight": torch.tensor(START.weight).expand(K, C, D), "bias": torch.tensor(START.bias).expand(K, C)}
+    found = local_sgd(begin, some, stage, 1, (7, 0))
+    assert found.steps.tolist() == [2 * 2, 2 * 3, 2 * 4]  # ⌈5/4⌉, ⌈9/4⌉ and ⌈14/4⌉ batches, twice
+    for k in range(K):
+        weight, bias = (torch.tensor(part, requires_grad=True) for part in (START.weight, START.bias))
+        sgd = torch.optim.SGD([weight, bias], lr=0.2, momentum=0.7)
+        for batch in batches[k]:
+            rows = some.rows[batch[batch >= 0]]
+            if len(rows):
+                sgd.zero_grad()
+                scores = (torch.tensor(X[rows]) @ weight.T + bias) / 0.5
+                torch.nn.functional.cross_entropy(scores, torch.tensor(Y[rows])).backward()
+                torch.nn.utils.clip_grad_norm_([weight, bias], 0.9)
+                sgd.step()
+        np.testing.assert_allclose(found.parameters["weight"][k], weight.detach(), rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(found.parameters["bias"][k], bias.detach(), rtol=1e-4, atol=1e-6)
+
+
+def test_every_example_is_seen_once_an_epoch_in_an_order_of_the_clients_own() -> None:
+    stage = stage_of(method="fedavg", batch_size=4)
+    together, alone = _batches(cohort(0, 2), stage, 3, (1, 0)), _batches(cohort(2), stage, 3, (1, 0))
+    seen = together[1][together[1] >= 0]
+    assert sorted(seen - SIZES[0]) == list(range(SIZES[2]))
+    assert seen.tolist() != sorted(seen)
+    np.testing.assert_array_equal(alone[0][alone[0] >= 0], seen - SIZES[0])
+    assert not np.array_equal(_batches(cohort(2), stage, 4, (1, 0)), alone)
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({}, [1, 1, 1, 1, 1, 1, 1, 1]),
+        ({"schedule": "step"}, [1, 1, 1, 1, 0.1, 0.1, 0.01, 0.01]),
+        ({"schedule": "cosine"}, [0.5 * (1 + np.cos(np.pi * r / 8)) for r in range(8)]),
+        ({"warmup_rounds": 3}, [0.25, 0.5, 0.75, 1, 1, 1, 1, 1]),
+    ],
+)
+def test_schedules(keys: dict[str, Any], expected: list[float]) -> None:
+    stage = stage_of(method="fedavg", lr=1.0, rounds=8, **keys)
+    assert [learning_rate(stage, round) for round in range(8)] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("method", ["feddyn", "scaffold"])
+def test_what_a_client_keeps_never_travels(method: str) -> None:
+    stage = stage_of(method=method)
+    built: Any = build(stage, Setting(C, D, (0, 0), K, N, START))
+    before = {name: RNG.normal(size=(1, *shape)).astype(np.float32) for name, shape in built.kept_shapes.items()}
+    rows = np.flatnonzero(WHO == 1)
+    one = Cohort(np.array([1]), X, rows, Y[rows], WHO[rows], np.array([True]), before.__getitem__)
+    (reply,) = built.answer(one, built.instruct(built.open(), 0))
+    data = reply.message.to_bytes()
+    assert set(reply.kept) == set(before)
+    for name, array in reply.kept.items():
+        assert not np.array_equal(array, before[name][0])
+        assert array.tobytes() not in data
+        assert before[name].tobytes() not in data
+
+
+@pytest.mark.parametrize(("init", "expected"), [("previous", START.weight), ("zeros", np.zeros((C, D)))])
+def test_where_a_head_starts(init: str, expected: np.ndarray) -> None:
+    built: Any = build(stage_of(method="fedavg", head_init=init), Setting(C, D, (0, 0), K, N, START))
+    np.testing.assert_array_equal(built.open().parameters["weight"], expected)
+
+
+def test_a_random_head_has_torchs_bounds_and_a_masked_class_can_be_learned() -> None:
+    random: Any = build(stage_of(method="fedavg", head_init="random"), Setting(20, 100, (0, 0), K, N, None))
+    weight = random.open().parameters["weight"]
+    assert np.abs(weight).max() <= 0.1
+    assert weight.std() == pytest.approx(0.1 / 3**0.5, rel=0.05)
+    masked = LinearHead(START.weight, np.array([0, -np.inf, 1], np.float32))
+    built: Any = build(stage_of(method="fedavg"), Setting(C, D, (0, 0), K, N, masked))
+    assert built.open().parameters["bias"].tolist() == [0, 0, 1]
