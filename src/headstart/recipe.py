@@ -144,6 +144,8 @@ class _Stage(_Table):
     """Where a trained head starts from; a closed-form head is computed and starts from nothing."""
     evaluate_every: PositiveInt = 1
     eval_split: Literal["test", "validation"] = "test"
+    min_replies: PositiveInt = 1
+    """A round with fewer usable answers stops the run; its checkpoint stays good for --resume."""
 
 
 class _ClosedForm(_Stage):

@@ -15,7 +15,8 @@ from safetensors.numpy import load_file
 import headstart
 from headstart.engine import RunDirectory, run
 from headstart.engine.store import ClientStore
-from headstart.errors import HeadstartError
+from headstart.errors import HeadstartError, MessageError
+from headstart.methods.training import TrainingMethod
 from headstart.recipe import Recipe
 
 
@@ -203,6 +204,47 @@ def test_two_stages_start_where_the_first_ended(tmp_path: Path) -> None:
     summary = json.loads((tmp_path / "warm" / "summary.json").read_text())
     assert summary["stages"][1]["forward_passes"] <= 1420
     assert summary["stages"][1]["published_compute"] == 15 * 1420
+
+
+def test_validation_chooses_and_the_test_reports(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    y = np.arange(300) % 3
+    x = np.eye(3)[y] + rng.normal(0, 0.6, (300, 3))
+    np.savez(tmp_path / "data.npz", X=x, y=y, split=rng.permutation(np.repeat([0, 1, 2], 100)))
+    stage = {"method": "fedavg", "train": "head", "rounds": 12, "lr": 0.5, "head_init": "random", "participation": 0.4}
+    table = {
+        "data": {"dataset": str(tmp_path / "data.npz"), "partition": {"kind": "dirichlet", "clients": 5, "alpha": 0.2}},
+        "model": {"backbone": "features"},
+        "stages": [stage],
+    }
+    summary = run(Recipe.parse(table), tmp_path / "run").summary["stages"][0]
+    evaluations = lines(tmp_path / "run")
+    chosen = max(evaluations, key=lambda line: line["validation_accuracy"])  # the first of the best
+    assert summary["best_round"] == chosen["round"]
+    assert summary["best_accuracy"] == chosen["accuracy"]
+    assert summary["best_validation_accuracy"] == chosen["validation_accuracy"]
+    assert summary["accuracy"] == evaluations[-1]["accuracy"]
+
+
+def test_too_few_usable_answers_stop_the_run_and_leave_a_good_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = recipe_of(TRAIN | {"method": "fedavg", "rounds": 5, "min_replies": 5})
+    fold, folded = TrainingMethod.fold, [0]
+
+    def sometimes(self: Any, state: Any, reply: Any) -> Any:
+        folded[0] += 1
+        if folded[0] > 14:  # six replies a round: the third round gets two good ones
+            raise MessageError("array 'update.weight' holds NaN or infinity")
+        return fold(self, state, reply)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TrainingMethod, "fold", sometimes)
+        with pytest.raises(HeadstartError, match=r"fedavg, round 3: 2 of 6 clients .* min_replies = 5; .* NaN"):
+            run(recipe, tmp_path / "run")
+    assert [line["round"] for line in lines(tmp_path / "run")] == [1, 2]
+    resumed = run(recipe, tmp_path / "run", resume=True)
+    np.testing.assert_array_equal(resumed.head.weight, run(recipe).head.weight)
 
 
 def test_resuming_a_finished_run_changes_nothing_but_the_clock(tmp_path: Path) -> None:

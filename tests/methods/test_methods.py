@@ -191,6 +191,14 @@ def test_a_bad_message_is_refused_and_the_round_goes_on(
     assert np.isfinite(head.weight).all()
 
 
+def test_an_exploded_update_is_refused() -> None:
+    method: Any = build(recipe_of("fedavg").stages[0], Setting(10, 64, (0, 0)))
+    arrays = {"update.weight": np.full((10, 64), 1e6, np.float32), "update.bias": np.zeros(10, np.float32)}
+    reply = Reply(np.array([0]), Message(arrays, {"examples": 5, "steps": 1}), np.array([0]), np.array([0]))
+    with pytest.raises(MessageError, match="exploded"):
+        method.fold(method.open(), reply)
+
+
 @pytest.mark.parametrize("scalar", [{"examples": 0}, {"examples": 2.5}, {"examples": -3}, {}])
 def test_an_impossible_number_of_examples_is_refused(scalar: dict[str, Any]) -> None:
     method = build(recipe_of("fedavg").stages[0], Setting(10, 64, (0, 0)))
@@ -205,7 +213,7 @@ def test_no_usable_answer_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
         raise MessageError("array 'sums' holds NaN or infinity")
 
     monkeypatch.setattr(StatisticsMethod, "fold", fold)
-    with pytest.raises(HeadstartError, match="no client gave a usable answer"):
+    with pytest.raises(HeadstartError, match="fedncm, round 1: 0 of 12 clients gave a usable answer"):
         played("fedncm")
 
 

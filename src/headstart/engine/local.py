@@ -68,14 +68,8 @@ def play(
         for number in range(first_round, rounds):
             message = method.instruct(state, number)
             heard: list[Reply] = []
-            for cohort in _cohorts(
-                method,
-                federation,
-                features,
-                ledger,
-                store,
-                _sample(method, seed, number, per_round, federation.n_clients),
-            ):
+            sampled = _sample(method, seed, number, per_round, federation.n_clients)
+            for cohort in _cohorts(method, federation, features, ledger, store, sampled):
                 ledger.bytes_down[cohort.clients] += message.nbytes
                 for reply in method.answer(cohort, message):
                     ledger.bytes_up[reply.clients] += reply.nbytes
@@ -87,8 +81,13 @@ def play(
                         names = ", ".join(federation.names[client] for client in reply.clients)
                         ledger.dropped.append({"round": number + 1, "clients": names, "why": str(error)})
                 advance(len(cohort.clients))
-            if number == 0 and not heard:
-                raise HeadstartError(f"no client gave a usable answer: {ledger.dropped[-1]['why']}")
+            good = sum(len(reply.clients) for reply in heard)
+            if good < min(stage.min_replies, len(sampled)):
+                last = f"; the last refusal: {ledger.dropped[-1]['why']}" if ledger.dropped else ""
+                raise HeadstartError(
+                    f"{stage.method}, round {number + 1}: {good} of {len(sampled)} clients gave a usable answer, "
+                    f"min_replies = {stage.min_replies}{last}"
+                )
             state = method.close(state)
             ledger.tick()
             clients, kept = gather(heard)

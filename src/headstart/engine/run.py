@@ -18,7 +18,7 @@ from headstart.evaluation import Evaluation, evaluate
 from headstart.heads import LinearHead
 from headstart.ledger import Ledger, peak_memory
 from headstart.methods import Setting, build
-from headstart.recipe import Recipe, Stage
+from headstart.recipe import Recipe, Stage, Training
 from headstart.report import write_report
 from headstart.statistics import Features
 from headstart.wire import Message
@@ -61,6 +61,8 @@ def run(recipe: Recipe, out: Path | str | None = None, resume: bool = False) -> 
 def features_of(recipe: Recipe, dataset: Dataset) -> dict[str, Features]:
     """Features [n, d] of every split the recipe needs: from the cache, or one pass through the frozen body."""
     needed = {"train", *(stage.eval_split for stage in recipe.stages)}
+    if dataset.validation is not None and any(isinstance(stage, Training) for stage in recipe.stages):
+        needed.add("validation")  # chooses the best round
     splits = {split: getattr(dataset, split) for split in ("train", "validation", "test") if split in needed}
     if (dataset.kind == "features") != (recipe.model.backbone == "features"):
         kind = "already features" if dataset.kind == "features" else f"{dataset.kind}s, not features"
@@ -115,9 +117,12 @@ class _Run:
         ledger, state, played = Ledger.open(federation.n_clients), None, 0
         store = ClientStore(folder, federation.n_clients, method.kept_shapes, fresh=saved is None)
         metrics: dict[str, Any] = {}
+        best: dict[str, Any] = {}
+        """The round that validation chooses, and what the test says of it; never the other way round."""
         if saved is not None:
             message, ledger, kept, progress = saved
-            state, played, metrics = method.thaw(message), progress["round"], progress["metrics"]
+            state, played = method.thaw(message), progress["round"]
+            metrics, best = progress["metrics"], progress["best"]
             store.write(progress["kept_by"], kept.arrays)  # the crash may have come before it was written
         rounds, _ = rounds_of(stage, federation.n_clients)
         self.head = None
@@ -126,7 +131,12 @@ class _Run:
             done = finished.number + 1
             if done == rounds or done % stage.evaluate_every == 0:
                 self.head = method.head(finished.state)
-                metrics.update(self._evaluate(self.head, stage).metrics())
+                metrics.update(self._evaluate(self.head, stage.eval_split).metrics())
+                if isinstance(stage, Training) and "validation" in self.features:
+                    metrics["validation_accuracy"] = self._evaluate(self.head, "validation").accuracy
+                    if metrics["validation_accuracy"] > best.get("best_validation_accuracy", -1.0):
+                        best["best_validation_accuracy"] = metrics["validation_accuracy"]
+                        best["best_accuracy"], best["best_round"] = metrics["accuracy"], done
                 ledger.tick()
                 costs = {name: round(self.spent[name] + cost, 3) for name, cost in ledger.totals().items()}
                 line = {"stage": number, "method": stage.method, "round": done, **metrics, **costs}
@@ -135,7 +145,8 @@ class _Run:
                     self.directory.log(line)
             if self.directory:
                 where = {"stage": number, "round": done, "stages": self.stages, "spent": self.spent}
-                where |= {"evaluations": self.evaluations, "metrics": metrics, "kept_by": finished.clients.tolist()}
+                where |= {"evaluations": self.evaluations, "metrics": metrics, "best": best}
+                where["kept_by"] = finished.clients.tolist()
                 self.directory.save_checkpoint(method.freeze(finished.state), ledger, Message(finished.kept), where)
 
         state = play(method, stage, federation, self.features["train"], seed, ledger, store, after_round, state, played)
@@ -148,6 +159,7 @@ class _Run:
                 "method": stage.method,
                 "rounds": rounds,
                 **metrics,
+                **best,
                 **ledger.totals(),
                 "published_bytes": published.bytes,
                 "published_compute": published.forward_passes,
@@ -158,11 +170,10 @@ class _Run:
         )
         self.spent = {name: round(self.spent[name] + cost, 3) for name, cost in ledger.totals().items()}
 
-    def _evaluate(self, head: LinearHead, stage: Stage) -> Evaluation:
-        dataset, owners = self.federation.dataset, self.federation.test_owners
-        labels = getattr(dataset, stage.eval_split).labels
-        own = owners if stage.eval_split == "test" else None
-        return evaluate(head, self.features[stage.eval_split], labels, own, self.federation.n_clients)
+    def _evaluate(self, head: LinearHead, split: str) -> Evaluation:
+        owners = self.federation.test_owners if split == "test" else None
+        labels = getattr(self.federation.dataset, split).labels
+        return evaluate(head, self.features[split], labels, owners, self.federation.n_clients)
 
     def _finish(self) -> Result:
         assert self.head is not None

@@ -18,6 +18,9 @@ from headstart.recipe import Training
 from headstart.statistics import Floats, Ints
 from headstart.wire import Message
 
+# An update so many times larger than the head it updates is no step of SGD.
+_EXPLODED = 1e4
+
 StageT = TypeVar("StageT", bound=Training)
 Vectors = dict[str, Floats]
 """Arrays by the name of the parameter they belong to, in float64: the server adds and steps in double precision."""
@@ -77,6 +80,9 @@ class TrainingMethod(Generic[StageT]):
             what: {name: reply.message.array(f"{what}.{name}", "float32", shape) for name, shape in self.shapes.items()}
             for what in self.travels
         }
+        norm, largest = norm_of(arrays["update"]), _EXPLODED * (1 + norm_of(state.parameters))
+        if norm > largest:
+            raise MessageError(f"the update has exploded: its norm is {norm:.1e}, more than {largest:.1e}")
         weight = self.weight_of(reply)
         sums = {}
         for what, vectors in arrays.items():
@@ -187,6 +193,11 @@ class TrainingMethod(Generic[StageT]):
 
     def _zeros(self) -> Vectors:
         return {name: np.zeros(shape) for name, shape in self.shapes.items()}
+
+
+def norm_of(vectors: Mapping[str, np.ndarray]) -> float:
+    """Euclidean norm over all names."""
+    return float(np.sqrt(sum(np.sum(np.square(vector, dtype=np.float64)) for vector in vectors.values())))
 
 
 def difference(left: Stack, right: Stack) -> Stack:
