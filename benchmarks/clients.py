@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 
@@ -31,10 +32,10 @@ def measure(clients: int) -> dict[str, object]:
     from headstart.data import Dataset, Examples, Federation
     from headstart.data.partition import partition
     from headstart.engine.local import play
+    from headstart.engine.store import ClientStore
     from headstart.evaluation import evaluate
     from headstart.ledger import Ledger, peak_memory
-    from headstart.methods import METHODS as REGISTRY
-    from headstart.methods import Setting
+    from headstart.methods import Setting, build
     from headstart.recipe import Dirichlet, Recipe
 
     features, labels, test, test_labels = _features()
@@ -48,9 +49,10 @@ def measure(clients: int) -> dict[str, object]:
         federation = Federation(Dataset("cifar10", tuple("0123456789"), train, train), owners, None, names)
         for name in METHODS:
             stage = Recipe.parse({"data": {"dataset": "x"}, "stages": [{"method": name}]}).stages[0]
-            method = REGISTRY[name](stage, Setting(10, features.shape[1], (0, 0)))
+            method = build(stage, Setting(10, features.shape[1], (0, 0), clients, len(labels)))
+            store = ClientStore(Path(), clients, method.kept_shapes, fresh=True)
             start = time.perf_counter()
-            state = play(method, stage, federation, features, (0, 0), Ledger.open(clients), lambda *_: None)
+            state = play(method, stage, federation, features, (0, 0), Ledger.open(clients), store, lambda _: None)
             head = method.head(state)
             seconds = time.perf_counter() - start
             found[name] = {"seconds": seconds, "accuracy": evaluate(head, test, test_labels).accuracy}

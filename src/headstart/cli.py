@@ -141,6 +141,9 @@ def _run_and_show(recipe: object, out: Path, resume: bool) -> None:
     if result.federation.unused:
         print(f"{result.federation.unused:,} training examples were held by nobody")
     for stage in result.summary["stages"]:
+        if "best_round" in stage:
+            best = f"round {stage['best_round']}, {100 * stage['best_accuracy']:.2f} % on the test split"
+            print(f"{stage['method']}: validation chooses {best}; the table shows the last round")
         for dropped in stage["dropped"]:
             print(f"left out of {stage['method']}, round {dropped['round']}: {dropped['clients']}: {dropped['why']}")
     print(f"run directory: {out} (open {out / 'report.html'})")

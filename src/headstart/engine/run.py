@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -36,8 +37,16 @@ class Result:
     out: Path | None
 
 
-def run(recipe: Recipe, out: Path | str | None = None, resume: bool = False) -> Result:
-    """Run a recipe; with ``out``, leave a run directory, and with ``resume`` go on with an interrupted one."""
+def run(
+    recipe: Recipe,
+    out: Path | str | None = None,
+    resume: bool = False,
+    on_metrics: Callable[[dict[str, Any]], object] | None = None,
+) -> Result:
+    """Run a recipe; with ``out``, leave a run directory, and with ``resume`` go on with an interrupted one.
+
+    ``on_metrics`` is called with every evaluation, as it is written to `metrics.jsonl`.
+    """
     path = Path(out) if out is not None else None
     if path is not None and not resume:
         RunDirectory.check_free(path)
@@ -51,7 +60,8 @@ def run(recipe: Recipe, out: Path | str | None = None, resume: bool = False) -> 
     if path is not None:
         directory = RunDirectory.reopen(path, recipe) if resume else RunDirectory.create(path, recipe)
     try:
-        return _Run(recipe, federation, features_of(recipe, federation.dataset), directory).play()
+        features = features_of(recipe, federation.dataset)
+        return _Run(recipe, federation, features, directory, on_metrics or (lambda line: None)).play()
     except BaseException:
         if directory is not None and not resume and not directory.metrics():
             directory.discard()
@@ -80,9 +90,15 @@ class _Run:
     """The stages of one run, with their costs and checkpoints."""
 
     def __init__(
-        self, recipe: Recipe, federation: Federation, features: dict[str, Features], directory: RunDirectory | None
+        self,
+        recipe: Recipe,
+        federation: Federation,
+        features: dict[str, Features],
+        directory: RunDirectory | None,
+        on_metrics: Callable[[dict[str, Any]], object],
     ) -> None:
         self.recipe, self.federation, self.features, self.directory = recipe, federation, features, directory
+        self.on_metrics = on_metrics
         self.stages: list[dict[str, Any]] = []
         self.spent: dict[str, float] = dict.fromkeys(COSTS, 0)
         self.evaluations = 0
@@ -143,6 +159,7 @@ class _Run:
                 self.evaluations += 1
                 if self.directory:
                     self.directory.log(line)
+                self.on_metrics(line)
             if self.directory:
                 where = {"stage": number, "round": done, "stages": self.stages, "spent": self.spent}
                 where |= {"evaluations": self.evaluations, "metrics": metrics, "best": best}
