@@ -191,6 +191,14 @@ def test_a_crash_between_the_checkpoint_and_what_clients_keep_loses_nothing(
     np.testing.assert_array_equal(resumed.head.weight, whole["weight"])
 
 
+def test_what_clients_keep_is_gone_after_the_stage_and_nothing_else(tmp_path: Path) -> None:
+    run(recipe_of(TRAIN | {"method": "feddyn", "rounds": 2}), tmp_path / "run")
+    assert [path.name for path in (tmp_path / "run" / "checkpoint").iterdir()] == ["state.safetensors"]
+    (tmp_path / "precious").mkdir()
+    ClientStore(tmp_path / "precious", 3, {}, fresh=True).discard()
+    assert (tmp_path / "precious").is_dir()
+
+
 def test_two_stages_start_where_the_first_ended(tmp_path: Path) -> None:
     train = {"method": "fedavg", "train": "head", "rounds": 15, "lr": 0.003, "participation": 0.5, "temperature": 0.3}
     run(recipe_of({"method": "fedcof"}, train), tmp_path / "warm")

@@ -244,7 +244,7 @@ def test_published_costs_by_hand() -> None:
     state = play_on(fedcof, recipe, federation, Ledger.open(CLIENTS))
     assert fedcof.published(state, federation.counts).bytes == np.count_nonzero(federation.counts) * 64 * 4
     # Linear probing on CIFAR-10 in table 2: 200 rounds of 100 clients are 0.82 GB, both ways.
-    probe = build(recipe_of("fedavg").stages[0], Setting(10, 512, (0, 0)))
+    probe = build(recipe_of("fedavg").stages[0], Setting(10, 512, (0, 0), n_clients=100))
     published = probe.published(replace(probe.open(), round=200), np.full((100, 10), 50))
     assert published.bytes == 2 * 512 * 10 * 100 * 200 * 4
     assert published.forward_passes == 200 * 2 * 50_000  # two local epochs

@@ -133,8 +133,7 @@ class _Run:
         ledger, state, played = Ledger.open(federation.n_clients), None, 0
         store = ClientStore(folder, federation.n_clients, method.kept_shapes, fresh=saved is None)
         metrics: dict[str, Any] = {}
-        best: dict[str, Any] = {}
-        """The round that validation chooses, and what the test says of it; never the other way round."""
+        best: dict[str, Any] = {}  # the round that validation chooses, and what the test says of it
         if saved is not None:
             message, ledger, kept, progress = saved
             state, played = method.thaw(message), progress["round"]

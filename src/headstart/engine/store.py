@@ -40,8 +40,9 @@ class ClientStore:
 
     def discard(self) -> None:
         """Forget everything, once a stage is over."""
-        self._arrays.clear()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        if self._arrays:  # otherwise the folder is not ours
+            self._arrays.clear()
+            shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def gather(replies: Sequence[Reply]) -> tuple[Ints, Arrays]:

@@ -125,9 +125,10 @@ class TrainingMethod(Generic[StageT]):
         return LinearHead(parameters["weight"].astype(np.float32), parameters["bias"].astype(np.float32))
 
     def published(self, state: TrainingState, counts: Ints) -> Published:
-        """The FedNCM paper's count of head tuning: both directions, every client in every round."""
+        """The FedNCM paper's count of head tuning: both directions; every example in every round."""
         values = self.setting.n_classes * self.setting.dim
-        per_round = len(counts) if self.stage.clients_per_round is None else self.stage.clients_per_round
+        share = 1.0 if self.stage.participation is None else self.stage.participation
+        per_round = self.stage.clients_per_round or round(share * self.setting.n_clients)
         formula = "FedNCM paper, appendix A: 2 · C · d · K · R · 4 bytes, up and down"
         epochs = self.stage.local_epochs or 1
         passes = state.round * epochs * int(counts.sum())
