@@ -206,6 +206,7 @@ def test_two_stages_start_where_the_first_ended(tmp_path: Path) -> None:
     warm, cold = ([line["accuracy"] for line in lines(tmp_path / name)] for name in ("warm", "cold"))
     assert warm[1] > cold[0] + 0.1  # the first round after the head start, and the first round from nothing
     assert warm[-1] > warm[0]  # training improves on the closed form
+    assert (tmp_path / "warm" / "report.html").read_text().count("<svg") == 3  # costs, classes, and the curve
     costs = [line["bytes_down"] for line in lines(tmp_path / "warm")]
     assert costs == sorted(costs)
     # The forward passes of cached features are counted once a client, not once a round.

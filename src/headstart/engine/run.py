@@ -209,7 +209,8 @@ class _Run:
         if self.directory:
             self.head.save(self.directory.path / "model" / "head.safetensors")
             report = self.directory.path / "report.html"
-            write_report(report, self.recipe, summary, federation.dataset.classes, federation.counts)
+            metrics = self.directory.metrics()
+            write_report(report, self.recipe, summary, metrics, federation.dataset.classes, federation.counts)
             self.directory.finish(summary)
         return Result(summary, self.head, federation, self.directory.path if self.directory else None)
 

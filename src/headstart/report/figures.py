@@ -40,6 +40,23 @@ def cost_figure(stages: list[dict[str, Any]]) -> Figure:
     return figure
 
 
+def curve_figure(metrics: list[dict[str, Any]]) -> Figure | None:
+    """Accuracy against rounds, one line per stage that was evaluated more than once; None where there is none."""
+    stages = {number: [line for line in metrics if line["stage"] == number] for number in {m["stage"] for m in metrics}}
+    curves = {number: lines for number, lines in sorted(stages.items()) if len(lines) > 1}
+    if not curves:
+        return None
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    axes = figure.subplots()
+    for number, lines in curves.items():
+        label = f"{lines[0]['method']} (stage {number + 1})"
+        axes.plot([m["round"] for m in lines], [100 * m["accuracy"] for m in lines], label=label, marker=".")
+    axes.set(xlabel="round", ylabel="test accuracy (%)", title="Accuracy by round")
+    axes.legend()
+    axes.grid(alpha=0.3)
+    return figure
+
+
 def save(figure: Figure, path: Path) -> None:
     """Write a figure as PNG, SVG or PDF, by the suffix, atomically."""
     write_atomically(path, lambda temporary: figure.savefig(temporary, dpi=150))

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from headstart.files import write_text
 from headstart.recipe import Recipe
-from headstart.report.figures import cost_figure, partition_figure, svg
+from headstart.report.figures import cost_figure, curve_figure, partition_figure, svg
 from headstart.report.tables import COLUMNS, human_bytes, stage_cells
 
 _STYLE = """
@@ -31,10 +31,15 @@ small { opacity: .75; }
 
 
 def write_report(
-    path: Path, recipe: Recipe, summary: dict[str, Any], classes: tuple[str, ...], counts: npt.NDArray[np.int64]
+    path: Path,
+    recipe: Recipe,
+    summary: dict[str, Any],
+    metrics: list[dict[str, Any]],
+    classes: tuple[str, ...],
+    counts: npt.NDArray[np.int64],
 ) -> None:
-    """Write the page of a run; counts: [K, C] who holds which class."""
-    stages = summary["stages"]
+    """Write the page of a run; metrics: every evaluation; counts: [K, C] who holds which class."""
+    stages, curves = summary["stages"], curve_figure(metrics)
     unused = f", {summary['unused_examples']:,} left unused" if summary["unused_examples"] else ""
     formulas = "".join(f"<li>{escape(s['method'])}: {escape(s['published_formula'])}</li>" for s in stages)
     dropped = [f"{s['method']}, round {d['round']}: {d['clients']}: {d['why']}" for s in stages for d in s["dropped"]]
@@ -54,6 +59,7 @@ Peak memory {human_bytes(summary["peak_rss_bytes"])}.</p>
 <p><small>Bytes are those of the serialised messages; beside them, as the papers count:</small></p>
 <ul><small>{formulas}</small></ul>
 <figure>{svg(cost_figure(stages))}</figure>
+{f"<figure>{svg(curves)}</figure>" if curves else ""}
 <h2>Who holds which class</h2>
 <figure>{svg(partition_figure(counts, classes))}</figure>
 {left_out}
