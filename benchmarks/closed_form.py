@@ -9,8 +9,8 @@ import numpy as np
 
 from benchmarks.common import SHARED, show
 from headstart.data import load_dataset
-from headstart.engine.run import features_of, run
 from headstart.recipe import Recipe
+from headstart.runner import features_of, run
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "cifar10-closed-form.toml"
 # The FedNCM paper's table 2; the others are not published for these weights.

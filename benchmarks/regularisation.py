@@ -8,9 +8,9 @@ import numpy as np
 
 from benchmarks.common import SHARED, show
 from headstart.data import Federation
-from headstart.engine.run import features_of
 from headstart.heads.estimators import Fed3R, FedCOF
 from headstart.recipe import Recipe
+from headstart.runner import features_of
 
 SQUEEZENET = {
     "backbone": "squeezenet1_1",

@@ -6,10 +6,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from headstart.engine import Result, run
     from headstart.errors import HeadstartError
     from headstart.heads.estimators import Fed3R, FedCOF, FedNCM
     from headstart.recipe import Recipe
+    from headstart.runner import Result, run
     from headstart.statistics import ClientStatistics
 
 __all__ = ["ClientStatistics", "Fed3R", "FedCOF", "FedNCM", "HeadstartError", "Recipe", "Result", "run"]
@@ -21,8 +21,8 @@ _HOMES = {
     "FedNCM": "heads.estimators",
     "HeadstartError": "errors",
     "Recipe": "recipe",
-    "Result": "engine",
-    "run": "engine",
+    "Result": "runner",
+    "run": "runner",
 }
 
 

@@ -131,9 +131,9 @@ def datasets() -> None:
 
 
 def _run_and_show(recipe: object, out: Path, resume: bool) -> None:
-    from headstart.engine import run
     from headstart.recipe import Recipe
     from headstart.report import summary_table
+    from headstart.runner import run
 
     assert isinstance(recipe, Recipe)
     result = run(recipe, out, resume)

@@ -1,6 +1,7 @@
-"""Who runs the rounds, and what a run leaves behind."""
+"""Who runs the rounds, what clients keep between them, and the directory of a run."""
 
-from headstart.engine.run import Result, run
+from headstart.engine.local import Finished, play, rounds_of
 from headstart.engine.rundir import RunDirectory
+from headstart.engine.store import ClientStore
 
-__all__ = ["Result", "RunDirectory", "run"]
+__all__ = ["ClientStore", "Finished", "RunDirectory", "play", "rounds_of"]

@@ -13,11 +13,12 @@ import pytest
 from safetensors.numpy import load_file
 
 import headstart
-from headstart.engine import RunDirectory, run
+from headstart.engine import RunDirectory
 from headstart.engine.store import ClientStore
 from headstart.errors import HeadstartError, MessageError
 from headstart.methods.training import TrainingMethod
 from headstart.recipe import Recipe
+from headstart.runner import run
 
 
 def recipe_of(*stages: dict[str, Any], **partition: Any) -> Recipe:

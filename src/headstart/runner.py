@@ -11,9 +11,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from headstart.data import Dataset, Federation
-from headstart.engine.local import Finished, play, rounds_of
-from headstart.engine.rundir import RunDirectory
-from headstart.engine.store import ClientStore
+from headstart.engine import ClientStore, Finished, RunDirectory, play, rounds_of
 from headstart.errors import HeadstartError
 from headstart.evaluation import Evaluation, evaluate
 from headstart.heads import LinearHead

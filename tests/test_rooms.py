@@ -1,0 +1,28 @@
+"""Data flows one way: a room imports only from rooms to its left."""
+
+import ast
+from pathlib import Path
+
+import headstart
+
+ROOMS = (
+    "errors files progress recipe mistakes wire statistics ledger data backbones heads methods engine "
+    "evaluation report runner cli"
+).split()
+# A recipe says what is wrong with it by looking at its own tables.
+ALLOWED = {("recipe", "mistakes")}
+
+
+def test_no_room_imports_from_a_room_to_its_right() -> None:
+    root = Path(headstart.__file__).parent
+    files = [path for path in root.rglob("*.py") if path != root / "__init__.py"]
+    back = set()
+    for path in files:
+        room = path.relative_to(root).parts[0].removesuffix(".py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("headstart."):
+                other = str(node.module).split(".")[1]
+                if ROOMS.index(other) > ROOMS.index(room):
+                    back.add((room, other))
+    assert {path.relative_to(root).parts[0].removesuffix(".py") for path in files} == set(ROOMS)
+    assert back == ALLOWED
