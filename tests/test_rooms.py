@@ -5,10 +5,25 @@ from pathlib import Path
 
 import headstart
 
-ROOMS = (
-    "errors files progress recipe mistakes wire statistics ledger data backbones heads methods engine "
-    "evaluation report runner cli"
-).split()
+ROOMS = [
+    "errors",
+    "files",
+    "progress",
+    "recipe",
+    "mistakes",
+    "wire",
+    "statistics",
+    "ledger",
+    "data",
+    "backbones",
+    "heads",
+    "methods",
+    "engine",
+    "evaluation",
+    "report",
+    "runner",
+    "cli",
+]
 # A recipe says what is wrong with it by looking at its own tables.
 ALLOWED = {("recipe", "mistakes")}
 
