@@ -23,7 +23,7 @@ def load_dataset(data: Data, seed: int = 0) -> Dataset:
     """Find, read and check the data that a recipe names; what comes without a test split is cut."""
     known = KNOWN.get(data.dataset)
     if data.dataset == "mnist-mini":
-        dataset = _held_out(_mnist_mini(), 0.2, _BUNDLED_SEED)
+        dataset = _mnist_mini()
     elif data.dataset == "digits":
         dataset = _held_out(_digits(), 0.2, _BUNDLED_SEED)
     elif known is None and data.dataset.endswith(".npz"):
@@ -51,7 +51,9 @@ def _mnist_mini() -> Dataset:
     pixels, labels = mnist_data()
     images = pixels.reshape(-1, 28, 28).astype(np.uint8)
     whole = Examples("image", images, (), np.arange(len(images)), labels.astype(np.int64))
-    return Dataset("mnist-mini", numbered(10), whole, whole.take(_NONE))
+    order = np.random.default_rng(_BUNDLED_SEED).permutation(len(images))
+    train, test = (whole.take(np.sort(part)) for part in np.split(order, [4000]))
+    return Dataset("mnist-mini", numbered(10), train, test)
 
 
 def _digits() -> Dataset:
