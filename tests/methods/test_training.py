@@ -248,8 +248,10 @@ def cohort(*clients: int) -> Cohort:
     return Cohort(np.array(clients), X, rows, Y[rows], WHO[rows], np.ones(len(clients), bool), lambda name: np.zeros(0))
 
 
-def test_local_sgd_is_torch_sgd_on_the_same_batches() -> None:
-    stage = stage_of(method="fedavg", batch_size=4, local_epochs=2, momentum=0.7, lr=0.2, clip=0.9, temperature=0.5)
+@pytest.mark.parametrize(("clip", "decay"), [(0.9, 0.0), (None, 0.3)])
+def test_local_sgd_is_torch_sgd_on_the_same_batches(clip: float | None, decay: float) -> None:
+    keys = {"weight_decay": decay} | ({} if clip is None else {"clip": clip})
+    stage = stage_of(method="fedavg", batch_size=4, local_epochs=2, momentum=0.7, lr=0.2, temperature=0.5, **keys)
     some = cohort(0, 1, 2)
     batches = _batches(some, stage, 1, (7, 0))
     begin = {"weight": torch.tensor(START.weight).expand(K, C, D), "bias": torch.tensor(START.bias).expand(K, C)}
@@ -257,14 +259,14 @@ def test_local_sgd_is_torch_sgd_on_the_same_batches() -> None:
     assert found.steps.tolist() == [2 * 2, 2 * 3, 2 * 4]  # ⌈5/4⌉, ⌈9/4⌉ and ⌈14/4⌉ batches, twice
     for k in range(K):
         weight, bias = (torch.tensor(part, requires_grad=True) for part in (START.weight, START.bias))
-        sgd = torch.optim.SGD([weight, bias], lr=0.2, momentum=0.7)
+        sgd = torch.optim.SGD([weight, bias], lr=0.2, momentum=0.7, weight_decay=decay)
         for batch in batches[k]:
             rows = some.rows[batch[batch >= 0]]
             if len(rows):
                 sgd.zero_grad()
                 scores = (torch.tensor(X[rows]) @ weight.T + bias) / 0.5
                 torch.nn.functional.cross_entropy(scores, torch.tensor(Y[rows])).backward()
-                torch.nn.utils.clip_grad_norm_([weight, bias], 0.9)
+                torch.nn.utils.clip_grad_norm_([weight, bias], clip or float("inf"))
                 sgd.step()
         np.testing.assert_allclose(found.parameters["weight"][k], weight.detach(), rtol=1e-4, atol=1e-6)
         np.testing.assert_allclose(found.parameters["bias"][k], bias.detach(), rtol=1e-4, atol=1e-6)

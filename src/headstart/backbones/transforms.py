@@ -39,7 +39,7 @@ class ImageTransform:
     """Decode, resize with (antialiased) bilinear interpolation, and stack into pixels [B, size, size, 3] from 0 to 255.
 
     Pixels stay floats after resizing. The papers' code rounds them to bytes; on CIFAR-10 enlarged to 224 pixels that
-    moves FedNCM's accuracy by a tenth of a point.
+    moves FedNCM's accuracy from 64.84 to 64.74.
     """
 
     size: int

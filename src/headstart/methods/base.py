@@ -1,4 +1,4 @@
-"""What a method is: five verbs, free of transport and scheduling; and the verbs that statistics methods share."""
+"""What a method is: a few verbs, free of transport and scheduling; and those that statistics methods share."""
 
 from __future__ import annotations
 
