@@ -50,9 +50,9 @@ def measure(clients: int) -> dict[str, object]:
         for name in METHODS:
             stage = Recipe.parse({"data": {"dataset": "x"}, "stages": [{"method": name}]}).stages[0]
             method = build(stage, Setting(10, features.shape[1], (0, 0), clients, len(labels)))
-            store = ClientStore(Path(), clients, method.kept_shapes, fresh=True)
+            store = ClientStore(Path(), clients, method.kept_shapes, None)
             start = time.perf_counter()
-            state = play(method, stage, federation, features, (0, 0), Ledger.open(clients), store, lambda _: None)
+            state = play(method, stage, federation, features, (0, 0), Ledger.open(clients), store, lambda *_: None)
             head = method.head(state)
             seconds = time.perf_counter() - start
             found[name] = {"seconds": seconds, "accuracy": evaluate(head, test, test_labels).accuracy}

@@ -9,8 +9,9 @@ import numpy as np
 
 from benchmarks.common import SHARED, show
 from headstart.data import load_dataset
+from headstart.engine import Body
 from headstart.recipe import Recipe
-from headstart.runner import features_of, run
+from headstart.runner import run
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "cifar10-closed-form.toml"
 # The FedNCM paper's table 2; the others are not published for these weights.
@@ -25,8 +26,8 @@ def recipe(seed: int = 0) -> Recipe:
 
 def features_of_cifar10() -> tuple[np.ndarray, ...]:
     dataset = load_dataset(recipe().data)
-    features = features_of(recipe(), dataset)
-    return features["train"], dataset.train.labels, features["test"], dataset.test.labels
+    body = Body(recipe().model, dataset)
+    return body.features("train"), dataset.train.labels, body.features("test"), dataset.test.labels
 
 
 def main() -> None:

@@ -8,9 +8,9 @@ import numpy as np
 
 from benchmarks.common import SHARED, show
 from headstart.data import Federation
+from headstart.engine import Body
 from headstart.heads.estimators import Fed3R, FedCOF
 from headstart.recipe import Recipe
-from headstart.runner import features_of
 
 SQUEEZENET = {
     "backbone": "squeezenet1_1",
@@ -38,10 +38,10 @@ def main() -> None:
         stages = [{"method": "fed3r"}]
         recipe = Recipe.parse({"data": {"dataset": dataset, "partition": partition}, "model": model, "stages": stages})
         federation = Federation.of(recipe)
-        features = features_of(recipe, federation.dataset)
+        body = Body(recipe.model, federation.dataset)
         held = federation.owners >= 0
-        x, y, who = features["train"][held], federation.dataset.train.labels[held], federation.owners[held]
-        test, test_labels = np.asarray(features["test"]), federation.dataset.test.labels
+        x, y, who = body.features("train")[held], federation.dataset.train.labels[held], federation.owners[held]
+        test, test_labels = np.asarray(body.features("test")), federation.dataset.test.labels
 
         def score(head: Fed3R | FedCOF, x=x, y=y, who=who, test=test, test_labels=test_labels) -> str:  # type: ignore[no-untyped-def]
             return f"{100 * head.fit(x, y, client=who).score(test, test_labels):.2f}"

@@ -19,10 +19,18 @@ def test_accuracy_and_loss_by_hand() -> None:
 
 
 def test_accuracy_at_each_client() -> None:
-    found = evaluate(HEAD, FEATURES, LABELS, np.array([0, 0, 1, -1]), 3)
+    found = evaluate(HEAD, FEATURES, LABELS, np.array([0, 0, 1, -1]), np.ones((3, 3), np.int64))
     np.testing.assert_array_equal(found.client_accuracy, [1.0, 0.0, np.nan])
     assert found.metrics()["local_accuracy_mean"] == 0.5
     assert found.metrics()["local_accuracy_std"] == 0.5
+
+
+def test_accuracy_by_the_classes_of_each_client() -> None:
+    # Class 0 is always right, class 1 half of the time, class 2 never; nobody was tested on class 3.
+    counts = np.array([[4, 0, 0, 0], [1, 2, 0, 7], [0, 1, 1, 0], [0, 0, 0, 5]])
+    head = LinearHead(np.eye(4, 2, dtype=np.float32), np.array([0, 0, -np.inf, -np.inf], np.float32))
+    found = evaluate(head, FEATURES, LABELS, counts=counts)
+    np.testing.assert_allclose(found.client_accuracy, [1.0, 2 / 3, 0.25, np.nan])
 
 
 def test_no_known_class_has_no_loss() -> None:

@@ -42,7 +42,7 @@ def test_a_run_leaves_what_the_contract_says(tmp_path: Path) -> None:
     recipe = recipe_of(test="follow")
     result = run(recipe, out)
     assert {path.name for path in out.iterdir()} == {
-        "recipe.toml", "metrics.jsonl", "summary.json", "checkpoint", "model", "report.html",
+        "recipe.toml", "metrics.jsonl", "summary.json", "clients.csv", "checkpoint", "model", "report.html",
     }  # fmt: skip
     assert Recipe.load(out / "recipe.toml") == recipe
     assert tomllib.loads((out / "recipe.toml").read_text())["stages"][2]["shrinkage"] == "auto"
@@ -170,21 +170,21 @@ def test_resuming_gives_the_same_bits(
     assert without_time[0] == without_time[1]
 
 
-def test_a_crash_between_the_checkpoint_and_what_clients_keep_loses_nothing(
+def test_a_crash_between_what_clients_keep_and_the_checkpoint_loses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = recipe_of(TRAIN | {"method": "scaffold", "momentum": 0.0, "rounds": 6})
     run(recipe, tmp_path / "whole")
-    written, write = [0], ClientStore.write
+    committed, commit = [0], ClientStore.commit
 
-    def stop(self: ClientStore, *arguments: Any) -> None:
-        if written[0] == 3:
-            raise KeyboardInterrupt
-        written[0] += 1
-        write(self, *arguments)
+    def stop(self: ClientStore) -> None:
+        commit(self)
+        committed[0] += 1
+        if committed[0] == 3:
+            raise KeyboardInterrupt  # the third round's state is on disk, its checkpoint is not
 
     with monkeypatch.context() as patch:
-        patch.setattr(ClientStore, "write", stop)
+        patch.setattr(ClientStore, "commit", stop)
         with pytest.raises(KeyboardInterrupt):
             run(recipe, tmp_path / "cut")
     resumed = run(recipe, tmp_path / "cut", resume=True)
@@ -194,9 +194,11 @@ def test_a_crash_between_the_checkpoint_and_what_clients_keep_loses_nothing(
 
 def test_what_clients_keep_is_gone_after_the_stage_and_nothing_else(tmp_path: Path) -> None:
     run(recipe_of(TRAIN | {"method": "feddyn", "rounds": 2}), tmp_path / "run")
-    assert [path.name for path in (tmp_path / "run" / "checkpoint").iterdir()] == ["state.safetensors"]
+    assert sorted(path.name for path in (tmp_path / "run" / "checkpoint").iterdir()) == [
+        "stage-0.safetensors", "state.safetensors",
+    ]  # fmt: skip
     (tmp_path / "precious").mkdir()
-    ClientStore(tmp_path / "precious", 3, {}, fresh=True).discard()
+    ClientStore(tmp_path / "precious", 3, {}, None).discard()
     assert (tmp_path / "precious").is_dir()
 
 

@@ -29,9 +29,20 @@ def contradictions(table: Mapping[str, Any]) -> list[str]:
         problems.append(f"name: {name!r} names the run directory; use letters, digits, dots, dashes and underscores")
     if isinstance(stages, list) and not stages:
         problems.append("stages: empty; add a [[stages]] table with a method")
+    model = table.get("model")
+    has_body = not isinstance(model, dict) or model.get("backbone") != "features"
     for number, stage in enumerate(stages if isinstance(stages, list) else ()):
         if not isinstance(stage, dict):
             continue
+        start = stage.get("start")
+        if isinstance(start, int) and start >= number:
+            problems.append(f"stages.{number}.start: {start} is not an earlier stage; the first stage has number 0")
+        if stage.get("train") in ("body", "all") and not has_body:
+            problems.append(f"stages.{number}.train: the data are features, there is no body to train; use 'head'")
+        if stage.get("head") == "mlp" and stage.get("head_init") == "zeros":
+            problems.append(f"stages.{number}.head_init: an MLP of zeros has no gradient; use 'random'")
+        if stage.get("method") == "centralised" and {"clients_per_round", "participation"} & stage.keys():
+            problems.append(f"stages.{number}: centralised has no clients to sample from")
         for one, other in (("clients_per_round", "participation"), ("local_epochs", "local_steps")):
             if {one, other} <= stage.keys():
                 problems.append(f"stages.{number}: set {one} or {other}, not both")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import tomli_w
 from pydantic import (
@@ -122,7 +122,7 @@ class Data(_Table):
 
 
 class Model(_Table):
-    """The frozen body that turns an example into a feature vector."""
+    """The body that turns an example into a feature vector."""
 
     backbone: str = "efficientnet-lite0"
     weights: str | None = None
@@ -139,12 +139,18 @@ class Model(_Table):
 
 
 class _Stage(_Table):
+    pools: ClassVar[bool] = False
+    """Whether one machine holds everybody's examples, so that nothing travels."""
     head_init: Literal["previous", "zeros", "random"] = "previous"
     """Where a trained head starts from; a closed-form head is computed and starts from nothing."""
     evaluate_every: PositiveInt = 1
     eval_split: Literal["test", "validation"] = "test"
+    start: Literal["previous", "pretrained"] | NonNegativeInt = "previous"
+    """The model to start from: that of the stage before, the pre-trained one, or that of a stage by its number."""
     min_replies: PositiveInt = 1
     """A round with fewer usable answers stops the run; its checkpoint stays good for --resume."""
+    deadline: PositiveFloat | None = None
+    """Seconds after which a client's answer no longer counts in its round."""
 
 
 class _ClosedForm(_Stage):
@@ -188,8 +194,12 @@ class FedCOFStage(_ClosedForm):
 class _Training(_Stage):
     """Local SGD on the clients, an average on the server, round after round."""
 
-    train: Literal["head"]
-    """What is trained: the linear head, on cached features of the frozen body."""
+    train: Literal["head", "body", "all"]
+    """What is trained: the head, on cached features of the frozen body; the body under a frozen head; or both."""
+    head: Literal["linear", "mlp"] = "linear"
+    """"mlp": two hidden layers of rectified units before the linear one (the FedNCM paper's three-layer head)."""
+    hidden: PositiveInt = 256
+    """Width of the hidden layers."""
     rounds: PositiveInt = 100
     clients_per_round: PositiveInt | None = None
     participation: float | None = Field(default=None, gt=0, le=1)
@@ -209,6 +219,13 @@ class _Training(_Stage):
     temperature: PositiveFloat = 1.0
     """Scores are divided by it: heads with rows of length one need less than 1."""
     weighting: Literal["examples", "uniform"] = "examples"
+    norm_statistics: Literal["aggregate", "freeze", "batch"] = "aggregate"
+    """Running statistics of batch norm where the body trains: averaged like the parameters; those of the pre-trained
+    model, in training too; or none, every batch being normalised by its own, in evaluation too."""
+    augment: Literal["flip", "none"] = "flip"
+    """Random horizontal flips where the body trains on images."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """Arithmetic of the body where it trains; parameters stay in float32."""
 
 
 class FedAvgStage(_Training):
@@ -288,9 +305,16 @@ class FedNovaStage(_Training):
     server_momentum: float = Field(default=0.0, ge=0, lt=1)
 
 
+class CentralisedStage(_Training):
+    """The oracle: one machine holds everybody's examples; a round is so many epochs over all of them."""
+
+    pools: ClassVar[bool] = True
+    method: Literal["centralised"]
+
+
 Training = (
     FedAvgStage | FedProxStage | FedAvgMStage | FedAdamStage | FedYogiStage | FedAdagradStage
-    | FedDynStage | ScaffoldStage | FedNovaStage
+    | FedDynStage | ScaffoldStage | FedNovaStage | CentralisedStage
 )  # fmt: skip
 ClosedForm = FedNCMStage | Fed3RStage | FedCOFStage
 Stage = Annotated[ClosedForm | Training, Field(discriminator="method")]
@@ -360,6 +384,7 @@ STAGES: dict[str, type[_Stage]] = {
     "feddyn": FedDynStage,
     "scaffold": ScaffoldStage,
     "fednova": FedNovaStage,
+    "centralised": CentralisedStage,
 }
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from headstart.data import Dataset, Federation
-from headstart.engine import ClientStore, Finished, RunDirectory, play, rounds_of
+from headstart.data import Federation
+from headstart.engine import PRETRAINED, Body, ClientStore, RunDirectory, play, rounds_of
 from headstart.errors import HeadstartError
 from headstart.evaluation import Evaluation, evaluate
 from headstart.heads import LinearHead
@@ -19,7 +19,6 @@ from headstart.ledger import Ledger, peak_memory
 from headstart.methods import Setting, build
 from headstart.recipe import Recipe, Stage, Training
 from headstart.report import write_report
-from headstart.statistics import Features
 from headstart.wire import Message
 
 COSTS = ("bytes_up", "bytes_down", "forward_passes", "seconds")
@@ -58,30 +57,21 @@ def run(
     if path is not None:
         directory = RunDirectory.reopen(path, recipe) if resume else RunDirectory.create(path, recipe)
     try:
-        features = features_of(recipe, federation.dataset)
-        return _Run(recipe, federation, features, directory, on_metrics or (lambda line: None)).play()
+        returns = any(stage.start != "previous" for stage in recipe.stages)
+        body = Body(recipe.model, federation.dataset, keep_pretrained=returns)
+        return _Run(recipe, federation, body, directory, on_metrics or (lambda line: None)).play()
     except BaseException:
         if directory is not None and not resume and not directory.metrics():
             directory.discard()
         raise
 
 
-def features_of(recipe: Recipe, dataset: Dataset) -> dict[str, Features]:
-    """Features [n, d] of every split the recipe needs: from the cache, or one pass through the frozen body."""
-    needed = {"train", *(stage.eval_split for stage in recipe.stages)}
-    if dataset.validation is not None and any(isinstance(stage, Training) for stage in recipe.stages):
-        needed.add("validation")  # chooses the best round
-    splits = {split: getattr(dataset, split) for split in ("train", "validation", "test") if split in needed}
-    if (dataset.kind == "features") != (recipe.model.backbone == "features"):
-        kind = "already features" if dataset.kind == "features" else f"{dataset.kind}s, not features"
-        fix = '"features"' if dataset.kind == "features" else "a backbone that reads them (see headstart backbones)"
-        raise HeadstartError(f"model.backbone: the data of {dataset.name} are {kind}; set it to {fix}")
-    if dataset.kind == "features":
-        return {split: examples.features() for split, examples in splits.items()}
-    from headstart.backbones import extract, load_backbone  # torch is not needed where the data are features
+@dataclass(frozen=True, eq=False)
+class _Handed:
+    """What a stage hands on: its head, and the number of the stage that made its body."""
 
-    backbone = load_backbone(recipe.model)
-    return {split: extract(backbone, examples, f"{dataset.name} {split}") for split, examples in splits.items()}
+    head: LinearHead | None
+    body: int
 
 
 class _Run:
@@ -91,24 +81,29 @@ class _Run:
         self,
         recipe: Recipe,
         federation: Federation,
-        features: dict[str, Features],
+        body: Body,
         directory: RunDirectory | None,
         on_metrics: Callable[[dict[str, Any]], object],
     ) -> None:
-        self.recipe, self.federation, self.features, self.directory = recipe, federation, features, directory
+        self.recipe, self.federation, self.body, self.directory = recipe, federation, body, directory
         self.on_metrics = on_metrics
         self.stages: list[dict[str, Any]] = []
         self.spent: dict[str, float] = dict.fromkeys(COSTS, 0)
         self.evaluations = 0
-        self.head: LinearHead | None = None
+        self.handed: list[_Handed] = []
 
     def play(self) -> Result:
         saved = self.directory.load_checkpoint() if self.directory else None
         start = 0
-        if saved is not None:
+        if self.directory and saved is not None:
             progress = saved[3]
             start, self.stages, self.evaluations = progress["stage"], progress["stages"], progress["evaluations"]
             self.spent = progress["spent"]
+            for number in range(start):
+                head, arrays, facts = self.directory.load_model(number)
+                if arrays:
+                    self.body.keep(number, str(facts["norm_statistics"]), arrays)
+                self.handed.append(_Handed(head, int(facts["body"])))
         for number, stage in enumerate(self.recipe.stages):
             if number >= start:
                 # Where nobody looks for a run directory, what clients keep lives as long as the stage.
@@ -118,35 +113,40 @@ class _Run:
         return self._finish()
 
     def _play_stage(self, number: int, stage: Stage, saved: Any, folder: Path) -> None:
-        seed, federation = (self.recipe.seed, number), self.federation
+        seed = (self.recipe.seed, number)
+        federation = self.federation.pooled() if stage.pools else self.federation
+        begin = self._begin(number, stage)
+        self.body.load(begin.body)
+        trains_body = isinstance(stage, Training) and stage.train != "head"
         setting = Setting(
             len(federation.dataset.classes),
-            self.features["train"].shape[1],
+            self.body.dim,
             seed,
             federation.n_clients,
             int(federation.sizes.sum()),
-            self.head,
+            begin.head,
+            self.body.backbone,
         )
         method = build(stage, setting)
-        ledger, state, played = Ledger.open(federation.n_clients), None, 0
-        store = ClientStore(folder, federation.n_clients, method.kept_shapes, fresh=saved is None)
+        ledger, state, played, slots = Ledger.open(federation.n_clients), None, 0, None
         metrics: dict[str, Any] = {}
         best: dict[str, Any] = {}  # the round that validation chooses, and what the test says of it
         if saved is not None:
-            message, ledger, kept, progress = saved
+            message, ledger, slots, progress = saved
             state, played = method.thaw(message), progress["round"]
             metrics, best = progress["metrics"], progress["best"]
-            store.write(progress["kept_by"], kept.arrays)  # the crash may have come before it was written
+        store = ClientStore(folder, federation.n_clients, method.kept_shapes, slots)
         rounds, _ = rounds_of(stage, federation.n_clients)
-        self.head = None
 
-        def after_round(finished: Finished) -> None:
-            done = finished.number + 1
+        def after_round(index: int, state: Any) -> None:
+            done = index + 1
             if done == rounds or done % stage.evaluate_every == 0:
-                self.head = method.head(finished.state)
-                metrics.update(self._evaluate(self.head, stage.eval_split).metrics())
-                if isinstance(stage, Training) and "validation" in self.features:
-                    metrics["validation_accuracy"] = self._evaluate(self.head, "validation").accuracy
+                head = method.head(state)
+                method.place(state)
+                found = self._evaluate(head, stage.eval_split, trains_body)
+                metrics.update(found.metrics())
+                if isinstance(stage, Training) and self.federation.dataset.validation is not None:
+                    metrics["validation_accuracy"] = self._evaluate(head, "validation", trains_body).accuracy
                     if metrics["validation_accuracy"] > best.get("best_validation_accuracy", -1.0):
                         best["best_validation_accuracy"] = metrics["validation_accuracy"]
                         best["best_accuracy"], best["best_round"] = metrics["accuracy"], done
@@ -156,18 +156,28 @@ class _Run:
                 self.evaluations += 1
                 if self.directory:
                     self.directory.log(line)
+                    if done == rounds:
+                        self.directory.write_clients(number, federation.names, ledger, found.client_accuracy)
                 self.on_metrics(line)
             if self.directory:
                 where = {"stage": number, "round": done, "stages": self.stages, "spent": self.spent}
                 where |= {"evaluations": self.evaluations, "metrics": metrics, "best": best}
-                where["kept_by"] = finished.clients.tolist()
-                self.directory.save_checkpoint(method.freeze(finished.state), ledger, Message(finished.kept), where)
+                self.directory.save_checkpoint(method.freeze(state), ledger, store.slots, where)
 
-        state = play(method, stage, federation, self.features["train"], seed, ledger, store, after_round, state, played)
+        source = self.body.inputs() if trains_body else self.body.features("train")
+        needs = self._handed_over(begin, stage, trains_body)
+        state = play(method, stage, federation, source, seed, ledger, store, after_round, state, played, needs)
         store.discard()
-        if self.head is None:  # a finished stage, resumed
-            self.head = method.head(state)
-        published = method.published(state, self.federation.counts[ledger.forward_passes > 0])
+        head = method.head(state)
+        handed, arrays, norm_statistics = _Handed(head, begin.body), None, ""
+        if isinstance(stage, Training) and trains_body:
+            method.place(state)
+            norm_statistics = stage.norm_statistics
+            handed, arrays = _Handed(head, number), self.body.keep(number, norm_statistics)
+        self.handed.append(handed)
+        if self.directory:
+            self.directory.save_model(number, head, arrays, {"body": handed.body, "norm_statistics": norm_statistics})
+        published = method.published(state, federation.counts[ledger.forward_passes > 0])
         self.stages.append(
             {
                 "method": stage.method,
@@ -178,20 +188,37 @@ class _Run:
                 "published_bytes": published.bytes,
                 "published_compute": published.forward_passes,
                 "published_formula": published.formula,
-                "chosen": dict(self.head.notes),
+                "chosen": dict(head.notes),
                 "dropped": ledger.dropped,
             }
         )
         self.spent = {name: round(self.spent[name] + cost, 3) for name, cost in ledger.totals().items()}
 
-    def _evaluate(self, head: LinearHead, split: str) -> Evaluation:
-        owners = self.federation.test_owners if split == "test" else None
+    def _begin(self, number: int, stage: Stage) -> _Handed:
+        """What a stage starts from."""
+        if stage.start == "pretrained" or (stage.start == "previous" and number == 0):
+            return _Handed(None, PRETRAINED)
+        return self.handed[number - 1 if stage.start == "previous" else stage.start]
+
+    def _handed_over(self, begin: _Handed, stage: Stage, trains_body: bool) -> int:
+        """Bytes of what earlier stages made and this one freezes: a client needs it before its first answer."""
+        frozen: dict[str, Any] = {}
+        if begin.body != PRETRAINED and not trains_body:
+            frozen |= self.body.arrays()
+        if isinstance(stage, Training) and stage.train == "body" and stage.head_init == "previous" and begin.head:
+            frozen |= begin.head.arrays()
+        return Message(frozen).nbytes if frozen else 0
+
+    def _evaluate(self, head: LinearHead, split: str, trains_body: bool) -> Evaluation:
+        test = split == "test"
         labels = getattr(self.federation.dataset, split).labels
-        return evaluate(head, self.features[split], labels, owners, self.federation.n_clients)
+        features = self.body.embedded(split) if trains_body else self.body.features(split)
+        owners = self.federation.test_owners if test else None
+        return evaluate(head, features, labels, owners, self.federation.counts if test else None)
 
     def _finish(self) -> Result:
-        assert self.head is not None
-        federation = self.federation
+        federation, head = self.federation, self.handed[-1].head
+        assert head is not None
         summary = {
             "name": self.recipe.name,
             "stages": self.stages,
@@ -205,12 +232,14 @@ class _Run:
             "versions": _versions(),
         }
         if self.directory:
-            self.head.save(self.directory.path / "model" / "head.safetensors")
+            head.save(self.directory.path / "model" / "head.safetensors")
+            if self.handed[-1].body != PRETRAINED:
+                self.directory.save_final(self.body.arrays(), head)
             report = self.directory.path / "report.html"
             metrics = self.directory.metrics()
             write_report(report, self.recipe, summary, metrics, federation.dataset.classes, federation.counts)
             self.directory.finish(summary)
-        return Result(summary, self.head, federation, self.directory.path if self.directory else None)
+        return Result(summary, head, federation, self.directory.path if self.directory else None)
 
 
 def _versions() -> dict[str, str]:

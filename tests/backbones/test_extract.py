@@ -41,7 +41,7 @@ class Convolution(nn.Module):
 
 def convolution_backbone() -> Backbone:
     body = ImageInput(Convolution(), NORMALISATIONS["half"]).eval()
-    return Backbone("convolution", "image", 5, body, ImageTransform(4), "half", convolutional=True)
+    return Backbone("convolution", "image", 5, body, body, ImageTransform(4), "half", convolutional=True)
 
 
 def convolution_features(backbone: Backbone, examples: Examples) -> npt.NDArray[np.float64]:
@@ -105,7 +105,7 @@ def test_texts_of_like_length_share_a_batch_and_keep_their_rows() -> None:
     table = Texts(text=["cat " * count for count in words])
     examples = Examples("text", table, ("text",), np.arange(100), np.zeros(100, np.int64))
     transform = TextTransform(tiny_backbones.tokenizer(), 64)
-    features = extract(Backbone("lengths", "text", 3, Lengths(), transform, "lengths"), examples)
+    features = extract(Backbone("lengths", "text", 3, body := Lengths(), body, transform, "lengths"), examples)
     # [CLS] is 0, "cat" is 5, [SEP] is 2.
     np.testing.assert_array_equal(features[:, 0], words + 2)
     np.testing.assert_array_equal(features[:, 1], 5 * words + 2)
@@ -118,7 +118,7 @@ def test_pairs_of_texts() -> None:
     table = Texts(first=["the", "cat sat"], second=["cat", "the"])
     examples = Examples("text", table, ("first", "second"), np.arange(2), np.zeros(2, np.int64))
     transform = TextTransform(tiny_backbones.tokenizer(), 64)
-    features = extract(Backbone("lengths", "text", 3, Lengths(), transform, "lengths"), examples)
+    features = extract(Backbone("lengths", "text", 3, body := Lengths(), body, transform, "lengths"), examples)
     # 0 4 2 5 2 and 0 5 6 2 4 2
     np.testing.assert_array_equal(features, [[5, 13, 6], [6, 19, 6]])
 

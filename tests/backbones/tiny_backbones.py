@@ -37,7 +37,8 @@ class Means(nn.Module):
 
 
 def means_backbone(weight: float = 1.0, key: str = "means", log: Path | None = None) -> Backbone:
-    return Backbone("means", "image", 3, Means(weight, log), ImageTransform(4), key)
+    body = Means(weight, log)
+    return Backbone("means", "image", 3, body, body, ImageTransform(4), key)
 
 
 def pictures(count: int, seed: int = 0) -> Examples:

@@ -49,6 +49,9 @@ TRAINING: dict[str, dict[str, Any]] = {
     "feddyn": {"method": "feddyn", "alpha_dyn": 0.1},
     "scaffold": {"method": "scaffold"},
     "fednova": {"method": "fednova", "momentum": 0.5, "mu": 0.01},
+    "centralised": {"method": "centralised", "momentum": 0.9},
+    "fedavg-mlp": {"method": "fedavg", "head": "mlp", "hidden": 12, "lr": 0.01},
+    "scaffold-mlp": {"method": "scaffold", "head": "mlp", "hidden": 12, "lr": 0.01},
 }  # fmt: skip
 VARIANTS |= {name: LOCAL | keys for name, keys in TRAINING.items()}
 CLOSED_FORM = [name for name in VARIANTS if name not in TRAINING]
@@ -73,10 +76,11 @@ def setting_of(federation: Federation) -> Setting:
 def play_on(method: Any, recipe: Recipe, federation: Federation, ledger: Ledger, after: Any = None, **keys: Any) -> Any:
     features = federation.dataset.train.features()
     with TemporaryDirectory() as folder:
-        store = ClientStore(Path(folder), federation.n_clients, method.kept_shapes, fresh=True)
-        if keys.get("kept"):
-            store.write(*keys.pop("kept"))
-        after = after or (lambda finished: None)
+        store = ClientStore(Path(folder), federation.n_clients, method.kept_shapes, None)
+        for client, kept in keys.pop("kept", []):
+            store.write(client, kept)
+        store.commit()
+        after = after or (lambda *_: None)
         return play(method, recipe.stages[0], federation, features, (0, 0), ledger, store, after, **keys)
 
 
@@ -107,7 +111,7 @@ def test_many_clients_at_once_say_what_they_say_one_by_one(variant: str, monkeyp
     np.testing.assert_array_equal(alone_costs.forward_passes, costs.forward_passes)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", [name for name in VARIANTS if name != "centralised"])
 def test_bytes_are_those_of_the_serialised_messages(variant: str) -> None:
     _, ledger, method, federation = played(variant, rounds=1)
     features = federation.dataset.train.features()
@@ -142,19 +146,26 @@ def test_several_rounds_accumulate_to_the_one_round_head(variant: str) -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_state_survives_its_checkpoint(variant: str) -> None:
-    recipe = recipe_of(variant, clients_per_round=5)
+def test_a_state_survives_its_checkpoint(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = recipe_of(variant, **({} if variant == "centralised" else {"clients_per_round": 5}))
     federation = Federation.of(recipe)
     method = build(recipe.stages[0], setting_of(federation))
     frozen: list[Any] = []
+    kept: list[Any] = []
+    write = ClientStore.write
 
-    def freeze(finished: local.Finished) -> None:
-        frozen.append((round_trip(method.freeze(finished.state)), (finished.clients, finished.kept)))
+    def watch(self: ClientStore, client: int, values: Any) -> None:
+        write(self, client, values)
+        if not frozen:
+            kept.append((client, {name: value.copy() for name, value in values.items()}))
 
+    def freeze(number: int, state: Any) -> None:
+        frozen.append(round_trip(method.freeze(state)))
+
+    monkeypatch.setattr(ClientStore, "write", watch)
     state = play_on(method, recipe, federation, Ledger.open(CLIENTS), freeze)
-    message, kept = frozen[0]
     ledger = Ledger.open(CLIENTS)
-    resumed = play_on(method, recipe, federation, ledger, state=method.thaw(message), first_round=1, kept=kept)
+    resumed = play_on(method, recipe, federation, ledger, state=method.thaw(frozen[0]), first_round=1, kept=kept)
     np.testing.assert_array_equal(method.head(resumed).weight, method.head(state).weight)
 
 
@@ -171,7 +182,7 @@ def test_a_bad_message_is_refused_and_the_round_goes_on(
     monkeypatch.setattr(local, "_COHORT_EXAMPLES", 1)
     kind = type(build(recipe_of(variant).stages[0], Setting(10, 64, (0, 0))))
     honest = kind.answer
-    name = "sums" if variant in CLOSED_FORM else "update.weight"
+    name = "sums" if variant in CLOSED_FORM else "update.head.weight"
 
     def answer(self: Any, cohort: Any, message: Message) -> list[Reply]:
         (reply,) = honest(self, cohort, message)
@@ -193,7 +204,7 @@ def test_a_bad_message_is_refused_and_the_round_goes_on(
 
 def test_an_exploded_update_is_refused() -> None:
     method: Any = build(recipe_of("fedavg").stages[0], Setting(10, 64, (0, 0)))
-    arrays = {"update.weight": np.full((10, 64), 1e6, np.float32), "update.bias": np.zeros(10, np.float32)}
+    arrays = {"update.head.weight": np.full((10, 64), 1e6, np.float32), "update.head.bias": np.zeros(10, np.float32)}
     reply = Reply(np.array([0]), Message(arrays, {"examples": 5, "steps": 1}), np.array([0]), np.array([0]))
     with pytest.raises(MessageError, match="exploded"):
         method.fold(method.open(), reply)
@@ -202,7 +213,7 @@ def test_an_exploded_update_is_refused() -> None:
 @pytest.mark.parametrize("scalar", [{"examples": 0}, {"examples": 2.5}, {"examples": -3}, {}])
 def test_an_impossible_number_of_examples_is_refused(scalar: dict[str, Any]) -> None:
     method = build(recipe_of("fedavg").stages[0], Setting(10, 64, (0, 0)))
-    arrays = {"update.weight": np.zeros((10, 64), np.float32), "update.bias": np.zeros(10, np.float32)}
+    arrays = {"update.head.weight": np.zeros((10, 64), np.float32), "update.head.bias": np.zeros(10, np.float32)}
     reply = Reply(np.array([0]), Message(arrays, scalar), np.array([0]), np.array([0]))
     with pytest.raises(MessageError, match="examples"):
         method.fold(method.open(), reply)

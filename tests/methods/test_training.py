@@ -1,5 +1,6 @@
 """Training methods against the same methods written out client by client, in plain loops and double precision."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from headstart.engine.store import ClientStore
 from headstart.heads import LinearHead
 from headstart.ledger import Ledger
 from headstart.methods import Cohort, Setting, build
-from headstart.methods.solver import _batches, learning_rate, local_sgd
+from headstart.methods.solver import HeadSolver, Objective, batches, learning_rate
 from headstart.methods.training import TrainingState
 from headstart.recipe import Recipe
 
@@ -40,9 +41,9 @@ def federated(tmp_path: Path, **keys: Any) -> Head:
     examples = Examples("features", X, (), np.arange(N), Y)
     federation = Federation(Dataset("x", ("a", "b", "c"), examples, examples), WHO, None, ("0", "1", "2"))
     method = build(stage, Setting(C, D, (0, 0), K, N, START))
-    store = ClientStore(tmp_path, K, method.kept_shapes, fresh=True)
-    state = play(method, stage, federation, X, (0, 0), Ledger.open(K), store, lambda finished: None)
-    return state.parameters["weight"], state.parameters["bias"]
+    store = ClientStore(tmp_path, K, method.kept_shapes, None)
+    state = play(method, stage, federation, X, (0, 0), Ledger.open(K), store, lambda *_: None)
+    return state.parameters["head.weight"], state.parameters["head.bias"]
 
 
 def gradient(head: Head, client: int | None) -> Head:
@@ -171,7 +172,7 @@ def test_fednova(momentum: float, mu: float, tmp_path: Path, monkeypatch: pytest
             batches[k, : k + 2, : SIZES[k]] = np.flatnonzero(cohort.owners == k)
         return batches
 
-    monkeypatch.setattr("headstart.methods.solver._batches", uneven)
+    monkeypatch.setattr("headstart.methods.solver.batches", uneven)
     close(federated(tmp_path, method="fednova", momentum=momentum, mu=mu), nova(momentum, mu))
 
 
@@ -184,8 +185,8 @@ def test_fednova_with_equal_steps_is_fedavg(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------- server optimisers
 
 MEANS = [
-    {"weight": np.array([[0.3]]), "bias": np.array([-0.2])},
-    {"weight": np.array([[-0.1]]), "bias": np.array([0.4])},
+    {"head.weight": np.array([[0.3]]), "head.bias": np.array([-0.2])},
+    {"head.weight": np.array([[-0.1]]), "head.bias": np.array([0.4])},
 ]
 
 
@@ -193,10 +194,10 @@ def stepped(**keys: Any) -> tuple[float, float]:
     """A problem of two parameters, both 1 at the start, after the two mean updates above."""
     method: Any = build(stage_of(**keys), Setting(1, 1, (0, 0)))
     state = method.open()
-    state = TrainingState({"weight": np.array([[1.0]]), "bias": np.array([1.0])}, state.memory)
+    state = TrainingState({"head.weight": np.array([[1.0]]), "head.bias": np.array([1.0])}, state.memory)
     for mean in MEANS:
-        state = method.close(TrainingState(state.parameters, state.memory, state.round, {"update": mean}, 1.0, 1.0, 1))
-    return float(state.parameters["weight"][0, 0]), float(state.parameters["bias"][0])
+        state = method.close(replace(state, sums={"update": mean, "statistics": {}}, weight=1.0, effort=1.0, replies=1))
+    return float(state.parameters["head.weight"][0, 0]), float(state.parameters["head.bias"][0])
 
 
 def test_fedavgm_by_hand() -> None:
@@ -253,14 +254,17 @@ def test_local_sgd_is_torch_sgd_on_the_same_batches(clip: float | None, decay: f
     keys = {"weight_decay": decay} | ({} if clip is None else {"clip": clip})
     stage = stage_of(method="fedavg", batch_size=4, local_epochs=2, momentum=0.7, lr=0.2, temperature=0.5, **keys)
     some = cohort(0, 1, 2)
-    batches = _batches(some, stage, 1, (7, 0))
-    begin = {"weight": torch.tensor(START.weight).expand(K, C, D), "bias": torch.tensor(START.bias).expand(K, C)}
-    found = local_sgd(begin, some, stage, 1, (7, 0))
+    plan = batches(some, stage, 1, (7, 0))
+    begin = {
+        "head.weight": torch.tensor(START.weight).expand(K, C, D),
+        "head.bias": torch.tensor(START.bias).expand(K, C),
+    }
+    found = HeadSolver(stage, (7, 0))(begin, some, 1, Objective())
     assert found.steps.tolist() == [2 * 2, 2 * 3, 2 * 4]  # ⌈5/4⌉, ⌈9/4⌉ and ⌈14/4⌉ batches, twice
     for k in range(K):
         weight, bias = (torch.tensor(part, requires_grad=True) for part in (START.weight, START.bias))
         sgd = torch.optim.SGD([weight, bias], lr=0.2, momentum=0.7, weight_decay=decay)
-        for batch in batches[k]:
+        for batch in plan[k]:
             rows = some.rows[batch[batch >= 0]]
             if len(rows):
                 sgd.zero_grad()
@@ -268,18 +272,18 @@ def test_local_sgd_is_torch_sgd_on_the_same_batches(clip: float | None, decay: f
                 torch.nn.functional.cross_entropy(scores, torch.tensor(Y[rows])).backward()
                 torch.nn.utils.clip_grad_norm_([weight, bias], clip or float("inf"))
                 sgd.step()
-        np.testing.assert_allclose(found.parameters["weight"][k], weight.detach(), rtol=1e-4, atol=1e-6)
-        np.testing.assert_allclose(found.parameters["bias"][k], bias.detach(), rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(found.parameters["head.weight"][k], weight.detach(), rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(found.parameters["head.bias"][k], bias.detach(), rtol=1e-4, atol=1e-6)
 
 
 def test_every_example_is_seen_once_an_epoch_in_an_order_of_the_clients_own() -> None:
     stage = stage_of(method="fedavg", batch_size=4)
-    together, alone = _batches(cohort(0, 2), stage, 3, (1, 0)), _batches(cohort(2), stage, 3, (1, 0))
+    together, alone = batches(cohort(0, 2), stage, 3, (1, 0)), batches(cohort(2), stage, 3, (1, 0))
     seen = together[1][together[1] >= 0]
     assert sorted(seen - SIZES[0]) == list(range(SIZES[2]))
     assert seen.tolist() != sorted(seen)
     np.testing.assert_array_equal(alone[0][alone[0] >= 0], seen - SIZES[0])
-    assert not np.array_equal(_batches(cohort(2), stage, 4, (1, 0)), alone)
+    assert not np.array_equal(batches(cohort(2), stage, 4, (1, 0)), alone)
 
 
 @pytest.mark.parametrize(
@@ -315,14 +319,14 @@ def test_what_a_client_keeps_never_travels(method: str) -> None:
 @pytest.mark.parametrize(("init", "expected"), [("previous", START.weight), ("zeros", np.zeros((C, D)))])
 def test_where_a_head_starts(init: str, expected: np.ndarray) -> None:
     built: Any = build(stage_of(method="fedavg", head_init=init), Setting(C, D, (0, 0), K, N, START))
-    np.testing.assert_array_equal(built.open().parameters["weight"], expected)
+    np.testing.assert_array_equal(built.open().parameters["head.weight"], expected)
 
 
 def test_a_random_head_has_torchs_bounds_and_a_masked_class_can_be_learned() -> None:
     random: Any = build(stage_of(method="fedavg", head_init="random"), Setting(20, 100, (0, 0), K, N, None))
-    weight = random.open().parameters["weight"]
+    weight = random.open().parameters["head.weight"]
     assert np.abs(weight).max() <= 0.1
     assert weight.std() == pytest.approx(0.1 / 3**0.5, rel=0.05)
     masked = LinearHead(START.weight, np.array([0, -np.inf, 1], np.float32))
     built: Any = build(stage_of(method="fedavg"), Setting(C, D, (0, 0), K, N, masked))
-    assert built.open().parameters["bias"].tolist() == [0, 0, 1]
+    assert built.open().parameters["head.bias"].tolist() == [0, 0, 1]

@@ -1,4 +1,4 @@
-"""A backbone: a frozen body, what it reads, and where its weights come from."""
+"""A backbone: a body, what it reads, and where its weights come from."""
 
 from __future__ import annotations
 
@@ -22,12 +22,14 @@ _HEADS = ("classifier.", "fc.", "_fc.", "head.", "heads.", "pooler.")
 
 @dataclass(frozen=True, eq=False)
 class Backbone:
-    """A frozen body: ``body(*transform.collate([transform(x) …]))`` is [B, d]."""
+    """A body without its head: ``body(*transform.collate([transform(x) …]))`` is [B, d]."""
 
     name: str
     kind: Literal["image", "text"]
     dim: int
     body: nn.Module
+    core: nn.Module
+    """The part of the body that has the parameters, under the names that its checkpoints use."""
     transform: ImageTransform | TextTransform
     key: str
     """Everything but the weights that the features depend on: preprocessing and pooling."""
@@ -50,6 +52,7 @@ def image_backbone(
     model: Model,
     convolutional: bool = True,
     pooling: str = "mean",
+    core: nn.Module | None = None,
 ) -> Backbone:
     """An image backbone; ``size`` and ``preprocess`` hold unless the recipe says otherwise."""
     size = model.image_size or size
@@ -57,7 +60,8 @@ def image_backbone(
     normalisation = NORMALISATIONS[preprocess] if isinstance(preprocess, str) else preprocess
     body = ImageInput(network, normalisation).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     key = f"image {size} {model.resize} {normalisation} {pooling}"
-    return Backbone(model.backbone, "image", dim, body, ImageTransform(size, model.resize), key, convolutional)
+    transform = ImageTransform(size, model.resize)
+    return Backbone(model.backbone, "image", dim, body, core or network, transform, key, convolutional)
 
 
 def load_weights(module: nn.Module, path: Path) -> None:

@@ -18,7 +18,7 @@ from filelock import Timeout
 from torch import Tensor
 
 from headstart.backbones.backbone import Backbone
-from headstart.backbones.cache import FeatureFile
+from headstart.backbones.cache import BLOCK, FeatureFile
 from headstart.data import Examples
 from headstart.errors import HeadstartError
 from headstart.progress import progress
@@ -27,6 +27,8 @@ Runner = Callable[[tuple[Tensor, ...]], npt.NDArray[np.float32]]
 
 _BATCH = 32
 _WORKERS = 2
+# Compiling a body takes a second or two, which a few images do not earn back.
+_WORTH_COMPILING = 256
 # OpenVINO and torch add in another order; features that differ by more than this share of the largest are refused.
 _TOLERANCE = 1e-3
 
@@ -54,55 +56,66 @@ def extract(backbone: Backbone, examples: Examples, what: str = "features") -> n
         if todo:
             rows = sum(file.span(number).stop - file.span(number).start for number in todo)
             with progress(f"{what} through {backbone.name}", len(examples), len(examples) - rows) as advance:
-                file.fill(_blocks(backbone, examples, file, todo, advance, what))
+                spans = [file.span(number) for number in todo]
+                file.fill(zip(todo, _blocks(backbone, examples, spans, advance, what), strict=True))
     finally:
         file.lock.release()
     return file.open()
 
 
+def embed(backbone: Backbone, examples: Examples, what: str) -> npt.NDArray[np.float32]:
+    """Features [n, d] in memory, for a body that the next round of training changes again."""
+    spans = [slice(start, min(start + BLOCK, len(examples))) for start in range(0, len(examples), BLOCK)]
+    features = np.empty((len(examples), backbone.dim), np.float32)
+    blocks = _blocks(backbone, examples, spans, lambda steps: None, what, len(examples) >= _WORTH_COMPILING)
+    for span, block in zip(spans, blocks, strict=True):
+        features[span] = block
+    return features
+
+
 def _blocks(
     backbone: Backbone,
     examples: Examples,
-    file: FeatureFile,
-    todo: list[int],
+    spans: list[slice],
     advance: Callable[[int], None],
     what: str,
-) -> Iterator[tuple[int, npt.NDArray[np.float32]]]:
-    """Features of each block; the next block is decoded while this one is computed."""
+    compiling: bool = True,
+) -> Iterator[npt.NDArray[np.float32]]:
+    """Features of each span; the next span is decoded while this one is computed."""
     runner: Runner | None = None
     with ThreadPoolExecutor(_WORKERS) as pool:
 
-        def prepare(number: int) -> list[Future[list[Any]]]:
-            span = file.span(number)
+        def prepare(span: slice) -> list[Future[list[Any]]]:
             starts = range(span.start, span.stop, _BATCH)
             return [pool.submit(_prepared, backbone, examples, at, min(at + _BATCH, span.stop), what) for at in starts]
 
-        waiting = prepare(todo[0])
-        for position, number in enumerate(todo):
+        waiting = prepare(spans[0])
+        for position in range(len(spans)):
             inputs = [value for future in waiting for value in future.result()]
-            if position + 1 < len(todo):
-                waiting = prepare(todo[position + 1])
+            if position + 1 < len(spans):
+                waiting = prepare(spans[position + 1])
             # Texts of like length share a batch, so that little is padded; images are all of one length.
             order = sorted(range(len(inputs)), key=[len(value) for value in inputs].__getitem__)
             features = np.empty((len(inputs), backbone.dim), np.float32)
             for start in range(0, len(inputs), _BATCH):
                 members = list(order[start : start + _BATCH])
                 batch = backbone.transform.collate([inputs[i] for i in members])
-                runner = runner or choose_runner(backbone, batch)
+                runner = runner or choose_runner(backbone, batch, compiling)
                 features[members] = runner(batch)
                 advance(len(members))
             if not np.isfinite(features).all():
                 raise HeadstartError(
                     f"{backbone.name} gives NaN or infinity on {what}; check its weights and preprocessing"
                 )
-            yield number, features
+            yield features
 
 
-def choose_runner(backbone: Backbone, batch: tuple[Tensor, ...]) -> Runner:
+def choose_runner(backbone: Backbone, batch: tuple[Tensor, ...], compiling: bool = True) -> Runner:
     """A GPU where there is one; OpenVINO for convolutions on a CPU where it agrees with torch; torch otherwise."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     plain = torch_runner(backbone, device)
-    if device.type == "cpu" and backbone.convolutional:
+    evaluating = not any(module.training for module in backbone.body.modules())
+    if device.type == "cpu" and backbone.convolutional and evaluating and compiling:
         compiled = openvino_runner(backbone, batch)
         if compiled is not None:
             expected, given = plain(batch), compiled(batch)

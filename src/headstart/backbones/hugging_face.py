@@ -82,7 +82,8 @@ def hugging_face(place: str, model: Model, name: str) -> Backbone:
     # The tokenizer decides the ids, so it belongs to the key; two tokenizers of one size may differ.
     rules = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else sorted(tokenizer.get_vocab().items())
     key = f"text {pooling} {transform.max_tokens} {_hash(rules)} {key}"
-    return Backbone(name, "text", config.hidden_size, _Pooled(encoder, pooling, image=False), transform, key)
+    body = _Pooled(encoder, pooling, image=False)
+    return Backbone(name, "text", config.hidden_size, body, encoder, transform, key)
 
 
 def _vision(encoder: Any, settings: Mapping[str, Any], model: Model, key: str) -> Backbone:
@@ -101,7 +102,7 @@ def _vision(encoder: Any, settings: Mapping[str, Any], model: Model, key: str) -
     except (ValueError, RuntimeError, AttributeError) as error:
         raise cannot_load(f"{model.backbone} at {size} pixels", error) from None
     convolutional = not hasattr(encoder.config, "num_attention_heads")
-    return image_backbone(body, dim, size, normalisation, model, convolutional, f"{pooling} {key}")
+    return image_backbone(body, dim, size, normalisation, model, convolutional, f"{pooling} {key}", encoder)
 
 
 def _settings(place: str, file: str) -> Mapping[str, Any]:

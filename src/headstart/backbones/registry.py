@@ -100,7 +100,7 @@ def _lite(number: int, size: int) -> Callable[[Model], Backbone]:
             load_weights(network, Path(path))
         elif model.weights != "random":
             load_weights(network, Path(model.weights))
-        return image_backbone(_Lite(network), 1280, size, "lite", model)
+        return image_backbone(_Lite(network), 1280, size, "lite", model, core=network)
 
     return build
 
@@ -122,7 +122,7 @@ def _torchvision(name: str, model: Model) -> Backbone:
     size = model.image_size or 224
     with torch.inference_mode():
         dim = network(torch.zeros(1, 3, size, size)).flatten(1).shape[1]
-    return image_backbone(nn.Sequential(network, nn.Flatten(1)), dim, size, "torch", model)
+    return image_backbone(nn.Sequential(network, nn.Flatten(1)), dim, size, "torch", model, core=network)
 
 
 def _timm(name: str, model: Model) -> Backbone:

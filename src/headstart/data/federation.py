@@ -72,6 +72,10 @@ class Federation:
         """Training examples [K] of each client."""
         return np.asarray(self.counts.sum(axis=1))
 
+    def pooled(self) -> Federation:
+        """The same examples in one place, held by one client."""
+        return Federation(self.dataset, np.minimum(self.owners, 0), None, ("everybody",))
+
     def rows_of(self, clients: Ints) -> tuple[Ints, Ints]:
         """Positions in the training split of these clients' examples, client after client, and their owners."""
         starts = np.concatenate([[0], np.cumsum(self.sizes)[:-1]])

@@ -1,7 +1,8 @@
-"""Who runs the rounds, what clients keep between them, and the directory of a run."""
+"""Who runs the rounds, what clients keep between them, the body they share, and the directory of a run."""
 
-from headstart.engine.local import Finished, play, rounds_of
+from headstart.engine.body import PRETRAINED, Body
+from headstart.engine.local import play, rounds_of
 from headstart.engine.rundir import RunDirectory
 from headstart.engine.store import ClientStore
 
-__all__ = ["ClientStore", "Finished", "RunDirectory", "play", "rounds_of"]
+__all__ = ["PRETRAINED", "Body", "ClientStore", "RunDirectory", "play", "rounds_of"]

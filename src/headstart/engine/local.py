@@ -2,38 +2,35 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from headstart.data import Federation
-from headstart.engine.store import Arrays, ClientStore, gather
-from headstart.errors import HeadstartError, MessageError
+from headstart.engine.rules import check_enough, check_on_time
+from headstart.engine.store import ClientStore
+from headstart.errors import MessageError
 from headstart.ledger import Ledger
-from headstart.methods import Cohort, Method, Reply
+from headstart.methods import Cohort, Method
 from headstart.progress import progress
 from headstart.recipe import ClosedForm, Training
 from headstart.statistics import Features, Ints
+
+if TYPE_CHECKING:  # closed-form methods do not wait for torch
+    from headstart.backbones import Inputs
+
+    Source = Features | Inputs
 
 # Examples and bytes answered for at once: enough for full-speed matrix products, little enough to stay small in memory.
 _COHORT_EXAMPLES = 16384
 _COHORT_BYTES = 256 << 20
 
 
-@dataclass(frozen=True, eq=False)
-class Finished:
-    """A round that is over: its number from 0, the server's state, and what clients are about to keep."""
-
-    number: int
-    state: Any
-    clients: Ints
-    kept: Arrays
-
-
-AfterRound = Callable[[Finished], None]
+AfterRound = Callable[[int, Any], None]
+"""Called when a round is over, with its number from 0 and the server's state."""
 
 
 def rounds_of(stage: ClosedForm | Training, n_clients: int) -> tuple[int, int]:
@@ -53,46 +50,51 @@ def play(
     method: Method[Any],
     stage: ClosedForm | Training,
     federation: Federation,
-    features: Features,
+    source: Source,
     seed: tuple[int, ...],
     ledger: Ledger,
     store: ClientStore,
     after_round: AfterRound,
     state: Any = None,
     first_round: int = 0,
+    handed_over: int = 0,
 ) -> Any:
-    """Play the rounds of a stage from ``first_round`` on; a client whose message is refused is left out."""
+    """Play the rounds of a stage from ``first_round`` on; a client whose message is refused is left out.
+
+    source: features, or what a body that trains reads; handed_over: bytes of earlier stages' work that a client needs
+    before its first answer.
+    """
     state = method.open() if state is None else state
     rounds, per_round = rounds_of(stage, federation.n_clients)
     with progress(f"{stage.method}: clients heard", rounds * per_round, first_round * per_round) as advance:
         for number in range(first_round, rounds):
             message = method.instruct(state, number)
-            heard: list[Reply] = []
             sampled = _sample(method, seed, number, per_round, federation.n_clients)
-            for cohort in _cohorts(method, federation, features, ledger, store, sampled):
-                ledger.bytes_down[cohort.clients] += message.nbytes
+            good, last_refusal = 0, ""
+            for cohort in _cohorts(method, federation, source, ledger, store, sampled):
+                if not stage.pools:
+                    ledger.bytes_down[cohort.clients] += message.nbytes + handed_over * cohort.new
+                asked = time.monotonic()
                 for reply in method.answer(cohort, message):
-                    ledger.bytes_up[reply.clients] += reply.nbytes
+                    ledger.bytes_up[reply.clients] += 0 if stage.pools else reply.nbytes
                     ledger.forward_passes[reply.clients] += reply.forward_passes
                     try:
+                        check_on_time(stage, (time.monotonic() - asked) / len(cohort.clients))
                         state = method.fold(state, reply)
-                        heard.append(reply)
                     except MessageError as error:
+                        last_refusal = str(error)
                         names = ", ".join(federation.names[client] for client in reply.clients)
-                        ledger.dropped.append({"round": number + 1, "clients": names, "why": str(error)})
+                        ledger.dropped.append({"round": number + 1, "clients": names, "why": last_refusal})
+                        continue
+                    good += len(reply.clients)
+                    if reply.kept:
+                        store.write(int(reply.clients[0]), reply.kept)
                 advance(len(cohort.clients))
-            good = sum(len(reply.clients) for reply in heard)
-            if good < min(stage.min_replies, len(sampled)):
-                last = f"; the last refusal: {ledger.dropped[-1]['why']}" if ledger.dropped else ""
-                raise HeadstartError(
-                    f"{stage.method}, round {number + 1}: {good} of {len(sampled)} clients gave a usable answer, "
-                    f"min_replies = {stage.min_replies}{last}"
-                )
+            check_enough(stage, number + 1, good, len(sampled), last_refusal)
             state = method.close(state)
+            store.commit()
             ledger.tick()
-            clients, kept = gather(heard)
-            after_round(Finished(number, state, clients, kept))
-            store.write(clients, kept)
+            after_round(number, state)
     return state
 
 
@@ -105,7 +107,7 @@ def _sample(method: Method[Any], seed: tuple[int, ...], number: int, per_round: 
 
 
 def _cohorts(
-    method: Method[Any], federation: Federation, features: Features, ledger: Ledger, store: ClientStore, clients: Ints
+    method: Method[Any], federation: Federation, source: Source, ledger: Ledger, store: ClientStore, clients: Ints
 ) -> Iterator[Cohort]:
     """The clients in order, cut into cohorts that fit into memory."""
     load = federation.sizes[clients] / _COHORT_EXAMPLES + method.bytes_per_client / _COHORT_BYTES
@@ -113,4 +115,4 @@ def _cohorts(
         rows, owners = federation.rows_of(part)
         labels = federation.dataset.train.labels[rows]
         new = ledger.forward_passes[part] == 0
-        yield Cohort(part, features, rows, labels, owners, new, partial(store.read, clients=part))
+        yield Cohort(part, source, rows, labels, owners, new, partial(store.read, clients=part))

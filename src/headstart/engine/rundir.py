@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+from safetensors.numpy import save_file
+
 from headstart.errors import HeadstartError
 from headstart.files import write_atomically, write_json, write_text
+from headstart.heads import LinearHead
 from headstart.ledger import Ledger
 from headstart.recipe import Recipe
-from headstart.wire import Message
+from headstart.statistics import Ints
+from headstart.wire import Message, Scalar
+
+Arrays = Mapping[str, np.ndarray]
 
 
 class RunDirectory:
@@ -53,7 +64,8 @@ class RunDirectory:
 
     def discard(self) -> None:
         """Remove what `create` made, when a run ends before its first result."""
-        (self.path / "recipe.toml").unlink(missing_ok=True)
+        for name in ("recipe.toml", "clients.csv"):
+            (self.path / name).unlink(missing_ok=True)
         for folder in ("model", "checkpoint"):
             shutil.rmtree(self.path / folder, ignore_errors=True)
         if self._is_ours:
@@ -72,18 +84,18 @@ class RunDirectory:
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
         return [json.loads(line) for line in lines if line.endswith("\n")]
 
-    def save_checkpoint(self, state: Message, ledger: Ledger, kept: Message, progress: dict[str, Any]) -> None:
-        """State, ledger, what clients are about to keep, and progress after a round, in one file."""
+    def save_checkpoint(self, state: Message, ledger: Ledger, slots: Ints, progress: dict[str, Any]) -> None:
+        """State, ledger, where clients keep what they keep [K], and progress after a round, in one file."""
         costs = {"bytes_up": ledger.bytes_up, "bytes_down": ledger.bytes_down, "forward_passes": ledger.forward_passes}
         arrays = {f"state.{name}": array for name, array in state.arrays.items()}
         arrays |= {f"ledger.{name}": array for name, array in costs.items()}
-        arrays |= {f"kept.{name}": array for name, array in kept.arrays.items()}
+        arrays["slots"] = slots
         progress = {**progress, "seconds": ledger.seconds, "dropped": ledger.dropped, "state": dict(state.scalars)}
         scalars = {"progress": json.dumps(progress)}
         data = Message(arrays, scalars).to_bytes()
         write_atomically(self.path / "checkpoint" / "state.safetensors", lambda file: file.write_bytes(data))
 
-    def load_checkpoint(self) -> tuple[Message, Ledger, Message, dict[str, Any]] | None:
+    def load_checkpoint(self) -> tuple[Message, Ledger, Ints, dict[str, Any]] | None:
         """What `save_checkpoint` wrote last, and metrics cut back to it; None where there is none."""
         path = self.path / "checkpoint" / "state.safetensors"
         if not path.is_file():
@@ -93,13 +105,54 @@ class RunDirectory:
         progress = json.loads(str(saved.scalars["progress"]))
         costs = {name: saved.arrays[f"ledger.{name}"] for name in ("bytes_up", "bytes_down", "forward_passes")}
         ledger = Ledger(**costs, seconds=progress["seconds"], dropped=progress["dropped"])  # type: ignore[arg-type]
-        state, kept = (
-            {name.removeprefix(part): a for name, a in saved.arrays.items() if name.startswith(part)}
-            for part in ("state.", "kept.")
-        )
+        state = {name.removeprefix("state."): a for name, a in saved.arrays.items() if name.startswith("state.")}
+        slots = saved.arrays["slots"].astype(np.int64)
         lines = [json.dumps(line) + "\n" for line in self.metrics()[: progress["evaluations"]]]
         write_text(self.path / "metrics.jsonl", "".join(lines))
-        return Message(state, progress["state"]), ledger, Message(kept), progress
+        return Message(state, progress["state"]), ledger, slots, progress
+
+    def save_model(self, stage: int, head: LinearHead, body: Arrays | None, facts: dict[str, Scalar]) -> None:
+        """What a stage hands on: its head, and the body where it has trained it."""
+        arrays = {f"head.{name}": array for name, array in head.arrays().items()}
+        arrays |= {f"body.{name}": array for name, array in (body or {}).items()}
+        data = Message(arrays, facts).to_bytes()
+        write_atomically(self._model(stage), lambda file: file.write_bytes(data))
+
+    def load_model(self, stage: int) -> tuple[LinearHead, Arrays, Mapping[str, Scalar]]:
+        """What `save_model` wrote: head, body (empty where the stage left it alone) and facts."""
+        saved = Message.from_bytes(self._model(stage).read_bytes())
+        head, body = (
+            {name.removeprefix(part): a for name, a in saved.arrays.items() if name.startswith(part)}
+            for part in ("head.", "body.")
+        )
+        return LinearHead.of_arrays(head), body, saved.scalars  # type: ignore[arg-type]
+
+    def _model(self, stage: int) -> Path:
+        return self.path / "checkpoint" / f"stage-{stage}.safetensors"
+
+    def save_final(self, body: Arrays, head: LinearHead) -> None:
+        """The whole final model: the body under the names that its checkpoints use, and `head.weight`, `head.bias`."""
+        arrays = {**body, **{f"head.{name}": array for name, array in head.arrays().items()}}
+        write_atomically(self.path / "model" / "model.safetensors", lambda file: save_file(dict(arrays), file))
+
+    def write_clients(
+        self, stage: int, names: tuple[str, ...], ledger: Ledger, accuracy: npt.NDArray[np.float64] | None
+    ) -> None:
+        """Costs and accuracy of every client after a stage, as rows of `clients.csv`."""
+        path = self.path / "clients.csv"
+        before = []
+        if path.exists():
+            with path.open(newline="", encoding="utf-8") as file:
+                before = [row for row in csv.reader(file) if row[0].isdigit() and int(row[0]) < stage]
+        # A pooled stage has one client, and accuracies of those that pooled their examples.
+        shown = [""] * len(names) if accuracy is None or len(accuracy) != len(names) else accuracy.round(6).tolist()
+        text = io.StringIO()
+        rows = csv.writer(text, lineterminator="\n")
+        rows.writerow(["stage", "client", "accuracy", "bytes_up", "bytes_down", "forward_passes"])
+        rows.writerows(before)
+        costs = zip(ledger.bytes_up, ledger.bytes_down, ledger.forward_passes, strict=True)
+        rows.writerows([stage, name, right, *cost] for name, right, cost in zip(names, shown, costs, strict=True))
+        write_text(path, text.getvalue())
 
     def finish(self, summary: dict[str, Any]) -> None:
         """The summary: written last, its presence says that the run is complete."""

@@ -99,7 +99,7 @@ class Fed3R(_ClosedFormClassifier):
             width = self.random_features_width
             random = RandomFeatures.draw(X.shape[1], self.random_features, width, self.random_state)
         statistics, _ = summarise(X, labels, len(self.classes_), clients=clients, moments="full", transform=random)
-        return ridge_head(statistics, self.ridge, self.bias).with_random_features(random)
+        return ridge_head(statistics, self.ridge, self.bias).behind(random)
 
 
 class FedCOF(_ClosedFormClassifier):

@@ -43,8 +43,22 @@ class RandomFeatures:
 
 
 @dataclass(frozen=True, eq=False)
+class HiddenLayers:
+    """Rectified layers before the linear one: z ↦ max(0, W z + b), layer after layer; W: [h, d], b: [h] each."""
+
+    layers: tuple[tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]], ...]
+
+    def __call__(self, features: Features) -> npt.NDArray[np.float32]:
+        """features: [n, d] → [n, h]."""
+        values = np.asarray(features, np.float32)
+        for weight, bias in self.layers:
+            values = np.maximum(values @ weight.T + bias, 0)
+        return values
+
+
+@dataclass(frozen=True, eq=False)
 class LinearHead:
-    """Scores ``features @ weight.T + bias``, of random features of the features where the head has them.
+    """Scores ``features @ weight.T + bias``, of mapped features where the head has a map.
 
     weight: [C, d] float32; bias: [C] float32. The bias of a class that nobody has is -inf: any reader of the two
     arrays masks that class out of the prediction, without knowing that it is missing.
@@ -52,7 +66,7 @@ class LinearHead:
 
     weight: npt.NDArray[np.float32]
     bias: npt.NDArray[np.float32]
-    random_features: RandomFeatures | None = None
+    feature_map: RandomFeatures | HiddenLayers | None = None
     notes: Mapping[str, float] = field(default_factory=dict)
     """What was chosen on the way: the ridge, the shrinkage."""
 
@@ -68,32 +82,49 @@ class LinearHead:
             raise HeadstartError("the head does not fit into float32; scale the features towards 1")
         return cls(everything, offsets, None, notes)
 
-    def with_random_features(self, random_features: RandomFeatures | None) -> LinearHead:
-        """The same head, to be applied to random features of its input."""
-        return replace(self, random_features=random_features)
+    def behind(self, feature_map: RandomFeatures | HiddenLayers | None) -> LinearHead:
+        """The same head, to be applied to what the map makes of its input."""
+        return replace(self, feature_map=feature_map)
 
     def scores(self, features: Features) -> npt.NDArray[np.float32]:
-        """features: [n, d] → scores [n, C]; in blocks, since random features are wider than features."""
+        """features: [n, d] → scores [n, C]; in blocks, since a map may widen the features."""
         scores = np.empty((len(features), len(self.bias)), np.float32)
         for start in range(0, len(features), _ROWS):
             block = np.asarray(features[start : start + _ROWS], np.float32)
-            block = self.random_features(block) if self.random_features else block
+            block = self.feature_map(block) if self.feature_map else block
             scores[start : start + _ROWS] = block @ self.weight.T + self.bias
         return scores
 
-    def save(self, path: Path) -> None:
-        """Write `weight` and `bias` (and `projection`, `phase`) as safetensors, atomically."""
+    def arrays(self) -> dict[str, npt.NDArray[np.float32]]:
+        """`weight`, `bias`, and those of the map: `projection`, `phase`, or `hidden.N.weight`, `hidden.N.bias`."""
         arrays = {"weight": self.weight, "bias": self.bias}
-        if self.random_features:
-            arrays |= {"projection": self.random_features.projection, "phase": self.random_features.phase}
-        write_atomically(path, lambda temporary: save_file(arrays, temporary))
+        if isinstance(self.feature_map, RandomFeatures):
+            arrays |= {"projection": self.feature_map.projection, "phase": self.feature_map.phase}
+        elif self.feature_map:
+            for number, (weight, bias) in enumerate(self.feature_map.layers):
+                arrays |= {f"hidden.{number}.weight": weight, f"hidden.{number}.bias": bias}
+        return arrays
+
+    @classmethod
+    def of_arrays(cls, arrays: Mapping[str, npt.NDArray[np.float32]]) -> LinearHead:
+        """The head with these arrays."""
+        feature_map: RandomFeatures | HiddenLayers | None = None
+        depth = sum(name.startswith("hidden.") for name in arrays) // 2
+        if depth:
+            layers = ((arrays[f"hidden.{n}.weight"], arrays[f"hidden.{n}.bias"]) for n in range(depth))
+            feature_map = HiddenLayers(tuple(layers))
+        elif "phase" in arrays:
+            feature_map = RandomFeatures(arrays["projection"], arrays["phase"])
+        return cls(arrays["weight"], arrays["bias"], feature_map)
+
+    def save(self, path: Path) -> None:
+        """Write the arrays as safetensors, atomically."""
+        write_atomically(path, lambda temporary: save_file(self.arrays(), temporary))
 
     @classmethod
     def load(cls, path: Path) -> LinearHead:
         """Read what `save` wrote."""
-        arrays = load_file(path)
-        random = RandomFeatures(arrays["projection"], arrays["phase"]) if "phase" in arrays else None
-        return cls(arrays["weight"], arrays["bias"], random)
+        return cls.of_arrays(load_file(path))
 
 
 def unit_rows(weight: Floats) -> tuple[Floats, npt.NDArray[np.bool_], Floats]:

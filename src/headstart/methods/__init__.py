@@ -22,6 +22,7 @@ METHODS: Mapping[str, str] = {
     "feddyn": "feddyn.FedDynMethod",
     "scaffold": "scaffold.ScaffoldMethod",
     "fednova": "fednova.FedNovaMethod",
+    "centralised": "centralised.CentralisedMethod",
 }
 """Where each method lives; a method is imported when it is used, so that closed-form ones do not wait for torch."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,10 @@ from headstart.statistics import (
     summarise,
 )
 from headstart.wire import Message
+
+if TYPE_CHECKING:  # closed-form methods do not wait for torch
+    from headstart.backbones import Backbone
+    from headstart.backbones.inputs import Inputs
 
 State = TypeVar("State")
 Kept = Callable[[str], npt.NDArray[np.float32]]
@@ -41,18 +45,20 @@ class Setting:
     n_examples: int = 1
     previous: LinearHead | None = None
     """The head that an earlier stage hands on."""
+    backbone: Backbone | None = None
+    """The body that an earlier stage hands on, or the pre-trained one; None where the data are features."""
 
 
 @dataclass(frozen=True, eq=False)
 class Cohort:
     """Clients that answer together: thousands in a simulation, one on a node of its own.
 
-    features: [N, d], shared by all clients and never copied; rows: [n] this cohort's examples, client after client;
-    labels, owners: [n].
+    source: features [N, d], or what a body that trains reads, of all clients and never copied; rows: [n] this cohort's
+    examples, client after client; labels, owners: [n].
     """
 
     clients: Ints
-    features: Features
+    source: Features | Inputs
     rows: Ints
     labels: Ints
     owners: Ints
@@ -60,6 +66,18 @@ class Cohort:
     """[M] the clients that answer for the first time in this stage, and have no features yet."""
     kept: Kept
     """What these clients kept to themselves the last time, by name [M, …]; zeros at first."""
+
+    @property
+    def features(self) -> Features:
+        """Features [N, d], for methods that leave the body alone."""
+        assert isinstance(self.source, np.ndarray)
+        return self.source
+
+    @property
+    def inputs(self) -> Inputs:
+        """Batches of examples, for methods that train the body."""
+        assert not isinstance(self.source, np.ndarray)
+        return self.source
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,6 +119,9 @@ class Method(Protocol[State]):
 
     def head(self, state: State) -> LinearHead:
         """Server: the head that the state amounts to."""
+
+    def place(self, state: State) -> None:
+        """Server: write the state into the body, for evaluation; nothing to do where the body is left alone."""
 
     def published(self, state: State, counts: Ints) -> Published:
         """The cost as the papers count it; counts: [K, C] examples by class of the clients that were heard."""
@@ -179,6 +200,10 @@ class StatisticsMethod(ABC):
     def head(self, state: Heard) -> LinearHead:
         """Server: the head."""
         return self.solve(state[0].merge(*state[1:]))
+
+    def place(self, state: Heard) -> None:
+        """The body is left alone."""
+        return None
 
     def freeze(self, state: Heard) -> Message:
         """Arrays of the state, at full precision."""

@@ -33,7 +33,7 @@ class Fed3RMethod(StatisticsMethod):
 
     def solve(self, total: ClientStatistics) -> LinearHead:
         """The ridge solution, each row scaled to length one with its bias."""
-        return ridge_head(total, self.stage.ridge, self.stage.bias).with_random_features(self.random)
+        return ridge_head(total, self.stage.ridge, self.stage.bias).behind(self.random)
 
     def published(self, state: Heard, counts: Ints) -> Published:
         """As the FedCOF paper counts it; half of the symmetric Gram matrix is redundant."""

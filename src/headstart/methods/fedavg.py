@@ -1,6 +1,7 @@
-"""FedAvg: local SGD, then the mean (McMahan et al., AISTATS 2017). With ``train = "head"`` it is a linear probe.
+"""FedAvg: local SGD, then the mean (McMahan et al., AISTATS 2017). With ``train = "head"`` it is a linear
+probe, with ``train = "all"`` fine-tuning.
 
-Travels down: the head. Travels up: the client's update and how many examples are behind it.
+Travels down: what is trained. Travels up: the client's update and how many examples are behind it.
 """
 
 from __future__ import annotations

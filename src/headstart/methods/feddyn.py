@@ -1,8 +1,8 @@
 """FedDyn: a dynamic regulariser that aligns local and global optima (Acar et al., ICLR 2021).
 
 Client k minimises its loss + α_k ⟨w, h_k⟩ + α_k/2 ‖w − x‖² from the server's x, then h_k ← h_k + w_k − x. Travels up:
-w_k − x. The server's x is the mean of the heads it heard plus the mean of all clients' h. ``adaptive`` divides α by the
-client's share of the examples relative to an even one, as the official code does. h_k stays with the client.
+w_k − x. The server's x is the mean of the models it heard plus the mean of all clients' h. ``adaptive`` divides α by
+the client's share of the examples relative to an even one, as the official code does. h_k stays with the client.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from headstart.methods.base import Cohort, Reply
-from headstart.methods.solver import LocalResult, Stack, local_sgd, wide
+from headstart.methods.solver import LocalResult, Objective, Stack, wide
 from headstart.methods.training import TrainingMethod, TrainingState, Vectors, added, difference
 from headstart.recipe import FedDynStage
 from headstart.statistics import Ints
@@ -33,8 +33,7 @@ class FedDynMethod(TrainingMethod[FedDynStage]):
         pull = torch.from_numpy((self.stage.alpha_dyn * factor).astype(np.float32))
         dual = self.remembered("dual", cohort)
         drift = {name: wide(pull, value) * value for name, value in dual.items()}
-        round = int(message.scalars["round"])
-        result = local_sgd(start, cohort, self.stage, round, self.setting.seed, pull, drift)
+        result = self.solve(start, cohort, int(message.scalars["round"]), Objective(pull, drift))
         update = difference(result.parameters, start)
         return result, {"update": update}, {"dual": {name: dual[name] + moved for name, moved in update.items()}}
 
@@ -43,6 +42,6 @@ class FedDynMethod(TrainingMethod[FedDynStage]):
         return 1.0
 
     def step(self, state: TrainingState, mean: Vectors) -> tuple[Vectors, dict[str, Vectors]]:
-        """x ← mean of the heads heard + mean of all duals, which have moved by the same updates."""
+        """x ← mean of the models heard + mean of all duals, which have moved by the same updates."""
         dual = added(state.memory["dual"], mean, state.replies / self.setting.n_clients)
         return added(added(state.parameters, mean, 1.0), dual, 1.0), {"dual": dual}

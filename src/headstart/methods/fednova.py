@@ -11,7 +11,7 @@ import torch
 
 from headstart.errors import MessageError
 from headstart.methods.base import Cohort, Reply
-from headstart.methods.solver import LocalResult, Stack, learning_rate, local_sgd
+from headstart.methods.solver import LocalResult, Objective, Stack, learning_rate
 from headstart.methods.training import TrainingMethod, TrainingState, Vectors, added, difference
 from headstart.recipe import FedNovaStage
 from headstart.statistics import Ints
@@ -28,7 +28,7 @@ class FedNovaMethod(TrainingMethod[FedNovaStage]):
     ) -> tuple[LocalResult, dict[str, Stack], dict[str, Stack]]:
         """Local SGD, with a proximal pull where μ is not 0."""
         pull = torch.full((len(cohort.clients),), self.stage.mu) if self.stage.mu else None
-        result = local_sgd(start, cohort, self.stage, int(message.scalars["round"]), self.setting.seed, pull)
+        result = self.solve(start, cohort, int(message.scalars["round"]), Objective(pull))
         return result, {"update": difference(result.parameters, start)}, {}
 
     def factor(self, what: str, weight: float, state: TrainingState, reply: Reply) -> float:

@@ -6,6 +6,8 @@ at τ², and x ← x + η m / (√v + τ). What travels is FedAvg's.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from headstart.methods.training import TrainingMethod, TrainingState, Vectors, added
@@ -31,7 +33,7 @@ class _AdaptiveMethod(TrainingMethod[FedAdamStage | FedYogiStage]):
         """The second moment starts at τ²; at zero where the bias of that start is corrected, as in Adam."""
         state, start = super().open(), 0.0 if self.stage.bias_correction else self.stage.tau**2
         second = {name: np.full(shape, start) for name, shape in self.shapes.items()}
-        return TrainingState(state.parameters, {**state.memory, "second": second})
+        return replace(state, memory={**state.memory, "second": second})
 
     def step(self, state: TrainingState, mean: Vectors) -> tuple[Vectors, dict[str, Vectors]]:
         """One adaptive step."""
@@ -72,7 +74,7 @@ class FedAdagradMethod(TrainingMethod[FedAdagradStage]):
     def open(self) -> TrainingState:
         """The second moment starts at τ²."""
         second = {name: np.full(shape, self.stage.tau**2) for name, shape in self.shapes.items()}
-        return TrainingState(super().open().parameters, {"second": second})
+        return replace(super().open(), memory={"second": second})
 
     def step(self, state: TrainingState, mean: Vectors) -> tuple[Vectors, dict[str, Vectors]]:
         """One Adagrad step."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from headstart.methods.base import Cohort
-from headstart.methods.solver import LocalResult, Stack, local_sgd
+from headstart.methods.solver import LocalResult, Objective, Stack
 from headstart.methods.training import TrainingMethod, difference
 from headstart.recipe import FedProxStage
 from headstart.statistics import Ints
@@ -23,5 +23,5 @@ class FedProxMethod(TrainingMethod[FedProxStage]):
     ) -> tuple[LocalResult, dict[str, Stack], dict[str, Stack]]:
         """The pull is part of the gradient, so that momentum sees it."""
         pull = torch.full((len(cohort.clients),), self.stage.mu)
-        result = local_sgd(start, cohort, self.stage, int(message.scalars["round"]), self.setting.seed, pull)
+        result = self.solve(start, cohort, int(message.scalars["round"]), Objective(pull))
         return result, {"update": difference(result.parameters, start)}, {}

@@ -1,6 +1,6 @@
 """SCAFFOLD: control variates against client drift, option II (Karimireddy et al., ICML 2020).
 
-Travels down: the head x and the server's control variate c. A client steps along g − c_k + c from x to y_k, in τ steps
+Travels down: the model x and the server's control variate c. A client steps along g − c_k + c from x to y_k, in τ steps
 of size η, and sets c_k⁺ = c_k − c + (x − y_k)/(τ η). Travels up: y_k − x and c_k⁺ − c_k. The server moves by the mean
 of the first and adds the mean of the second, over all clients, to c. c_k stays with the client.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from headstart.methods.base import Cohort, Reply
-from headstart.methods.solver import LocalResult, Stack, learning_rate, local_sgd, wide
+from headstart.methods.solver import LocalResult, Objective, Stack, learning_rate, wide
 from headstart.methods.training import TrainingMethod, TrainingState, Vectors, added, difference
 from headstart.recipe import ScaffoldStage
 from headstart.statistics import Ints
@@ -36,7 +36,7 @@ class ScaffoldMethod(TrainingMethod[ScaffoldStage]):
         mine = self.remembered("control", cohort)
         server = {name: torch.from_numpy(message.arrays[f"control.{name}"].copy()) for name in self.shapes}
         correction = {name: server[name] - mine[name] for name in self.shapes}
-        result = local_sgd(start, cohort, self.stage, round, self.setting.seed, drift=correction)
+        result = self.solve(start, cohort, round, Objective(drift=correction))
         update = difference(result.parameters, start)
         scale = torch.from_numpy(result.steps) * learning_rate(self.stage, round)
         change = {name: -server[name] - moved / wide(scale, moved) for name, moved in update.items()}

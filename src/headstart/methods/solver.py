@@ -1,4 +1,4 @@
-"""What a client does: SGD on a linear head over cached features, for many clients at once.
+"""What a client does with a head: SGD over cached features, for many clients at once.
 
 The heads of a cohort are stacked, and every step is one batched matrix product. Clients of different sizes take
 different numbers of steps, and their last batch may be short: padding is masked out of the loss, and a client that has
@@ -8,7 +8,8 @@ no step left does not move. A cohort of one client is the same code.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -25,11 +26,33 @@ Stack = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
+class Objective:
+    """What a method adds to each client's loss: pull/2 ‖w − start‖² + ⟨drift, w⟩; and the velocity it starts with.
+
+    pull: [M]; drift: a gradient added at every step. Both are part of the objective, so momentum sees them.
+    """
+
+    pull: Tensor | None = None
+    drift: Stack | None = None
+    velocity: Stack | None = None
+
+
+@dataclass(frozen=True)
 class LocalResult:
-    """Heads after local training, and how many steps each client took [M]."""
+    """Parameters after local training, how many steps each client took [M], and what else has changed."""
 
     parameters: Stack
     steps: Ints
+    velocity: Stack
+    statistics: Stack = field(default_factory=dict)
+    """Running statistics of batch norm, where they are trained along."""
+
+
+class Solver(Protocol):
+    """What clients do with the model they are given."""
+
+    def __call__(self, start: Stack, cohort: Cohort, round: int, objective: Objective) -> LocalResult:
+        """SGD from ``start`` on each client's loss and the objective; batches shuffled by (seed, round, client)."""
 
 
 def learning_rate(stage: Training, round: int) -> float:
@@ -44,56 +67,66 @@ def learning_rate(stage: Training, round: int) -> float:
     return stage.lr
 
 
-def local_sgd(
-    start: Stack,
-    cohort: Cohort,
-    stage: Training,
-    round: int,
-    seed: tuple[int, ...],
-    pull: Tensor | None = None,
-    drift: Stack | None = None,
-) -> LocalResult:
-    """SGD from ``start`` on each client's loss + pull/2 ‖w − start‖² + ⟨drift, w⟩.
+class HeadSolver:
+    """Local SGD on the stacked heads of a cohort, over features that were computed once."""
 
-    pull: [M] strength of the proximal term; drift: a gradient added at every step. Both are part of the objective, so
-    momentum sees them. Batches are shuffled by (seed, round, client).
-    """
-    index = torch.from_numpy(_batches(cohort, stage, round, seed))  # [M, S, B], -1 where there is no example
-    features = torch.from_numpy(np.asarray(cohort.features[cohort.rows], np.float32))
-    labels = torch.from_numpy(cohort.labels)
-    rate = learning_rate(stage, round)
-    parameters = {name: value.clone() for name, value in start.items()}
-    velocity = {name: torch.zeros_like(value) for name, value in start.items()}
-    for step in range(index.shape[1]):
-        batch = index[:, step]
-        present = batch >= 0
-        active = present.any(dim=1)
-        gradients = _gradients(parameters, features[batch.clamp(min=0)], labels[batch.clamp(min=0)], present, stage)
-        for name, gradient in gradients.items():
-            if stage.weight_decay:
-                gradient += stage.weight_decay * parameters[name]
-            if pull is not None:
-                gradient += wide(pull, gradient) * (parameters[name] - start[name])
-            if drift is not None:
-                gradient += drift[name]
-        if stage.clip is not None:
-            _clip(gradients, stage.clip)
-        for name, gradient in gradients.items():
-            moving = wide(active, gradient)
-            velocity[name] = torch.where(moving, stage.momentum * velocity[name] + gradient, velocity[name])
-            parameters[name] = torch.where(moving, parameters[name] - rate * velocity[name], parameters[name])
-    steps = (index >= 0).any(dim=2).sum(dim=1).numpy().astype(np.int64)
-    return LocalResult(parameters, steps)
+    def __init__(self, stage: Training, seed: tuple[int, ...]) -> None:
+        self.stage, self.seed = stage, seed
+
+    def __call__(self, start: Stack, cohort: Cohort, round: int, objective: Objective) -> LocalResult:
+        """start: stacked parameters [M, …] of the heads."""
+        stage, rate = self.stage, learning_rate(self.stage, round)
+        index = torch.from_numpy(batches(cohort, stage, round, self.seed))  # [M, S, B], -1 where there is no example
+        features = torch.from_numpy(np.asarray(cohort.features[cohort.rows], np.float32))
+        labels = torch.from_numpy(cohort.labels)
+        parameters = {name: value.clone() for name, value in start.items()}
+        velocity = dict(objective.velocity or {name: torch.zeros_like(value) for name, value in start.items()})
+        for step in range(index.shape[1]):
+            batch = index[:, step]
+            present = batch >= 0
+            active = present.any(dim=1)
+            gradients = _gradients(parameters, features[batch.clamp(min=0)], labels[batch.clamp(min=0)], present, stage)
+            for name, gradient in gradients.items():
+                if stage.weight_decay:
+                    gradient += stage.weight_decay * parameters[name]
+                if objective.pull is not None:
+                    gradient += wide(objective.pull, gradient) * (parameters[name] - start[name])
+                if objective.drift is not None:
+                    gradient += objective.drift[name]
+            if stage.clip is not None:
+                _clip(gradients, stage.clip)
+            for name, gradient in gradients.items():
+                moving = wide(active, gradient)
+                velocity[name] = torch.where(moving, stage.momentum * velocity[name] + gradient, velocity[name])
+                parameters[name] = torch.where(moving, parameters[name] - rate * velocity[name], parameters[name])
+        steps = (index >= 0).any(dim=2).sum(dim=1).numpy().astype(np.int64)
+        return LocalResult(parameters, steps, velocity)
+
+
+def layers_of(names: list[str]) -> list[str]:
+    """Layers of a head, from the features to the scores: hidden ones by number, then the linear one."""
+    return sorted({name.rpartition(".")[0] for name in names}, key=lambda layer: (layer == "head", layer))
 
 
 def _gradients(parameters: Stack, features: Tensor, labels: Tensor, present: Tensor, stage: Training) -> Stack:
     """Gradients of the mean cross-entropy of each client's batch; features: [M, B, d], labels, present: [M, B]."""
-    scores = torch.baddbmm(parameters["bias"].unsqueeze(1), features, parameters["weight"].transpose(1, 2))
-    error = functional.softmax(scores / stage.temperature, dim=2)
-    error -= functional.one_hot(labels, scores.shape[2])
+    layers, inputs, values = layers_of(list(parameters)), [], features
+    for layer in layers:
+        inputs.append(values)
+        weight, bias = parameters[f"{layer}.weight"], parameters[f"{layer}.bias"]
+        values = torch.baddbmm(bias.unsqueeze(1), values, weight.transpose(1, 2))
+        values = values if layer == "head" else values.relu_()
+    error = functional.softmax(values / stage.temperature, dim=2)
+    error -= functional.one_hot(labels, error.shape[2])
     share = present / (stage.temperature * present.sum(dim=1, keepdim=True).clamp(min=1))
     error *= share.unsqueeze(2)
-    return {"weight": torch.bmm(error.transpose(1, 2), features), "bias": error.sum(dim=1)}
+    gradients = {}
+    for layer, given in zip(reversed(layers), reversed(inputs), strict=True):
+        gradients[f"{layer}.weight"] = torch.bmm(error.transpose(1, 2), given)
+        gradients[f"{layer}.bias"] = error.sum(dim=1)
+        if layer != layers[0]:
+            error = torch.bmm(error, parameters[f"{layer}.weight"]) * (given > 0)
+    return gradients
 
 
 def _clip(gradients: Stack, largest: float) -> None:
@@ -110,7 +143,7 @@ def wide(values: Tensor, like: Tensor) -> Tensor:
     return values.view(-1, *([1] * (like.dim() - 1)))
 
 
-def _batches(cohort: Cohort, stage: Training, round: int, seed: tuple[int, ...]) -> npt.NDArray[np.int64]:
+def batches(cohort: Cohort, stage: Training, round: int, seed: tuple[int, ...]) -> npt.NDArray[np.int64]:
     """Positions in the cohort's examples [M, S, B] of every batch of every client, padded with -1."""
     plans = []
     starts = np.searchsorted(cohort.owners, cohort.clients)

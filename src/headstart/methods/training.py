@@ -1,4 +1,4 @@
-"""What methods that train a head share: parameters down, updates up, a running mean, a step of the server."""
+"""What methods that train share: parameters down, updates up, a running mean, a step of the server."""
 
 from __future__ import annotations
 
@@ -9,17 +9,21 @@ from typing import Generic, TypeVar
 import numpy as np
 import torch
 
-from headstart.errors import MessageError
+from headstart.errors import HeadstartError, MessageError
 from headstart.heads import LinearHead
 from headstart.ledger import Published
 from headstart.methods.base import Cohort, Reply, Setting
-from headstart.methods.solver import LocalResult, Stack, local_sgd
+from headstart.methods.network import BodySolver, Network, set_mode
+from headstart.methods.plan import Plan, Shapes, head_shapes
+from headstart.methods.solver import HeadSolver, LocalResult, Objective, Solver, Stack
 from headstart.recipe import Training
 from headstart.statistics import Floats, Ints
 from headstart.wire import Message
 
-# An update so many times larger than the head it updates is no step of SGD.
+# An update so many times larger than the model it updates is no step of SGD.
 _EXPLODED = 1e4
+# A body trains for one client at a time: a cohort has room for no second one.
+_ALONE = 1 << 62
 
 StageT = TypeVar("StageT", bound=Training)
 Vectors = dict[str, Floats]
@@ -28,10 +32,12 @@ Vectors = dict[str, Floats]
 
 @dataclass(frozen=True)
 class TrainingState:
-    """The server between two replies: the head, what its optimiser remembers, and the sums of this round so far."""
+    """The server between two replies: the model, what its optimiser remembers, and the sums of this round so far."""
 
     parameters: Vectors
     memory: dict[str, Vectors] = field(default_factory=dict)
+    statistics: Vectors = field(default_factory=dict)
+    """Running statistics of batch norm, where they are shared."""
     round: int = 0
     sums: dict[str, Vectors] = field(default_factory=dict)
     weight: float = 0.0
@@ -51,44 +57,60 @@ class TrainingMethod(Generic[StageT]):
     """What a client keeps to itself from one of its rounds to the next; zero before its first."""
 
     def __init__(self, stage: StageT, setting: Setting) -> None:
-        self.stage, self.setting = stage, setting
-        classes, dim = setting.n_classes, setting.dim
-        self.shapes: dict[str, tuple[int, ...]] = {"weight": (classes, dim), "bias": (classes,)}
+        self.stage, self.setting, self.plan = stage, setting, Plan.of(stage)
+        head = self._head_start(head_shapes(stage, setting.n_classes, setting.dim))
+        self.solve: Solver = HeadSolver(stage, setting.seed)
+        self.network: Network | None = None
+        self._initial, self._statistics = head, Vectors()
+        if self.plan.body == "shared":
+            assert setting.backbone is not None
+            tensors = {name: torch.from_numpy(value.astype(np.float32)) for name, value in head.items()}
+            self.network = Network(setting.backbone, tensors, stage)
+            self.solve = BodySolver(self.network, stage, setting.seed)
+            self._initial = {n: p.detach().cpu().double().numpy() for n, p in self.network.parameters.items()} | head
+            self._statistics = {n: b.cpu().double().numpy() for n, b in self.network.statistics.items()}
+        self._frozen_head = head if self.plan.head == "frozen" else Vectors()
+        self.shapes: Shapes = self.plan.shared({name: value.shape for name, value in self._initial.items()})
+        self._initial = {name: self._initial[name] for name in self.shapes}
         kept = {f"{what}.{name}": shape for what in self.keeps for name, shape in self.shapes.items()}
         self.kept_shapes: Mapping[str, tuple[int, ...]] = kept
-        # Parameters, start, velocity, gradient, and what is kept and corrected by, in float32.
-        self.bytes_per_client = 4 * 8 * classes * (dim + 1)
+        # Of a head: parameters, start, velocity, gradient, and what is kept and corrected by, in float32.
+        values = sum(int(np.prod(shape)) for shape in self.shapes.values())
+        self.bytes_per_client = _ALONE if self.network else 4 * 8 * values
 
     # ------------------------------------------------------------------------------------------------ on the server
 
     def open(self) -> TrainingState:
-        """The head to start from."""
-        return TrainingState(self._start(), {name: self._zeros() for name in self.memories})
+        """The model to start from."""
+        return TrainingState(self._initial, {name: self._zeros() for name in self.memories}, self._statistics)
 
     def instruct(self, state: TrainingState, round: int) -> Message:
-        """The head, in float32, and what else clients need."""
+        """What is shared, in float32, and what else clients need."""
         sent = {"model": state.parameters, **{name: state.memory[name] for name in self.broadcasts()}}
-        return Message(_named(sent, np.float32), {"round": round})
+        return Message(_named(sent | {"statistics": state.statistics}, np.float32), {"round": round})
 
     def broadcasts(self) -> tuple[str, ...]:
-        """Memories of the server that travel down with the head."""
+        """Memories of the server that travel down with the model."""
         return ()
 
     def fold(self, state: TrainingState, reply: Reply) -> TrainingState:
         """Add a weighted update to the sums of the round; an update that cannot be right is refused."""
-        arrays = {
-            what: {name: reply.message.array(f"{what}.{name}", "float32", shape) for name, shape in self.shapes.items()}
-            for what in self.travels
-        }
+        arrays = {what: _checked(reply.message, what, self.shapes) for what in self.travels}
+        moved = {name: value.shape for name, value in state.statistics.items()}
+        arrays["statistics"] = _checked(reply.message, "statistics", moved)
         norm, largest = norm_of(arrays["update"]), _EXPLODED * (1 + norm_of(state.parameters))
         if norm > largest:
             raise MessageError(f"the update has exploded: its norm is {norm:.1e}, more than {largest:.1e}")
+        for name, value in arrays["statistics"].items():
+            if name.endswith("running_var") and value.min(initial=0) < 0:
+                raise MessageError(f"array 'statistics.{name}' holds a negative variance")
         weight = self.weight_of(reply)
         sums = {}
         for what, vectors in arrays.items():
-            factor = self.factor(what, weight, state, reply)
-            before = state.sums.get(what) or self._zeros()
-            sums[what] = {name: before[name] + factor * array.astype(np.float64) for name, array in vectors.items()}
+            factor = weight if what == "statistics" else self.factor(what, weight, state, reply)
+            before = state.sums.get(what)
+            scaled = {name: factor * array.astype(np.float64) for name, array in vectors.items()}
+            sums[what] = scaled if before is None else {n: np.add(before[n], v, out=v) for n, v in scaled.items()}
         effort = state.effort + weight * self.effort(state, reply)
         return replace(state, sums=sums, weight=state.weight + weight, effort=effort, replies=state.replies + 1)
 
@@ -108,12 +130,16 @@ class TrainingMethod(Generic[StageT]):
         return 1.0
 
     def close(self, state: TrainingState) -> TrainingState:
-        """The step of the server, once all replies of the round are in; without any, the head stays as it is."""
+        """The step of the server, once all replies of the round are in; without any, the model stays as it is.
+
+        Statistics are averaged as they are: they are estimates, not parameters that an optimiser steps along.
+        """
         if state.replies:
             mean = {name: total / state.weight for name, total in state.sums["update"].items()}
             parameters, memory = self.step(state, mean)
-            state = replace(state, parameters=parameters, memory=memory)
-        return TrainingState(state.parameters, state.memory, state.round + 1)
+            statistics = {name: total / state.weight for name, total in state.sums["statistics"].items()}
+            state = replace(state, parameters=parameters, memory=memory, statistics=statistics)
+        return TrainingState(state.parameters, state.memory, state.statistics, state.round + 1)
 
     def step(self, state: TrainingState, mean: Vectors) -> tuple[Vectors, dict[str, Vectors]]:
         """New parameters and memories from the mean update of the round."""
@@ -121,22 +147,34 @@ class TrainingMethod(Generic[StageT]):
 
     def head(self, state: TrainingState) -> LinearHead:
         """The head as it is."""
-        parameters = state.parameters
-        return LinearHead(parameters["weight"].astype(np.float32), parameters["bias"].astype(np.float32))
+        values = self._frozen_head or state.parameters
+        heads = {n.removeprefix("head."): v.astype(np.float32) for n, v in values.items() if n.startswith("head.")}
+        return LinearHead.of_arrays(heads)
+
+    def place(self, state: TrainingState) -> None:
+        """Write what the state says into the body, and put it into evaluation mode."""
+        if self.network:
+            self.network.load(_tensors({**state.parameters, **state.statistics}))
+            set_mode(self.network.backbone.body, False, self.stage.norm_statistics)
 
     def published(self, state: TrainingState, counts: Ints) -> Published:
-        """The FedNCM paper's count of head tuning: both directions; every example in every round."""
-        values = self.setting.n_classes * self.setting.dim
+        """The FedNCM paper's count: both directions, without the bias of the head; every example in every round.
+
+        A step on the body counts as three forward passes.
+        """
+        values = sum(int(np.prod(shape)) for shape in self.shapes.values())
+        values -= self.setting.n_classes if self.plan.head == "shared" else 0
         share = 1.0 if self.stage.participation is None else self.stage.participation
         per_round = self.stage.clients_per_round or round(share * self.setting.n_clients)
-        formula = "FedNCM paper, appendix A: 2 · C · d · K · R · 4 bytes, up and down"
-        epochs = self.stage.local_epochs or 1
-        passes = state.round * epochs * int(counts.sum())
+        what = "(C · d + P)" if self.network else "C · d"
+        formula = f"FedNCM paper, appendix A: 2 · {what} · K · R · 4 bytes, up and down"
+        passes = (3 if self.network else 1) * state.round * (self.stage.local_epochs or 1) * int(counts.sum())
         return Published(2 * values * per_round * state.round * 4, passes, formula)
 
     def freeze(self, state: TrainingState) -> Message:
         """The state between two rounds, at full precision."""
-        return Message(_named({"model": state.parameters, **state.memory}, np.float64), {"round": state.round})
+        vectors = {"model": state.parameters, "statistics": state.statistics, **state.memory}
+        return Message(_named(vectors, np.float64), {"round": state.round})
 
     def thaw(self, message: Message) -> TrainingState:
         """The state that `freeze` wrote."""
@@ -144,26 +182,26 @@ class TrainingMethod(Generic[StageT]):
             what: {name: message.arrays[f"{what}.{name}"].astype(np.float64) for name in self.shapes}
             for what in ("model", *self.memories)
         }
-        return TrainingState(vectors.pop("model"), vectors, int(message.scalars["round"]))
+        statistics = {name: message.arrays[f"statistics.{name}"].astype(np.float64) for name in self._statistics}
+        return TrainingState(vectors.pop("model"), vectors, statistics, int(message.scalars["round"]))
 
     # ----------------------------------------------------------------------------------------------- on the clients
 
     def answer(self, cohort: Cohort, message: Message) -> list[Reply]:
-        """Train every client's head; each sends its update and keeps its own."""
+        """Train every client's model; each sends its update and keeps its own."""
         clients = len(cohort.clients)
-        start = {
-            name: torch.from_numpy(message.arrays[f"model.{name}"].copy()).expand(clients, *shape)
-            for name, shape in self.shapes.items()
-        }
+        given = {n.removeprefix("model."): a for n, a in message.arrays.items() if n.startswith("model.")}
+        given |= {n.removeprefix("statistics."): a for n, a in message.arrays.items() if n.startswith("statistics.")}
+        start = {name: value.expand(clients, *value.shape) for name, value in _tensors(given).items()}
         sizes = np.searchsorted(cohort.owners, cohort.clients, "right") - np.searchsorted(cohort.owners, cohort.clients)
         result, sent, kept = self.train(start, cohort, message, sizes)
+        sent["statistics"] = result.statistics
         replies = []
         for row, client in enumerate(cohort.clients):
-            arrays = {f"{what}.{name}": sent[what][name][row].numpy() for what in self.travels for name in self.shapes}
-            mine = {f"{what}.{name}": kept[what][name][row].numpy() for what in self.keeps for name in self.shapes}
-            scalars = {"examples": int(sizes[row]), "steps": int(result.steps[row])}
-            reply = Message(arrays, scalars)
-            passes = int(sizes[row]) if cohort.new[row] else 0
+            arrays = {f"{what}.{name}": each[name][row].numpy() for what, each in sent.items() for name in each}
+            mine = {f"{what}.{name}": each[name][row].numpy() for what, each in kept.items() for name in each}
+            reply = Message(arrays, {"examples": int(sizes[row]), "steps": int(result.steps[row])})
+            passes = self._passes(int(sizes[row]), int(result.steps[row]), bool(cohort.new[row]))
             replies.append(Reply(np.array([client]), reply, np.array([reply.nbytes]), np.array([passes]), mine))
         return replies
 
@@ -171,8 +209,16 @@ class TrainingMethod(Generic[StageT]):
         self, start: Stack, cohort: Cohort, message: Message, sizes: Ints
     ) -> tuple[LocalResult, dict[str, Stack], dict[str, Stack]]:
         """Local training: the result, what travels and what is kept, all stacked over the cohort."""
-        result = local_sgd(start, cohort, self.stage, int(message.scalars["round"]), self.setting.seed)
+        result = self.solve(start, cohort, int(message.scalars["round"]), Objective())
         return result, {"update": difference(result.parameters, start)}, {}
+
+    def _passes(self, size: int, steps: int, new: bool) -> int:
+        """Forward passes: through a frozen body once; three for each example of a step on the body, as in the paper."""
+        if not self.network:
+            return size if new else 0
+        width = size if self.stage.batch_size == "full" else min(self.stage.batch_size, size)
+        per_epoch = -(-size // width)
+        return 3 * (steps // per_epoch * size + steps % per_epoch * width)
 
     # ------------------------------------------------------------------------------------------------------ helpers
 
@@ -180,17 +226,24 @@ class TrainingMethod(Generic[StageT]):
         """What each client of a cohort kept under this name [M, …]."""
         return {name: torch.from_numpy(cohort.kept(f"{what}.{name}")) for name in self.shapes}
 
-    def _start(self) -> Vectors:
+    def _head_start(self, shapes: Shapes) -> Vectors:
         previous = self.setting.previous
-        if self.stage.head_init == "zeros":
-            return self._zeros()
         if self.stage.head_init == "previous" and previous is not None:
             # A class that was masked because nobody had been heard about it may be learned now.
-            bias = np.where(np.isfinite(previous.bias), previous.bias, 0.0)
-            return {"weight": previous.weight.astype(np.float64), "bias": bias.astype(np.float64)}
+            given = previous.arrays()
+            arrays = {f"head.{name}": np.nan_to_num(given[name].astype(np.float64), neginf=0) for name in given}
+            if {name: array.shape for name, array in arrays.items()} != shapes:
+                raise HeadstartError(
+                    f"stages.{self.setting.seed[1]}.head_init: the earlier stage's head has other layers than this "
+                    f"stage's ({self.stage.head}); set head_init to random or zeros, or start to another stage"
+                )
+            return arrays
+        if self.stage.head_init == "zeros":
+            return {name: np.zeros(shape) for name, shape in shapes.items()}
         rng = np.random.default_rng([*self.setting.seed, 0x1417])
-        bound = 1 / np.sqrt(self.setting.dim)  # torch's own initialisation of a linear layer
-        return {name: rng.uniform(-bound, bound, shape) for name, shape in self.shapes.items()}
+        # Torch's own initialisation of a linear layer.
+        widths = {name: shapes[name.replace("bias", "weight")][1] for name in shapes}
+        return {name: rng.uniform(-1, 1, shape) / np.sqrt(widths[name]) for name, shape in shapes.items()}
 
     def _zeros(self) -> Vectors:
         return {name: np.zeros(shape) for name, shape in self.shapes.items()}
@@ -211,5 +264,14 @@ def added(left: Vectors, right: Vectors, factor: float) -> Vectors:
     return {name: value + factor * right[name] for name, value in left.items()}
 
 
+def _checked(message: Message, what: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
+    return {name: message.array(f"{what}.{name}", "float32", shape) for name, shape in shapes.items()}
+
+
 def _named(vectors: dict[str, Vectors], dtype: type[np.floating]) -> dict[str, np.ndarray]:
     return {f"{what}.{name}": array.astype(dtype) for what, each in vectors.items() for name, array in each.items()}
+
+
+def _tensors(arrays: Mapping[str, np.ndarray]) -> Stack:
+    """Float32 tensors of arrays, on the same memory where that can be."""
+    return {name: torch.from_numpy(np.require(array, np.float32, "W")) for name, array in arrays.items()}

@@ -1,0 +1,151 @@
+"""What a client does with a whole model: SGD on a body and a head, in memory once for all clients.
+
+Shared parameters are loaded in place: no copy of the model, no new loader for a client. Where only the body trains, the
+head stays as it is.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from headstart.backbones import Backbone
+from headstart.errors import HeadstartError
+from headstart.methods.base import Cohort
+from headstart.methods.plan import Plan
+from headstart.methods.solver import LocalResult, Objective, Stack, batches, layers_of, learning_rate
+from headstart.recipe import Training
+
+
+class Network:
+    """A body and a head; parameters and running statistics by name, as tensors that are written in place."""
+
+    def __init__(self, backbone: Backbone, head: Stack, stage: Training) -> None:
+        self.backbone, self.stage = backbone, stage
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        backbone.body.to(self.device)
+        plan = Plan.of(stage)
+        self.parameters = {f"body.{name}": parameter for name, parameter in backbone.core.named_parameters()}
+        self.parameters |= {name: nn.Parameter(value.to(self.device)) for name, value in head.items()}
+        shapes = {name: tuple(parameter.shape) for name, parameter in self.parameters.items()}
+        self.trained = {name: self.parameters[name] for name in plan.shared(shapes)}
+        self.head_layers = layers_of(list(head))
+        self.norms = {
+            f"body.{name}": module for name, module in backbone.core.named_modules() if isinstance(module, _BatchNorm)
+        }
+        self.statistics: dict[str, Tensor] = {}
+        if plan.statistics == "shared":
+            for name, module in self.norms.items():
+                for what in ("running_mean", "running_var"):
+                    if getattr(module, what) is not None:
+                        self.statistics[f"{name}.{what}"] = getattr(module, what)
+        for name, parameter in self.parameters.items():
+            parameter.requires_grad_(name in self.trained)
+
+    @torch.no_grad()
+    def load(self, arrays: Stack) -> None:
+        """Write parameters and statistics by name, in place."""
+        for name, value in arrays.items():
+            (self.statistics[name] if name in self.statistics else self.parameters[name]).copy_(value)
+
+    def scores(self, batch: tuple[Tensor, ...]) -> Tensor:
+        """The inputs of a batch → scores [B, C]."""
+        device = self.device.type
+        with torch.autocast(device, torch.bfloat16, enabled=self.stage.precision == "bfloat16"):
+            features: Tensor = self.backbone.body(*(tensor.to(self.device) for tensor in batch))
+        values = features.float()
+        for layer in self.head_layers:
+            values = functional.linear(values, self.parameters[f"{layer}.weight"], self.parameters[f"{layer}.bias"])
+            values = values if layer == "head" else values.relu()
+        return values
+
+
+def set_mode(body: nn.Module, training: bool, norm_statistics: str) -> None:
+    """Training or evaluation mode, batch norm as ``norm_statistics`` says."""
+    body.train(training)
+    for module in body.modules():
+        if isinstance(module, _BatchNorm):
+            # Without tracking, a layer in training mode normalises by the batch and leaves its statistics alone.
+            module.track_running_stats = norm_statistics != "batch"
+            module.train(norm_statistics == "batch" or (training and norm_statistics == "aggregate"))
+
+
+class BodySolver:
+    """Local SGD of one client at a time on a network that all clients share."""
+
+    def __init__(self, network: Network, stage: Training, seed: tuple[int, ...]) -> None:
+        self.network, self.stage, self.seed = network, stage, seed
+
+    def __call__(self, start: Stack, cohort: Cohort, round: int, objective: Objective) -> LocalResult:
+        """start: parameters and statistics [1, …]; the cohort is one client."""
+        network, stage, rate = self.network, self.stage, learning_rate(self.stage, round)
+        (client,) = cohort.clients
+        begin = {name: value[0].to(network.device) for name, value in start.items()}
+        network.load(begin)
+        set_mode(network.backbone.body, True, stage.norm_statistics)
+        names, parameters = list(network.trained), list(network.trained.values())
+        velocity = _of(objective.velocity, names, network.device)
+        drift = _of(objective.drift, names, network.device)
+        pull = 0.0 if objective.pull is None else float(objective.pull[0])
+        plan = [row[row >= 0] for row in batches(cohort, stage, round, self.seed)[0]]
+        rng = np.random.default_rng([*self.seed, round, int(client), 0xF11])
+        with torch.random.fork_rng():
+            torch.manual_seed(int(rng.integers(2**62)))  # for dropout, where the body has it
+            for rows, inputs in zip(plan, cohort.inputs.batches(cohort.rows[rows] for rows in plan), strict=True):
+                if stage.augment == "flip" and network.backbone.kind == "image":
+                    inputs = flipped(inputs, rng.random(len(rows)) < 0.5)
+                labels = torch.from_numpy(cohort.labels[rows]).to(network.device)
+                loss = functional.cross_entropy(self._scores(inputs) / stage.temperature, labels)
+                # A body may have parameters that its features do not depend on, such as a pooler's.
+                gradients = list(torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True))
+                with torch.no_grad():
+                    for number, (name, parameter) in enumerate(zip(names, parameters, strict=True)):
+                        if stage.weight_decay:
+                            gradients[number] = gradients[number].add(parameter, alpha=stage.weight_decay)
+                        if pull:
+                            gradients[number] = gradients[number].add(parameter - begin[name], alpha=pull)
+                        if drift:
+                            gradients[number] = gradients[number] + drift[number]
+                    if stage.clip is not None:
+                        norm = torch.linalg.vector_norm(torch.stack([gradient.norm() for gradient in gradients]))
+                        factor = (stage.clip / norm.clamp(min=1e-12)).clamp(max=1.0)
+                        gradients = [gradient * factor for gradient in gradients]
+                    if stage.momentum and velocity:
+                        pairs = zip(velocity, gradients, strict=True)
+                        velocity = [before.mul_(stage.momentum).add_(gradient) for before, gradient in pairs]
+                    else:
+                        velocity = gradients
+                    for parameter, change in zip(parameters, velocity, strict=True):
+                        parameter.sub_(change, alpha=rate)
+        return LocalResult(
+            {name: parameter.detach().cpu()[None] for name, parameter in network.trained.items()},
+            np.array([len(plan)]),
+            {name: value.cpu()[None] for name, value in zip(names, velocity, strict=True)},
+            {name: value.cpu()[None].clone() for name, value in network.statistics.items()},
+        )
+
+    def _scores(self, inputs: tuple[Tensor, ...]) -> Tensor:
+        try:
+            return self.network.scores(inputs)
+        except ValueError as error:
+            if "more than 1 value per channel" not in str(error):
+                raise
+            raise HeadstartError(
+                "a batch of one example has no statistics to normalise by where maps are of one pixel; "
+                "set norm_statistics = 'freeze', another batch_size, or a larger model.image_size"
+            ) from None
+
+
+def _of(stack: Stack | None, names: list[str], device: torch.device) -> list[Tensor]:
+    """A client's own part of a stack, in the order of the names; empty where there is none."""
+    return [] if stack is None else [stack[name][0].to(device, copy=True) for name in names]
+
+
+def flipped(inputs: tuple[Tensor, ...], which: np.ndarray) -> tuple[Tensor, ...]:
+    """Images [B, H, W, 3] with some of them mirrored."""
+    (images,) = inputs
+    mask = torch.from_numpy(which).view(-1, 1, 1, 1)
+    return (torch.where(mask, images.flip(2), images),)
