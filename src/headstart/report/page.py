@@ -42,6 +42,12 @@ def write_report(
     stages, curves = summary["stages"], curve_figure(metrics)
     unused = f", {summary['unused_examples']:,} left unused" if summary["unused_examples"] else ""
     formulas = "".join(f"<li>{escape(s['method'])}: {escape(s['published_formula'])}</li>" for s in stages)
+    best = "".join(
+        f"<li>{escape(s['method'])}: validation chooses round {s['best_round']}, {100 * s['best_accuracy']:.2f} % on the "
+        f"test split; the last round has {100 * s['accuracy']:.2f} %</li>"
+        for s in stages
+        if "best_round" in s
+    )
     dropped = [f"{s['method']}, round {d['round']}: {d['clients']}: {d['why']}" for s in stages for d in s["dropped"]]
     left_out = f"<h2>Left out</h2><ul>{''.join(f'<li>{escape(line)}</li>' for line in dropped)}</ul>" if dropped else ""
     versions = ", ".join(f"{name} {number}" for name, number in summary["versions"].items())
@@ -58,6 +64,7 @@ Peak memory {human_bytes(summary["peak_rss_bytes"])}.</p>
 {_table(COLUMNS, [stage_cells(stage) for stage in stages])}
 <p><small>Bytes are those of the serialised messages; beside them, as the papers count:</small></p>
 <ul><small>{formulas}</small></ul>
+{f"<p>The table shows the last round of each stage.</p><ul>{best}</ul>" if best else ""}
 <figure>{svg(cost_figure(stages))}</figure>
 {f"<figure>{svg(curves)}</figure>" if curves else ""}
 <h2>Who holds which class</h2>
