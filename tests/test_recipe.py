@@ -156,6 +156,100 @@ def test_one_mistake_gives_one_sentence(table: dict, words: list[str]) -> None:
         assert word in problem
 
 
+# What is wrong with the second of two stages on features, and the sentence that says so.
+CONTRADICTIONS: dict[str, dict[str, object]] = {
+    "stages.1.start: 1 is not an earlier stage; the first stage has number 0": {"method": "fedncm", "start": 1},
+    "stages.1.train: the data are features, there is no body to train; use 'head'": {
+        "method": "fedavg", "train": "all",
+    },
+    "stages.1.head_init: an MLP of zeros has no gradient; use 'random'": {
+        "method": "fedavg", "train": "head", "head": "mlp", "head_init": "zeros",
+    },
+    "stages.1: centralised has no clients to sample from": {
+        "method": "centralised", "train": "head", "clients_per_round": 2,
+    },
+}  # fmt: skip
+
+
+def on_features(*stages: dict[str, object]) -> dict:
+    return {"data": {"dataset": "digits"}, "model": {"backbone": "features"}, "stages": list(stages)}
+
+
+@pytest.mark.parametrize("sentence", CONTRADICTIONS)
+def test_keys_that_contradict_each_other(sentence: str) -> None:
+    assert problems_of(on_features({"method": "fedncm"}, CONTRADICTIONS[sentence])) == [sentence]
+
+
+def test_every_contradiction_is_named_at_once() -> None:
+    problems = problems_of(on_features({"method": "fedncm"}, *CONTRADICTIONS.values(), {"method": "fedcof", "x": 1}))
+    # Stage 1 of each is here stage 1, 2, 3 and 4; start = 1 is still no earlier stage of stage 1.
+    expected = [sentence.replace("stages.1", f"stages.{n}") for n, sentence in enumerate(CONTRADICTIONS, 1)]
+    assert [problem for problem in problems if "stages.5" not in problem] == expected
+    assert [problem.split(":")[0] for problem in problems if "stages.5" in problem] == ["stages.5.x"]
+
+
+@pytest.mark.parametrize(
+    "stage",
+    [
+        {"method": "fedncm", "start": 0},
+        {"method": "fedncm", "start": "pretrained"},
+        {"method": "fedavg", "train": "head", "head": "mlp"},
+        {"method": "fedavg", "train": "head", "head_init": "zeros"},
+        {"method": "centralised", "train": "head"},
+    ],
+)
+def test_what_looks_like_a_contradiction_and_is_none(stage: dict[str, object]) -> None:
+    recipe = Recipe.parse(on_features({"method": "fedncm"}, stage))
+    assert recipe.stages[1].model_dump(exclude_defaults=True).items() >= stage.items()
+
+
+@pytest.mark.parametrize(
+    ("table", "problem"),
+    [
+        (with_stage(method="fedncm", start=0), "stages.0.start: 0 is not an earlier stage"),
+        (with_stage(method="fedncm", start=-1), "stages.0.start: -1 does not fit"),
+        (with_stage(method="fedncm", start="pretraind"), "stages.0.start: 'pretraind' does not fit; did you mean"),
+        (on_features({"method": "fedavg", "train": "body"}), "stages.0.train: the data are features"),
+        (with_stage(method="centralised", train="head", participation=0.5), "stages.0: centralised has no clients"),
+        (with_stage(method="fedncm", deadline=0), "stages.0.deadline: 0 does not fit"),
+        (with_stage(method="fedncm", min_replies=0), "stages.0.min_replies: 0 does not fit"),
+        (with_stage(method="fedncm", train="head"), "stages.0.train: unknown key"),
+    ],
+)
+def test_mistakes_in_the_keys_of_stages(table: dict, problem: str) -> None:
+    (found,) = problems_of(table)
+    assert found.startswith(problem)
+
+
+def test_defaults_of_stages_are_written_out_and_read_back(tmp_path: Path) -> None:
+    stages = [{"method": "fedncm"}, {"method": "fedavg", "train": "all"}, {"method": "centralised", "train": "body"}]
+    recipe = Recipe.parse({"data": {"dataset": "mnist-mini"}, "stages": stages})
+    (tmp_path / "resolved.toml").write_text(recipe.to_toml())
+    assert Recipe.load(tmp_path / "resolved.toml") == recipe
+    written = tomllib.loads(recipe.to_toml())["stages"]
+    everywhere = {"start": "previous", "min_replies": 1, "head_init": "previous", "evaluate_every": 1}
+    training = {
+        "head": "linear",
+        "hidden": 256,
+        "norm_statistics": "aggregate",
+        "augment": "flip",
+        "precision": "float32",
+        "temperature": 1.0,
+        "warmup_rounds": 0,
+    }
+    for stage in written:
+        assert stage.items() >= everywhere.items()
+        assert not {"deadline", "pools"} & stage.keys()  # unset, and no key at all
+    assert not training.keys() & written[0].keys()
+    for stage in written[1:]:
+        assert stage.items() >= training.items()
+    numbered = Recipe.parse(on_features({"method": "fedncm"}, {"method": "fedncm", "start": 0, "deadline": 2}))
+    (tmp_path / "numbered.toml").write_text(numbered.to_toml())
+    again = Recipe.load(tmp_path / "numbered.toml")
+    assert again == numbered
+    assert (again.stages[1].start, again.stages[1].deadline) == (0, 2.0)
+
+
 def test_unreadable_and_invalid_files(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="No such file"):
         Recipe.load(tmp_path / "absent.toml")
@@ -170,5 +264,5 @@ def test_every_partition_and_stage_is_reachable_by_its_name() -> None:
         table = {"data": {"dataset": "x", "partition": {"kind": kind}}, "stages": [{"method": "fedncm"}]}
         assert Recipe.parse(table).data.partition.kind == kind
     for method, stage in STAGES.items():
-        train = {"train": "head"} if "train" in stage.model_fields else {}
+        train = {"train": "head"} if "train" in stage.model_fields and stage.model_fields["train"].is_required() else {}
         assert Recipe.parse(with_stage(method=method, **train)).stages[0].method == method

@@ -17,6 +17,7 @@ ROOMS = [
     "data",
     "backbones",
     "heads",
+    "modules",
     "methods",
     "engine",
     "evaluation",

@@ -64,6 +64,20 @@ def demo(
 
 
 @app.command()
+def replay(
+    run: Annotated[Path, typer.Argument(help="The directory of a finished run of fedmezo.")],
+    out: Annotated[Path | None, typer.Option(help="Where the model goes; by default RUN/replay.")] = None,
+) -> None:
+    """Rebuild the model of a FedMeZO run from the pre-trained weights and its log of seeds and scalars."""
+    from headstart.runner import replay
+
+    where = out or run / "replay"
+    differ = replay(run, where)
+    verdict = f"differs from the run's in {', '.join(differ)}" if differ else "is the run's, bit for bit"
+    print(f"{where / 'model'}: the model {verdict}")
+
+
+@app.command()
 def partition(
     recipe: RecipeFile,
     settings: Settings = None,

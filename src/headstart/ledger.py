@@ -35,6 +35,8 @@ class Ledger:
     bytes_up: Ints
     bytes_down: Ints
     forward_passes: Ints
+    last_round: Ints
+    """The last round, from 0, that each client was asked in; -1 for never."""
     seconds: float = 0.0
     dropped: list[dict[str, str | int]] = field(default_factory=list)
     """Who was left out of which round, and why."""
@@ -44,7 +46,7 @@ class Ledger:
     def open(cls, n_clients: int) -> Ledger:
         """Nothing spent yet; the clock starts."""
         up, down, passes = np.zeros((3, n_clients), np.int64)
-        return cls(up, down, passes)
+        return cls(up, down, passes, np.full(n_clients, -1))
 
     def tick(self) -> None:
         """Bring the seconds up to now."""

@@ -30,6 +30,10 @@ def contradictions(table: Mapping[str, Any]) -> list[str]:
     if isinstance(stages, list) and not stages:
         problems.append("stages: empty; add a [[stages]] table with a method")
     model = table.get("model")
+    if isinstance(model, dict) and ("prompt" in model) != ("label_words" in model):
+        problems.append("model: prompt and label_words belong together; give both or neither")
+    if isinstance(model, dict) and isinstance(model.get("prompt"), str) and model["prompt"].count("{mask}") != 1:
+        problems.append("model.prompt: write {mask} once, and {text} where the text goes")
     has_body = not isinstance(model, dict) or model.get("backbone") != "features"
     for number, stage in enumerate(stages if isinstance(stages, list) else ()):
         if not isinstance(stage, dict):

@@ -22,6 +22,7 @@ from pydantic import (
 from headstart.errors import RecipeError
 
 Auto = Literal["auto"]
+MODULES = ("lora", "adapter", "vpt")
 
 
 class _Table(BaseModel):
@@ -133,6 +134,10 @@ class Model(_Table):
     image_size: PositiveInt | None = None
     pooling: Literal["auto", "cls", "mean"] = "auto"
     max_tokens: PositiveInt = 128
+    prompt: str | None = None
+    """A cloze for a masked language model, such as "{text} It was {mask}."; {second} is the second text of a pair."""
+    label_words: Annotated[tuple[str, ...], Field(strict=False)] | None = None
+    """The word that stands for each class where the prompt has its {mask}, in the order of the classes."""
 
 
 # -------------------------------------------------------------------------------------------------------------- stages
@@ -191,11 +196,12 @@ class FedCOFStage(_ClosedForm):
     covariance: Literal["estimated", "full", "diagonal", "spherical"] = "estimated"
 
 
-class _Training(_Stage):
-    """Local SGD on the clients, an average on the server, round after round."""
+class _Rounds(_Stage):
+    """Anything that is trained round after round."""
 
-    train: Literal["head", "body", "all"]
-    """What is trained: the head, on cached features of the frozen body; the body under a frozen head; or both."""
+    train: Literal["head", "body", "all", "lora", "adapter", "vpt"]
+    """What is trained: the head, on cached features of the frozen body; the body under a frozen head; both; or the head
+    and a small module on a frozen transformer: low-rank updates, adapters, or prompts."""
     head: Literal["linear", "mlp"] = "linear"
     """"mlp": two hidden layers of rectified units before the linear one (the FedNCM paper's three-layer head)."""
     hidden: PositiveInt = 256
@@ -203,29 +209,42 @@ class _Training(_Stage):
     rounds: PositiveInt = 100
     clients_per_round: PositiveInt | None = None
     participation: float | None = Field(default=None, gt=0, le=1)
-    local_epochs: PositiveInt | None = None
-    """Passes over the local examples; 1 unless local_steps says otherwise."""
-    local_steps: PositiveInt | None = None
     batch_size: PositiveInt | Literal["full"] = 64
     lr: PositiveFloat = 0.1
-    momentum: float = Field(default=0.0, ge=0, lt=1)
     weight_decay: NonNegativeFloat = 0.0
     schedule: Literal["constant", "step", "cosine"] = "constant"
     """"step": a tenth after half and after three quarters of the rounds."""
     warmup_rounds: NonNegativeInt = 0
     """Rounds over which the learning rate rises to its value."""
-    clip: PositiveFloat | None = None
-    """Largest norm of a gradient."""
     temperature: PositiveFloat = 1.0
     """Scores are divided by it: heads with rows of length one need less than 1."""
     weighting: Literal["examples", "uniform"] = "examples"
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """Arithmetic of the body where it trains; parameters stay in float32."""
+    rank: PositiveInt = 8
+    """Of LoRA's updates."""
+    alpha_lora: PositiveFloat = 16.0
+    """LoRA's updates are scaled by alpha_lora / rank."""
+    bottleneck: PositiveInt = 8
+    """Width of adapters."""
+    tokens: PositiveInt = 8
+    """Prompts at every block."""
+
+
+class _Training(_Rounds):
+    """Local SGD on the clients, an average on the server, round after round."""
+
+    local_epochs: PositiveInt | None = None
+    """Passes over the local examples; 1 unless local_steps says otherwise."""
+    local_steps: PositiveInt | None = None
+    momentum: float = Field(default=0.0, ge=0, lt=1)
+    clip: PositiveFloat | None = None
+    """Largest norm of a gradient."""
     norm_statistics: Literal["aggregate", "freeze", "batch"] = "aggregate"
     """Running statistics of batch norm where the body trains: averaged like the parameters; those of the pre-trained
     model, in training too; or none, every batch being normalised by its own, in evaluation too."""
     augment: Literal["flip", "none"] = "flip"
     """Random horizontal flips where the body trains on images."""
-    precision: Literal["float32", "bfloat16"] = "float32"
-    """Arithmetic of the body where it trains; parameters stay in float32."""
 
 
 class FedAvgStage(_Training):
@@ -312,12 +331,57 @@ class CentralisedStage(_Training):
     method: Literal["centralised"]
 
 
+class SLoRAStage(_Training):
+    """Sparse fine-tuning, whose low-rank part LoRA then starts from (Babakniya et al., 2023)."""
+
+    method: Literal["slora"]
+    train: Literal["lora"] = "lora"
+    rank: PositiveInt = 16
+    alpha_lora: PositiveFloat = 32.0
+    density: float = Field(default=0.1, gt=0, le=1)
+    """Share of the entries that priming trains."""
+    priming: float = Field(default=0.2, ge=0, lt=1)
+    """Share of the rounds that prime."""
+    server_lr: PositiveFloat = 1.0
+
+
+class _ZerothOrder(_Rounds):
+    """Slopes along random directions instead of gradients; batch norm and dropout as in evaluation."""
+
+    norm_statistics: ClassVar[Literal["freeze"]] = "freeze"
+    train: Literal["head", "body", "all", "lora", "adapter"]
+    lr: PositiveFloat = 1e-4
+    epsilon: PositiveFloat = 1e-3
+    """How far a probe goes along a direction, both ways."""
+    num_directions: PositiveInt = 1
+    """Directions, and so scalars, of a step."""
+
+
+class FedMeZOStage(_ZerothOrder):
+    """One seed and a few scalars per round (thesis, chapter 4)."""
+
+    method: Literal["fedmezo"]
+    batch_size: PositiveInt | Literal["full"] = "full"
+    """Examples of each client that a round looks at: all of them, or so many."""
+
+
+class DistMeZOStage(_ZerothOrder):
+    """Every client takes MeZO steps of its own, with seeds of its own; then the mean of the weights."""
+
+    method: Literal["distmezo"]
+    local_steps: PositiveInt = 10
+    server_lr: PositiveFloat = 1.0
+
+
 Training = (
     FedAvgStage | FedProxStage | FedAvgMStage | FedAdamStage | FedYogiStage | FedAdagradStage
-    | FedDynStage | ScaffoldStage | FedNovaStage | CentralisedStage
+    | FedDynStage | ScaffoldStage | FedNovaStage | CentralisedStage | SLoRAStage
 )  # fmt: skip
+"""Local SGD."""
+Rounds = Training | FedMeZOStage | DistMeZOStage
+"""Anything that is trained round after round."""
 ClosedForm = FedNCMStage | Fed3RStage | FedCOFStage
-Stage = Annotated[ClosedForm | Training, Field(discriminator="method")]
+Stage = Annotated[ClosedForm | Rounds, Field(discriminator="method")]
 
 
 class Recipe(_Table):
@@ -385,6 +449,9 @@ STAGES: dict[str, type[_Stage]] = {
     "scaffold": ScaffoldStage,
     "fednova": FedNovaStage,
     "centralised": CentralisedStage,
+    "slora": SLoRAStage,
+    "fedmezo": FedMeZOStage,
+    "distmezo": DistMeZOStage,
 }
 
 

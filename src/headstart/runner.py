@@ -17,7 +17,8 @@ from headstart.evaluation import Evaluation, evaluate
 from headstart.heads import LinearHead
 from headstart.ledger import Ledger, peak_memory
 from headstart.methods import Setting, build
-from headstart.recipe import Recipe, Stage, Training
+from headstart.methods.plan import Plan
+from headstart.recipe import FedMeZOStage, Recipe, Rounds, Stage
 from headstart.report import write_report
 from headstart.wire import Message
 
@@ -100,10 +101,10 @@ class _Run:
             start, self.stages, self.evaluations = progress["stage"], progress["stages"], progress["evaluations"]
             self.spent = progress["spent"]
             for number in range(start):
-                head, arrays, facts = self.directory.load_model(number)
-                if arrays:
-                    self.body.keep(number, str(facts["norm_statistics"]), arrays)
-                self.handed.append(_Handed(head, int(facts["body"])))
+                head, body, version = self.directory.load_model(number)
+                if version is not None:
+                    self.body.remember(number, version)
+                self.handed.append(_Handed(head, body))
         for number, stage in enumerate(self.recipe.stages):
             if number >= start:
                 # Where nobody looks for a run directory, what clients keep lives as long as the stage.
@@ -117,7 +118,8 @@ class _Run:
         federation = self.federation.pooled() if stage.pools else self.federation
         begin = self._begin(number, stage)
         self.body.load(begin.body)
-        trains_body = isinstance(stage, Training) and stage.train != "head"
+        needs = self._handed_over(begin, stage)
+        changes = isinstance(stage, Rounds) and Plan.of(stage).changes_features
         setting = Setting(
             len(federation.dataset.classes),
             self.body.dim,
@@ -126,6 +128,7 @@ class _Run:
             int(federation.sizes.sum()),
             begin.head,
             self.body.backbone,
+            self.body.attach(stage, seed),
         )
         method = build(stage, setting)
         ledger, state, played, slots = Ledger.open(federation.n_clients), None, 0, None
@@ -143,10 +146,10 @@ class _Run:
             if done == rounds or done % stage.evaluate_every == 0:
                 head = method.head(state)
                 method.place(state)
-                found = self._evaluate(head, stage.eval_split, trains_body)
+                found = self._evaluate(head, stage.eval_split, changes)
                 metrics.update(found.metrics())
-                if isinstance(stage, Training) and self.federation.dataset.validation is not None:
-                    metrics["validation_accuracy"] = self._evaluate(head, "validation", trains_body).accuracy
+                if isinstance(stage, Rounds) and self.federation.dataset.validation is not None:
+                    metrics["validation_accuracy"] = self._evaluate(head, "validation", changes).accuracy
                     if metrics["validation_accuracy"] > best.get("best_validation_accuracy", -1.0):
                         best["best_validation_accuracy"] = metrics["validation_accuracy"]
                         best["best_accuracy"], best["best_round"] = metrics["accuracy"], done
@@ -164,19 +167,19 @@ class _Run:
                 where |= {"evaluations": self.evaluations, "metrics": metrics, "best": best}
                 self.directory.save_checkpoint(method.freeze(state), ledger, store.slots, where)
 
-        source = self.body.inputs() if trains_body else self.body.features("train")
-        needs = self._handed_over(begin, stage, trains_body)
+        source = self.body.inputs() if changes else self.body.features("train")
         state = play(method, stage, federation, source, seed, ledger, store, after_round, state, played, needs)
         store.discard()
         head = method.head(state)
-        handed, arrays, norm_statistics = _Handed(head, begin.body), None, ""
-        if isinstance(stage, Training) and trains_body:
+        handed, version = _Handed(head, begin.body), None
+        if isinstance(stage, Rounds) and changes:
             method.place(state)
-            norm_statistics = stage.norm_statistics
-            handed, arrays = _Handed(head, number), self.body.keep(number, norm_statistics)
+            handed, version = _Handed(head, number), self.body.keep(number, stage.norm_statistics)
         self.handed.append(handed)
         if self.directory:
-            self.directory.save_model(number, head, arrays, {"body": handed.body, "norm_statistics": norm_statistics})
+            self.directory.save_model(number, head, handed.body, version)
+            if method.catches_up:
+                self.directory.save_log(number, method.freeze(state))
         published = method.published(state, federation.counts[ledger.forward_passes > 0])
         self.stages.append(
             {
@@ -197,22 +200,26 @@ class _Run:
     def _begin(self, number: int, stage: Stage) -> _Handed:
         """What a stage starts from."""
         if stage.start == "pretrained" or (stage.start == "previous" and number == 0):
-            return _Handed(None, PRETRAINED)
+            return _Handed(self.body.label_words(), PRETRAINED)
         return self.handed[number - 1 if stage.start == "previous" else stage.start]
 
-    def _handed_over(self, begin: _Handed, stage: Stage, trains_body: bool) -> int:
+    def _handed_over(self, begin: _Handed, stage: Stage) -> int:
         """Bytes of what earlier stages made and this one freezes: a client needs it before its first answer."""
         frozen: dict[str, Any] = {}
-        if begin.body != PRETRAINED and not trains_body:
-            frozen |= self.body.arrays()
-        if isinstance(stage, Training) and stage.train == "body" and stage.head_init == "previous" and begin.head:
+        module = self.body.module()
+        if begin.body != PRETRAINED and not (isinstance(stage, Rounds) and Plan.of(stage).body == "shared"):
+            frozen |= self.body.arrays() if module is None else module[2]
+        elif begin.body != PRETRAINED and isinstance(stage, Rounds) and stage.norm_statistics == "freeze":
+            statistics = ("running_mean", "running_var")
+            frozen |= {name: array for name, array in self.body.arrays().items() if name.endswith(statistics)}
+        if isinstance(stage, Rounds) and stage.train == "body" and stage.head_init == "previous" and begin.head:
             frozen |= begin.head.arrays()
         return Message(frozen).nbytes if frozen else 0
 
-    def _evaluate(self, head: LinearHead, split: str, trains_body: bool) -> Evaluation:
+    def _evaluate(self, head: LinearHead, split: str, changes: bool) -> Evaluation:
         test = split == "test"
         labels = getattr(self.federation.dataset, split).labels
-        features = self.body.embedded(split) if trains_body else self.body.features(split)
+        features = self.body.embedded(split) if changes else self.body.features(split)
         owners = self.federation.test_owners if test else None
         return evaluate(head, features, labels, owners, self.federation.counts if test else None)
 
@@ -232,14 +239,55 @@ class _Run:
             "versions": _versions(),
         }
         if self.directory:
-            head.save(self.directory.path / "model" / "head.safetensors")
-            if self.handed[-1].body != PRETRAINED:
-                self.directory.save_final(self.body.arrays(), head)
+            self.directory.save_final(self.body if self.handed[-1].body != PRETRAINED else None, head)
             report = self.directory.path / "report.html"
             metrics = self.directory.metrics()
             write_report(report, self.recipe, summary, metrics, federation.dataset.classes, federation.counts)
             self.directory.finish(summary)
         return Result(summary, head, federation, self.directory.path if self.directory else None)
+
+
+def replay(path: Path, out: Path) -> list[str]:
+    """Rebuild what a finished run's last FedMeZO stage made, from the weights it started from and its log alone.
+
+    Writes the model to ``out`` and returns the names of its files that differ from those of the run by any bit: none,
+    where the run ended with that stage.
+    """
+    recipe = Recipe.load(path / "recipe.toml")
+    directory = RunDirectory.reopen(path, recipe)
+    numbers = [number for number, stage in enumerate(recipe.stages) if isinstance(stage, FedMeZOStage)]
+    if not numbers:
+        raise HeadstartError(f"{path} is no run of fedmezo: there is no log to replay")
+    number = numbers[-1]
+    stage, log = recipe.stages[number], directory.load_log(number)
+    assert isinstance(stage, FedMeZOStage)
+    body = Body(recipe.model, None)
+    begin = number - 1 if stage.start == "previous" else -1 if stage.start == "pretrained" else stage.start
+    head = body.label_words()
+    for earlier in range(number):
+        found, made_by, version = directory.load_model(earlier)
+        if version is not None:
+            body.remember(earlier, version)
+        if earlier == begin:
+            head, loaded = found, made_by
+            body.load(loaded)
+    final = LinearHead.load(path / "model" / "head.safetensors")
+    classes, width = final.weight.shape
+    dim = body.backbone.dim if body.backbone else width
+    seed = (recipe.seed, number)
+    method = build(
+        stage, Setting(classes, dim, seed, previous=head, backbone=body.backbone, module=body.attach(stage, seed))
+    )
+    state = method.thaw(log)
+    method.place(state)
+    rebuilt = RunDirectory(out)
+    (out / "model").mkdir(parents=True, exist_ok=True)
+    rebuilt.save_final(body if Plan.of(stage).changes_features else None, method.head(state))
+    return [
+        file.name
+        for file in sorted((out / "model").iterdir())
+        if not (path / "model" / file.name).is_file() or file.read_bytes() != (path / "model" / file.name).read_bytes()
+    ]
 
 
 def _versions() -> dict[str, str]:

@@ -16,12 +16,13 @@ from PIL import Image
 from tiny_backbones import colour_means, means_backbone, pictures
 from torch import Tensor, nn
 
-from headstart.backbones import Backbone, extract, load_backbone
+from headstart.backbones import Backbone, embed, extract, load_backbone
 from headstart.backbones import extract as extract_function
 from headstart.backbones.extract import openvino_runner, torch_runner
 from headstart.backbones.transforms import NORMALISATIONS, ImageInput, ImageTransform, TextTransform
 from headstart.data import Examples
 from headstart.errors import HeadstartError
+from headstart.methods.network import set_mode
 from headstart.recipe import Model
 
 module = sys.modules[extract_function.__module__]
@@ -297,3 +298,112 @@ def test_torch_does_the_work_where_openvino_cannot(
     backbone, examples = convolution_backbone(), pictures(5)
     np.testing.assert_allclose(extract(backbone, examples), convolution_features(backbone, examples), atol=1e-6)
     assert "OpenVINO cannot run convolution (NotImplementedError); torch is used" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------------------------- a body that is still training
+
+
+@pytest.mark.parametrize("count", [1, 5, 70, 600])
+def test_embedding_is_extraction(count: int) -> None:
+    examples = pictures(count)
+    for backbone in (means_backbone(), convolution_backbone()):
+        features = embed(backbone, examples, "test")
+        assert features.dtype == np.float32
+        assert not isinstance(features, np.memmap)
+        np.testing.assert_allclose(features, extract(backbone, examples), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(features, convolution_features(backbone, examples), rtol=1e-4, atol=1e-5)
+    view = examples.take(np.array([count - 1, 0, count // 2]))
+    np.testing.assert_allclose(
+        embed(means_backbone(), view, "test"), colour_means(examples)[[count - 1, 0, count // 2]], rtol=1e-5
+    )
+
+
+def test_embedding_neither_reads_nor_writes_the_cache(cache: Path) -> None:
+    backbone, examples = means_backbone(), pictures(40)
+    for times in (1, 2):
+        embed(backbone, examples, "test")
+        assert backbone.body.seen == 40 * times
+    assert not cache.exists()
+    extract(backbone, examples)
+    before = sorted(cache.rglob("*"))
+    embed(backbone, examples, "test")
+    assert backbone.body.seen == 40 * 4
+    assert sorted(cache.rglob("*")) == before
+
+
+@pytest.mark.parametrize("count", [40, 300])  # in torch, and compiled
+def test_embedding_sees_weights_that_have_changed(count: int) -> None:
+    backbone, examples = convolution_backbone(), pictures(count)
+    before = embed(backbone, examples, "test")
+    with torch.no_grad():
+        for parameter in backbone.body.parameters():
+            parameter.mul_(-1.5)
+    after = embed(backbone, examples, "test")
+    np.testing.assert_allclose(after, convolution_features(backbone, examples), rtol=1e-4, atol=1e-5)
+    assert not np.allclose(after, before, atol=1e-2)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is preferred")
+@pytest.mark.parametrize(("count", "compiled"), [(255, 0), (256, 1)])
+def test_a_few_examples_are_embedded_without_compiling(
+    count: int, compiled: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bodies: list[Backbone] = []
+
+    def counted(backbone: Backbone, batch: tuple[Tensor, ...]) -> Any:
+        bodies.append(backbone)
+        return openvino_runner(backbone, batch)
+
+    monkeypatch.setattr(module, "openvino_runner", counted)
+    embed(convolution_backbone(), pictures(count), "test")
+    assert len(bodies) == compiled
+
+
+def test_embedding_refuses_features_that_are_no_numbers() -> None:
+    with pytest.raises(HeadstartError, match=r"means gives NaN or infinity on birds test"):
+        embed(means_backbone(weight=float("nan")), pictures(3), "birds test")
+
+
+class Normalised(nn.Module):
+    """Pixels [B, 3, H, W] → the means of their channels after batch norm [B, 3], times (1, 2, 3)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm2d(3)
+        self.norm.load_state_dict(
+            {
+                "weight": torch.tensor([1.0, 2.0, 3.0]),
+                "bias": torch.zeros(3),
+                "running_mean": torch.tensor([0.1, 0.2, -0.1]),
+                "running_var": torch.tensor([0.5, 0.3, 0.2]),
+                "num_batches_tracked": torch.tensor(1),
+            }
+        )
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        return self.norm(pixels).mean(dim=(2, 3))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is preferred")
+@pytest.mark.parametrize("mode", ["aggregate", "freeze", "batch"])
+def test_a_body_that_normalises_by_the_batch_is_never_compiled(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Backbone] = []
+    monkeypatch.setattr(module, "openvino_runner", lambda backbone, batch: asked.append(backbone))
+    body = ImageInput(Normalised(), NORMALISATIONS["half"])
+    set_mode(body, False, mode)
+    backbone = Backbone("normalised", "image", 3, body, body, ImageTransform(4), mode, convolutional=True)
+    examples = pictures(300)
+    found = embed(backbone, examples, "test"), extract(backbone, examples)
+    assert len(asked) == (0 if mode == "batch" else 2)
+    pixels = examples.source / 127.5 - 1
+    expected = np.empty((300, 3))
+    # Blocks of 256 examples, in batches of 32.
+    for batch in [slice(start, min(start + 32, 256)) for start in range(0, 256, 32)] + [
+        slice(256, 288),
+        slice(288, 300),
+    ]:
+        own = pixels[batch].mean(axis=(0, 1, 2)), pixels[batch].var(axis=(0, 1, 2))
+        mean, variance = own if mode == "batch" else ([0.1, 0.2, -0.1], np.array([0.5, 0.3, 0.2]))
+        expected[batch] = (pixels[batch].mean(axis=(1, 2)) - mean) / np.sqrt(variance + 1e-5) * [1, 2, 3]
+    for features in found:
+        np.testing.assert_allclose(features, expected, rtol=1e-4, atol=1e-5)

@@ -307,7 +307,7 @@ def test_what_a_client_keeps_never_travels(method: str) -> None:
     before = {name: RNG.normal(size=(1, *shape)).astype(np.float32) for name, shape in built.kept_shapes.items()}
     rows = np.flatnonzero(WHO == 1)
     one = Cohort(np.array([1]), X, rows, Y[rows], WHO[rows], np.array([True]), before.__getitem__)
-    (reply,) = built.answer(one, built.instruct(built.open(), 0))
+    (reply,) = built.answer(one, built.instruct(built.open(), 0, -1))
     data = reply.message.to_bytes()
     assert set(reply.kept) == set(before)
     for name, array in reply.kept.items():

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
@@ -34,13 +36,18 @@ class Backbone:
     key: str
     """Everything but the weights that the features depend on: preprocessing and pooling."""
     convolutional: bool = False
+    label_words: tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]] | None = None
+    """Weight [C, d] and bias [C] of a prompt's label words, where the body is a masked language model."""
 
     def fingerprint(self) -> str:
-        """Hash of the key and of every parameter and buffer, by name."""
+        """Hash of the key and of every parameter and buffer, by name; and of layers that normalise by the batch."""
         digest = hashlib.blake2b(self.key.encode(), digest_size=16)
         for name, tensor in sorted(self.body.state_dict().items()):
             digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
             digest.update(tensor.detach().cpu().float().numpy().tobytes())
+        for name, module in self.body.named_modules():
+            if module.training:
+                digest.update(f"{name} in training mode".encode())
         return digest.hexdigest()
 
 

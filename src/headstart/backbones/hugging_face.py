@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -42,8 +43,54 @@ class _Pooled(nn.Module):
         return (states * weights).sum(dim=1) / weights.sum(dim=1).clamp(min=1)
 
 
+class _Cloze(nn.Module):
+    """A masked language model without its vocabulary: what it would read the hidden word off, at the mask."""
+
+    def __init__(self, model: Any, mask_token: int) -> None:
+        super().__init__()
+        model.set_output_embeddings(nn.Identity())
+        self.encoder, self.mask_token = model, mask_token
+
+    def forward(self, inputs: Tensor, mask: Tensor, segments: Tensor | None = None) -> Tensor:
+        """Token ids, mask and segments [B, L] → [B, d]."""
+        extra = {} if segments is None else {"token_type_ids": segments}
+        states: Tensor = self.encoder(input_ids=inputs, attention_mask=mask, **extra).logits
+        return states[torch.arange(len(inputs)), (inputs == self.mask_token).int().argmax(dim=1)]
+
+
+def cloze(place: str, model: Model, name: str) -> Backbone:
+    """A masked language model under a prompt (Gao et al., ACL 2021); the label words make its first head."""
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(place, trust_remote_code=False)
+        network = transformers.AutoModelForMaskedLM.from_pretrained(
+            place, use_safetensors=True, trust_remote_code=False
+        )
+    except (OSError, ValueError, ImportError, KeyError, RuntimeError) as error:
+        raise cannot_load(name, error) from None
+    assert model.prompt is not None
+    assert model.label_words is not None
+    words = [tokenizer(" " + word, add_special_tokens=False)["input_ids"] for word in model.label_words]
+    long = [word for word, ids in zip(model.label_words, words, strict=True) if len(ids) != 1]
+    if long or tokenizer.mask_token is None:
+        what = f"{', '.join(long)} are not single tokens of its vocabulary" if long else "its tokenizer has no mask"
+        raise HeadstartError(f"model.label_words: {name} cannot say them: {what}; choose shorter words")
+    vocabulary, ids = network.get_output_embeddings(), [first for (first,) in words]
+    weight = vocabulary.weight.detach()[ids].float().numpy()
+    bias = np.zeros(len(ids), np.float32) if vocabulary.bias is None else vocabulary.bias.detach()[ids].float().numpy()
+    body = _Cloze(network.float().eval(), tokenizer.mask_token_id)
+    positions = getattr(network.config, "max_position_embeddings", None) or model.max_tokens
+    transform = TextTransform(tokenizer, min(model.max_tokens, tokenizer.model_max_length, positions), model.prompt)
+    key = f"cloze {model.prompt} {transform.max_tokens} {_hash(sorted(tokenizer.get_vocab().items()))}"
+    return Backbone(name, "text", weight.shape[1], body, network, transform, key, label_words=(weight, bias))
+
+
 def hugging_face(place: str, model: Model, name: str) -> Backbone:
     """Any vision or text encoder of `transformers`, from a hub id or a local folder; safetensors only."""
+    if model.prompt is not None:
+        return cloze(place, model, name)
     import transformers
     from safetensors import SafetensorError
 

@@ -37,8 +37,18 @@ class Inputs:
         if waiting is not None:
             yield waiting.result()
 
+    def by_length(self, rows: Ints) -> Ints:
+        """Positions in ``rows``, shortest example first, so that little is padded when they are read in this order."""
+        lengths = [len(value) for row in rows for value in self._prepare([int(row)]).values()]
+        return np.argsort(np.array(lengths, np.int64), kind="stable")
+
     def _batch(self, rows: Ints) -> tuple[Tensor, ...]:
-        missing = [int(row) for row in rows if int(row) not in self._prepared]
+        values = self._prepare([int(row) for row in rows])
+        return self._transform.collate([values[int(row)] for row in rows])
+
+    def _prepare(self, rows: list[int]) -> dict[int, Any]:
+        """Prepared examples by row, kept while there is room."""
+        missing = [row for row in dict.fromkeys(rows) if row not in self._prepared]
         raw = self._examples.take(np.array(missing, np.int64)).raw(0, len(missing)) if missing else []
         new = {
             row: self._transform(value, f"{self._what}: example {row}") for row, value in zip(missing, raw, strict=True)
@@ -47,4 +57,4 @@ class Inputs:
             if value.nbytes <= self._room:
                 self._room -= value.nbytes
                 self._prepared[row] = value
-        return self._transform.collate([new[row] if row in new else self._prepared[row] for row in map(int, rows)])
+        return {row: new[row] if row in new else self._prepared[row] for row in rows}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -91,17 +92,36 @@ class ImageInput(nn.Module):
 
 @dataclass(frozen=True)
 class TextTransform:
-    """Tokens of a text, or of a pair of texts, cut to ``max_tokens``."""
+    """Tokens of a text, or of a pair of texts, cut to ``max_tokens``; inside a prompt where there is one."""
 
     tokenizer: Any
     max_tokens: int
+    prompt: str | None = None
 
     def __call__(self, value: Any, where: str) -> npt.NDArray[np.int64]:
         """Tokens [L, 2] of one example: their ids, and which text of a pair they belong to."""
         texts = (value,) if isinstance(value, str) else tuple(value)
+        if self.prompt is not None:
+            return self._cloze(texts)
         encoded = self.tokenizer(*texts, truncation=True, max_length=self.max_tokens)
         ids = encoded["input_ids"]
         return np.stack([ids, encoded.get("token_type_ids", np.zeros(len(ids)))], axis=1).astype(np.int64)
+
+    def _cloze(self, texts: tuple[str, ...]) -> npt.NDArray[np.int64]:
+        """The prompt with its texts; the longest text is cut, the prompt and its mask never are."""
+        mask = self.tokenizer.mask_token
+        shown = [text.replace(mask, "") for text in texts]
+        while True:
+            given = {"{text}": shown[0], "{second}": shown[-1], "{mask}": mask}
+            parts = re.split(r"(\{(?:text|second|mask)\})", str(self.prompt))
+            ids = self.tokenizer("".join(str(given.get(part, part)) for part in parts))["input_ids"]
+            longest = max(range(len(shown)), key=lambda number: len(shown[number]))
+            if len(ids) <= self.max_tokens or not shown[longest]:
+                return np.stack([ids, np.zeros(len(ids))], axis=1).astype(np.int64)
+            encoded = self.tokenizer(shown[longest], add_special_tokens=False, return_offsets_mapping=True)
+            ends = [end for _, end in encoded["offset_mapping"]]
+            keep = len(ends) - (len(ids) - self.max_tokens)
+            shown[longest] = shown[longest][: ends[keep - 1]] if keep > 0 else ""
 
     def collate(self, values: list[Any]) -> tuple[Tensor, ...]:
         """Padded ids, mask and, where the tokenizer tells a pair's texts apart, segments, each [B, L]."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,31 +11,43 @@ import numpy as np
 from headstart.data import Dataset
 from headstart.data.examples import Examples
 from headstart.errors import HeadstartError
-from headstart.recipe import Model
+from headstart.heads import LinearHead
+from headstart.recipe import MODULES, Model, Rounds, Stage
 from headstart.statistics import Features
 
 if TYPE_CHECKING:  # torch is not needed where the data are features
     from headstart.backbones import Inputs
+    from headstart.modules import Attached
 
 Arrays = Mapping[str, np.ndarray]
 
 PRETRAINED = -1
 
 
+@dataclass(frozen=True, eq=False)
+class Version:
+    """A body that a stage has made: its weights, how it treats batch norm, and the module on it."""
+
+    arrays: Arrays
+    norm_statistics: str
+    module: tuple[str, Mapping[str, Any], Arrays] | None = None
+
+
 class Body:
     """A backbone and the weights that stages have given it, by the number of the stage; or features, and no body."""
 
-    def __init__(self, model: Model, dataset: Dataset, keep_pretrained: bool = False) -> None:
-        self._dataset = dataset
-        if (dataset.kind == "features") != (model.backbone == "features"):
+    def __init__(self, model: Model, dataset: Dataset | None, keep_pretrained: bool = False) -> None:
+        self._data = dataset
+        if dataset is not None and (dataset.kind == "features") != (model.backbone == "features"):
             kind = "already features" if dataset.kind == "features" else f"{dataset.kind}s, not features"
             fix = '"features"' if dataset.kind == "features" else "a backbone that reads them (see headstart backbones)"
             raise HeadstartError(f"model.backbone: the data of {dataset.name} are {kind}; set it to {fix}")
         self.backbone = None
         self.loaded = PRETRAINED
-        self._versions: dict[int, tuple[Arrays, str]] = {}
+        self._versions: dict[int, Version] = {}
+        self._module: tuple[str, Mapping[str, Any], Attached] | None = None
         self._features: dict[str, Features] = {}
-        if dataset.kind != "features":
+        if model.backbone != "features":
             from headstart.backbones import load_backbone
 
             self.backbone = load_backbone(model)
@@ -42,9 +55,20 @@ class Body:
                 self.keep(PRETRAINED, "aggregate")
 
     @property
+    def _dataset(self) -> Dataset:
+        assert self._data is not None, "this body was made to be rebuilt, not to read examples"
+        return self._data
+
+    @property
     def dim(self) -> int:
         """Length d of a feature vector."""
         return self.backbone.dim if self.backbone else self._dataset.train.features().shape[1]
+
+    def label_words(self) -> LinearHead | None:
+        """The head of a prompt's label words, where the body is a masked language model."""
+        if self.backbone is None or self.backbone.label_words is None:
+            return None
+        return LinearHead(*self.backbone.label_words)
 
     def features(self, split: str) -> Features:
         """Features [n, d] of a split by the body as it is loaded, from the cache where they are there."""
@@ -72,32 +96,80 @@ class Body:
         assert self.backbone is not None
         return Inputs(self.backbone, self._dataset.train, f"{self._dataset.name} train")
 
+    def attach(self, stage: Stage, seed: tuple[int, ...]) -> Attached | None:
+        """The module that a stage trains: the one an earlier stage left on the body, or a new one."""
+        if not isinstance(stage, Rounds) or stage.train == "head":
+            return None
+        left = self._module[0] if self._module else None
+        if left is not None and left != stage.train:
+            raise HeadstartError(
+                f"stages.{seed[1]}.train: an earlier stage left a {left} on the body; go on with it, train the head, "
+                "or set start to a stage before it"
+            )
+        if stage.train in MODULES and left is None:
+            keys = ("rank", "alpha_lora", "bottleneck", "tokens")
+            self._attach(stage.train, {key: getattr(stage, key) for key in keys}, seed[0] * 1000 + seed[1])
+        return self._module[2] if self._module else None
+
+    def _attach(self, kind: str, settings: Mapping[str, Any], seed: int = 0) -> None:
+        from headstart.modules import attach
+
+        assert self.backbone is not None
+        self._module = kind, settings, attach(kind, self.backbone, settings, seed)
+
     def arrays(self) -> Arrays:
         """Parameters and buffers of the body as it is now, under the names that its checkpoints use."""
+        from headstart.modules import plain_state
+
         assert self.backbone is not None
-        state: dict[str, Any] = self.backbone.core.state_dict()
+        state = plain_state(self.backbone.core)
         return {name: tensor.detach().cpu().contiguous().numpy() for name, tensor in state.items()}
 
-    def keep(self, version: int, norm_statistics: str, arrays: Arrays | None = None) -> Arrays:
-        """Remember the weights under the number of the stage that made them: these, or those in the body now."""
-        if arrays is None:
-            arrays = {name: array.copy() for name, array in self.arrays().items()}
-            self.loaded = version
-        self._versions[version] = arrays, norm_statistics
-        self._features.clear()
-        return arrays
+    def module(self) -> tuple[str, Mapping[str, Any], Arrays] | None:
+        """The module on the body: its kind, its settings and its parameters."""
+        if self._module is None:
+            return None
+        kind, settings, attached = self._module
+        return kind, settings, {name: p.detach().cpu().numpy() for name, p in attached.parameters.items()}
 
-    def load(self, version: int) -> None:
-        """Put the weights of a stage, or the pre-trained ones, into the body; nothing to do where they are there."""
-        if version == self.loaded:
+    def keep(self, number: int, norm_statistics: str) -> Version:
+        """Remember the body as it is now under the number of the stage that made it."""
+        arrays = {name: array.copy() for name, array in self.arrays().items()}
+        module = self.module()
+        if module is not None:
+            module = module[0], module[1], {name: array.copy() for name, array in module[2].items()}
+        self._versions[number] = Version(arrays, norm_statistics, module)
+        self.loaded = number
+        self._features.clear()
+        return self._versions[number]
+
+    def remember(self, number: int, version: Version) -> None:
+        """A body that a stage made before the run was interrupted."""
+        self._versions[number] = version
+
+    def load(self, number: int) -> None:
+        """Put what a stage made, or the pre-trained weights, into the body; nothing to do where they are there."""
+        if number == self.loaded:
             return
         import torch
 
         from headstart.methods.network import set_mode
+        from headstart.modules import plain_state
 
         assert self.backbone is not None
-        arrays, norm_statistics = self._versions[version]
-        self.backbone.core.load_state_dict({name: torch.from_numpy(array) for name, array in arrays.items()})
-        set_mode(self.backbone.body, False, norm_statistics)
-        self.loaded = version
+        version = self._versions[number]
+        if self._module is not None:
+            self._module[2].detach()
+            self._module = None
+        with torch.no_grad():
+            for name, tensor in plain_state(self.backbone.core).items():
+                tensor.copy_(torch.from_numpy(version.arrays[name]))
+            if version.module is not None:
+                kind, settings, arrays = version.module
+                self._attach(kind, settings)
+                assert self._module is not None
+                for name, parameter in self._module[2].parameters.items():
+                    parameter.copy_(torch.from_numpy(arrays[name]))
+        set_mode(self.backbone.body, False, version.norm_statistics)
+        self.loaded = number
         self._features.clear()

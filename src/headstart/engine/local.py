@@ -16,7 +16,7 @@ from headstart.errors import MessageError
 from headstart.ledger import Ledger
 from headstart.methods import Cohort, Method
 from headstart.progress import progress
-from headstart.recipe import ClosedForm, Training
+from headstart.recipe import ClosedForm, Rounds
 from headstart.statistics import Features, Ints
 
 if TYPE_CHECKING:  # closed-form methods do not wait for torch
@@ -33,7 +33,7 @@ AfterRound = Callable[[int, Any], None]
 """Called when a round is over, with its number from 0 and the server's state."""
 
 
-def rounds_of(stage: ClosedForm | Training, n_clients: int) -> tuple[int, int]:
+def rounds_of(stage: ClosedForm | Rounds, n_clients: int) -> tuple[int, int]:
     """Number of rounds and clients in each: everybody, unless the stage samples."""
     per_round = n_clients
     if stage.clients_per_round is not None:
@@ -48,7 +48,7 @@ def rounds_of(stage: ClosedForm | Training, n_clients: int) -> tuple[int, int]:
 
 def play(
     method: Method[Any],
-    stage: ClosedForm | Training,
+    stage: ClosedForm | Rounds,
     federation: Federation,
     source: Source,
     seed: tuple[int, ...],
@@ -68,12 +68,17 @@ def play(
     rounds, per_round = rounds_of(stage, federation.n_clients)
     with progress(f"{stage.method}: clients heard", rounds * per_round, first_round * per_round) as advance:
         for number in range(first_round, rounds):
-            message = method.instruct(state, number)
             sampled = _sample(method, seed, number, per_round, federation.n_clients)
+            message = method.instruct(state, number, int(ledger.last_round[sampled].min()))
+            sent = {-1: message.nbytes}
+            if method.catches_up:
+                sent = {n: method.instruct(state, number, n).nbytes for n in map(int, set(ledger.last_round[sampled]))}
             good, last_refusal = 0, ""
             for cohort in _cohorts(method, federation, source, ledger, store, sampled):
                 if not stage.pools:
-                    ledger.bytes_down[cohort.clients] += message.nbytes + handed_over * cohort.new
+                    since = ledger.last_round[cohort.clients] if method.catches_up else [-1] * len(cohort.clients)
+                    ledger.bytes_down[cohort.clients] += [sent[int(n)] for n in since] + handed_over * cohort.new
+                ledger.last_round[cohort.clients] = number
                 asked = time.monotonic()
                 for reply in method.answer(cohort, message):
                     ledger.bytes_up[reply.clients] += 0 if stage.pools else reply.nbytes
@@ -114,5 +119,5 @@ def _cohorts(
     for part in np.split(clients, np.flatnonzero(np.diff(np.floor(np.cumsum(load)))) + 1):
         rows, owners = federation.rows_of(part)
         labels = federation.dataset.train.labels[rows]
-        new = ledger.forward_passes[part] == 0
+        new = ledger.last_round[part] < 0
         yield Cohort(part, source, rows, labels, owners, new, partial(store.read, clients=part))

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from headstart.errors import HeadstartError, MessageError
-from headstart.recipe import ClosedForm, Training
+from headstart.recipe import ClosedForm, Rounds
 
 
-def check_on_time(stage: ClosedForm | Training, seconds: float) -> None:
+def check_on_time(stage: ClosedForm | Rounds, seconds: float) -> None:
     """Refuse a reply that came after the deadline of its round."""
     if stage.deadline is not None and seconds > stage.deadline:
         raise MessageError(f"late: it took {seconds:.1f} s, and the deadline is {stage.deadline:g} s")
 
 
-def check_enough(stage: ClosedForm | Training, round: int, good: int, asked: int, last_refusal: str) -> None:
+def check_enough(stage: ClosedForm | Rounds, round: int, good: int, asked: int, last_refusal: str) -> None:
     """Stop at a round (from 1) with fewer usable replies than the stage asks for."""
     if good < min(stage.min_replies, asked):
         last = f"; the last refusal: {last_refusal}" if last_refusal else ""

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from safetensors.numpy import save_file
 
+from headstart.engine.body import Body, Version
 from headstart.errors import HeadstartError
 from headstart.files import write_atomically, write_json, write_text
 from headstart.heads import LinearHead
@@ -24,6 +25,8 @@ from headstart.statistics import Ints
 from headstart.wire import Message, Scalar
 
 Arrays = Mapping[str, np.ndarray]
+
+_COSTS = ("bytes_up", "bytes_down", "forward_passes", "last_round")
 
 
 class RunDirectory:
@@ -86,7 +89,7 @@ class RunDirectory:
 
     def save_checkpoint(self, state: Message, ledger: Ledger, slots: Ints, progress: dict[str, Any]) -> None:
         """State, ledger, where clients keep what they keep [K], and progress after a round, in one file."""
-        costs = {"bytes_up": ledger.bytes_up, "bytes_down": ledger.bytes_down, "forward_passes": ledger.forward_passes}
+        costs = {name: getattr(ledger, name) for name in _COSTS}
         arrays = {f"state.{name}": array for name, array in state.arrays.items()}
         arrays |= {f"ledger.{name}": array for name, array in costs.items()}
         arrays["slots"] = slots
@@ -103,7 +106,7 @@ class RunDirectory:
             return None
         saved = Message.from_bytes(path.read_bytes())
         progress = json.loads(str(saved.scalars["progress"]))
-        costs = {name: saved.arrays[f"ledger.{name}"] for name in ("bytes_up", "bytes_down", "forward_passes")}
+        costs = {name: saved.arrays[f"ledger.{name}"] for name in _COSTS}
         ledger = Ledger(**costs, seconds=progress["seconds"], dropped=progress["dropped"])  # type: ignore[arg-type]
         state = {name.removeprefix("state."): a for name, a in saved.arrays.items() if name.startswith("state.")}
         slots = saved.arrays["slots"].astype(np.int64)
@@ -111,29 +114,63 @@ class RunDirectory:
         write_text(self.path / "metrics.jsonl", "".join(lines))
         return Message(state, progress["state"]), ledger, slots, progress
 
-    def save_model(self, stage: int, head: LinearHead, body: Arrays | None, facts: dict[str, Scalar]) -> None:
-        """What a stage hands on: its head, and the body where it has trained it."""
+    def save_model(self, stage: int, head: LinearHead, body: int, version: Version | None) -> None:
+        """What a stage hands on: its head, the number of the stage that made its body, and the body where it is new."""
         arrays = {f"head.{name}": array for name, array in head.arrays().items()}
-        arrays |= {f"body.{name}": array for name, array in (body or {}).items()}
+        facts: dict[str, Scalar] = {"body": body}
+        if version is not None:
+            arrays |= {f"body.{name}": array for name, array in version.arrays.items()}
+            facts |= {"norm_statistics": version.norm_statistics}
+            if version.module is not None:
+                kind, settings, values = version.module
+                arrays |= {f"module.{name}": array for name, array in values.items()}
+                facts |= {"module": kind, "settings": json.dumps(dict(settings))}
         data = Message(arrays, facts).to_bytes()
         write_atomically(self._model(stage), lambda file: file.write_bytes(data))
 
-    def load_model(self, stage: int) -> tuple[LinearHead, Arrays, Mapping[str, Scalar]]:
-        """What `save_model` wrote: head, body (empty where the stage left it alone) and facts."""
+    def load_model(self, stage: int) -> tuple[LinearHead, int, Version | None]:
+        """What `save_model` wrote."""
         saved = Message.from_bytes(self._model(stage).read_bytes())
-        head, body = (
+        head, body, values = (
             {name.removeprefix(part): a for name, a in saved.arrays.items() if name.startswith(part)}
-            for part in ("head.", "body.")
+            for part in ("head.", "body.", "module.")
         )
-        return LinearHead.of_arrays(head), body, saved.scalars  # type: ignore[arg-type]
+        facts, version = saved.scalars, None
+        if "norm_statistics" in facts:
+            module = (str(facts["module"]), json.loads(str(facts["settings"])), values) if "module" in facts else None
+            version = Version(body, str(facts["norm_statistics"]), module)
+        return LinearHead.of_arrays(head), int(facts["body"]), version  # type: ignore[arg-type]
 
     def _model(self, stage: int) -> Path:
         return self.path / "checkpoint" / f"stage-{stage}.safetensors"
 
-    def save_final(self, body: Arrays, head: LinearHead) -> None:
-        """The whole final model: the body under the names that its checkpoints use, and `head.weight`, `head.bias`."""
-        arrays = {**body, **{f"head.{name}": array for name, array in head.arrays().items()}}
-        write_atomically(self.path / "model" / "model.safetensors", lambda file: save_file(dict(arrays), file))
+    def save_final(self, body: Body | None, head: LinearHead) -> None:
+        """The final head; with a body that was trained, or has a trained module, that too, under its own names."""
+        folder = self.path / "model"
+        head.save(folder / "head.safetensors")
+        if body is None:
+            return
+        heads = {f"head.{name}": array for name, array in head.arrays().items()}
+        name, arrays, facts, module = "model", {**body.arrays(), **heads}, {}, body.module()
+        if module is not None:
+            name, arrays = "module-default", {**module[2], **heads}
+            facts = {"kind": module[0], "settings": json.dumps(module[1])}
+        write_atomically(folder / f"{name}.safetensors", lambda file: save_file(dict(arrays), file, facts))
+
+    def save_log(self, stage: int, log: Message) -> None:
+        """The log of a stage that can be replayed: seeds and scalars."""
+        data = log.to_bytes()
+        write_atomically(self._log(stage), lambda file: file.write_bytes(data))
+
+    def load_log(self, stage: int) -> Message:
+        """What `save_log` wrote."""
+        path = self._log(stage)
+        if not path.is_file():
+            raise HeadstartError(f"{path.parent.parent} holds no log of stage {stage}: only a finished fedmezo has one")
+        return Message.from_bytes(path.read_bytes())
+
+    def _log(self, stage: int) -> Path:
+        return self.path / "model" / f"log-{stage}.safetensors"
 
     def write_clients(
         self, stage: int, names: tuple[str, ...], ledger: Ledger, accuracy: npt.NDArray[np.float64] | None

@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import Any
 
 from headstart.methods.base import Cohort, Method, Reply, Setting, StatisticsMethod
-from headstart.recipe import ClosedForm, Training
+from headstart.recipe import ClosedForm, Rounds
 
 METHODS: Mapping[str, str] = {
     "fedncm": "fedncm.FedNCMMethod",
@@ -23,11 +23,14 @@ METHODS: Mapping[str, str] = {
     "scaffold": "scaffold.ScaffoldMethod",
     "fednova": "fednova.FedNovaMethod",
     "centralised": "centralised.CentralisedMethod",
+    "slora": "slora.SLoRAMethod",
+    "fedmezo": "fedmezo.FedMeZOMethod",
+    "distmezo": "distmezo.DistMeZOMethod",
 }
 """Where each method lives; a method is imported when it is used, so that closed-form ones do not wait for torch."""
 
 
-def build(stage: ClosedForm | Training, setting: Setting) -> Method[Any]:
+def build(stage: ClosedForm | Rounds, setting: Setting) -> Method[Any]:
     """The method of a stage."""
     module, name = METHODS[stage.method].split(".")
     method: Method[Any] = getattr(import_module(f"headstart.methods.{module}"), name)(stage, setting)

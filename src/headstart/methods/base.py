@@ -26,6 +26,7 @@ from headstart.wire import Message
 if TYPE_CHECKING:  # closed-form methods do not wait for torch
     from headstart.backbones import Backbone
     from headstart.backbones.inputs import Inputs
+    from headstart.modules import Attached
 
 State = TypeVar("State")
 Kept = Callable[[str], npt.NDArray[np.float32]]
@@ -47,6 +48,8 @@ class Setting:
     """The head that an earlier stage hands on."""
     backbone: Backbone | None = None
     """The body that an earlier stage hands on, or the pre-trained one; None where the data are features."""
+    module: Attached | None = None
+    """The module on the body that is to be trained."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,6 +100,8 @@ class Method(Protocol[State]):
 
     hears_once: bool
     """Whether a client is heard in one round only: what it says does not depend on what the server knows."""
+    catches_up: bool
+    """Whether what a client is sent depends on the last round that it took part in."""
     kept_shapes: Mapping[str, tuple[int, ...]]
     """What a client keeps to itself from one of its rounds to the next."""
     bytes_per_client: int
@@ -105,8 +110,8 @@ class Method(Protocol[State]):
     def open(self) -> State:
         """Server: what is known before round 1."""
 
-    def instruct(self, state: State, round: int) -> Message:
-        """Server to client."""
+    def instruct(self, state: State, round: int, since: int) -> Message:
+        """Server to a client that took part in round ``since`` last, -1 for never."""
 
     def answer(self, cohort: Cohort, message: Message) -> list[Reply]:
         """On the clients. A cohort says what its clients would say one by one."""
@@ -141,6 +146,7 @@ class StatisticsMethod(ABC):
     """
 
     hears_once = True
+    catches_up = False
     kept_shapes: Mapping[str, tuple[int, ...]] = {}
     bytes_per_client = 0
     moments: Moments | None = None
@@ -163,7 +169,7 @@ class StatisticsMethod(ABC):
         """Nothing heard yet."""
         return (ClientStatistics.empty(self.setting.n_classes, self.dim, self.moments),)
 
-    def instruct(self, state: Heard, round: int) -> Message:
+    def instruct(self, state: Heard, round: int, since: int) -> Message:
         """The number of the round: all that a client has to know."""
         return Message(scalars={"round": round})
 

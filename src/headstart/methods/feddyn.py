@@ -11,8 +11,9 @@ import numpy as np
 import torch
 
 from headstart.methods.base import Cohort, Reply
+from headstart.methods.plan import Vectors
 from headstart.methods.solver import LocalResult, Objective, Stack, wide
-from headstart.methods.training import TrainingMethod, TrainingState, Vectors, added, difference
+from headstart.methods.training import TrainingMethod, TrainingState, added, difference
 from headstart.recipe import FedDynStage
 from headstart.statistics import Ints
 from headstart.wire import Message

@@ -11,8 +11,9 @@ import torch
 
 from headstart.errors import MessageError
 from headstart.methods.base import Cohort, Reply
+from headstart.methods.plan import Vectors
 from headstart.methods.solver import LocalResult, Objective, Stack, learning_rate
-from headstart.methods.training import TrainingMethod, TrainingState, Vectors, added, difference
+from headstart.methods.training import TrainingMethod, TrainingState, added, difference
 from headstart.recipe import FedNovaStage
 from headstart.statistics import Ints
 from headstart.wire import Message

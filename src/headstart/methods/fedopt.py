@@ -10,7 +10,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from headstart.methods.training import TrainingMethod, TrainingState, Vectors, added
+from headstart.methods.plan import Vectors
+from headstart.methods.training import TrainingMethod, TrainingState, added
 from headstart.recipe import FedAdagradStage, FedAdamStage, FedAvgMStage, FedYogiStage
 from headstart.statistics import Floats
 

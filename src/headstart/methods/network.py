@@ -17,46 +17,61 @@ from headstart.errors import HeadstartError
 from headstart.methods.base import Cohort
 from headstart.methods.plan import Plan
 from headstart.methods.solver import LocalResult, Objective, Stack, batches, layers_of, learning_rate
-from headstart.recipe import Training
+from headstart.modules import Attached, plain_parameters
+from headstart.recipe import Rounds, Training
 
 
 class Network:
     """A body and a head; parameters and running statistics by name, as tensors that are written in place."""
 
-    def __init__(self, backbone: Backbone, head: Stack, stage: Training) -> None:
+    def __init__(self, backbone: Backbone | None, module: Attached | None, head: Stack, stage: Rounds) -> None:
         self.backbone, self.stage = backbone, stage
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        backbone.body.to(self.device)
         plan = Plan.of(stage)
-        self.parameters = {f"body.{name}": parameter for name, parameter in backbone.core.named_parameters()}
+        self.parameters: dict[str, nn.Parameter] = {}
+        self.norms: dict[str, _BatchNorm] = {}
+        if backbone is not None:
+            backbone.body.to(self.device)
+            core = backbone.core
+            self.parameters |= {f"body.{name}": parameter for name, parameter in plain_parameters(core).items()}
+            self.norms = {f"body.{name}": each for name, each in core.named_modules() if isinstance(each, _BatchNorm)}
+        if module is not None:
+            self.parameters |= {f"module.{name}": parameter for name, parameter in module.parameters.items()}
         self.parameters |= {name: nn.Parameter(value.to(self.device)) for name, value in head.items()}
         shapes = {name: tuple(parameter.shape) for name, parameter in self.parameters.items()}
         self.trained = {name: self.parameters[name] for name in plan.shared(shapes)}
         self.head_layers = layers_of(list(head))
-        self.norms = {
-            f"body.{name}": module for name, module in backbone.core.named_modules() if isinstance(module, _BatchNorm)
-        }
+        counts = [norm.num_batches_tracked for norm in self.norms.values()]
+        self._counts = [(count, count.clone()) for count in counts if count is not None]
         self.statistics: dict[str, Tensor] = {}
         if plan.statistics == "shared":
-            for name, module in self.norms.items():
+            for name, norm in self.norms.items():
                 for what in ("running_mean", "running_var"):
-                    if getattr(module, what) is not None:
-                        self.statistics[f"{name}.{what}"] = getattr(module, what)
+                    if getattr(norm, what) is not None:
+                        self.statistics[f"{name}.{what}"] = getattr(norm, what)
         for name, parameter in self.parameters.items():
             parameter.requires_grad_(name in self.trained)
 
     @torch.no_grad()
     def load(self, arrays: Stack) -> None:
-        """Write parameters and statistics by name, in place."""
+        """Write parameters and statistics by name, in place.
+
+        Batch norm's counts of batches go back to those that the stage found: how many a process has seen is no part of
+        the model, and differs after a resumption.
+        """
+        for count, found in self._counts:
+            count.copy_(found)
         for name, value in arrays.items():
             (self.statistics[name] if name in self.statistics else self.parameters[name]).copy_(value)
 
     def scores(self, batch: tuple[Tensor, ...]) -> Tensor:
-        """The inputs of a batch → scores [B, C]."""
+        """The inputs of a batch, or its features where there is no body → scores [B, C]."""
         device = self.device.type
         with torch.autocast(device, torch.bfloat16, enabled=self.stage.precision == "bfloat16"):
-            features: Tensor = self.backbone.body(*(tensor.to(self.device) for tensor in batch))
-        values = features.float()
+            values: Tensor = batch[0].to(self.device)
+            if self.backbone is not None:
+                values = self.backbone.body(*(tensor.to(self.device) for tensor in batch))
+        values = values.float()
         for layer in self.head_layers:
             values = functional.linear(values, self.parameters[f"{layer}.weight"], self.parameters[f"{layer}.bias"])
             values = values if layer == "head" else values.relu()
@@ -82,6 +97,7 @@ class BodySolver:
     def __call__(self, start: Stack, cohort: Cohort, round: int, objective: Objective) -> LocalResult:
         """start: parameters and statistics [1, …]; the cohort is one client."""
         network, stage, rate = self.network, self.stage, learning_rate(self.stage, round)
+        assert network.backbone is not None
         (client,) = cohort.clients
         begin = {name: value[0].to(network.device) for name, value in start.items()}
         network.load(begin)
@@ -116,8 +132,8 @@ class BodySolver:
                     if stage.momentum and velocity:
                         pairs = zip(velocity, gradients, strict=True)
                         velocity = [before.mul_(stage.momentum).add_(gradient) for before, gradient in pairs]
-                    else:
-                        velocity = gradients
+                    else:  # autograd may give two parameters one tensor as their gradient
+                        velocity = [gradient.clone() for gradient in gradients] if stage.momentum else gradients
                     for parameter, change in zip(parameters, velocity, strict=True):
                         parameter.sub_(change, alpha=rate)
         return LocalResult(

@@ -10,8 +10,9 @@ from __future__ import annotations
 import torch
 
 from headstart.methods.base import Cohort, Reply
+from headstart.methods.plan import Vectors
 from headstart.methods.solver import LocalResult, Objective, Stack, learning_rate, wide
-from headstart.methods.training import TrainingMethod, TrainingState, Vectors, added, difference
+from headstart.methods.training import TrainingMethod, TrainingState, added, difference
 from headstart.recipe import ScaffoldStage
 from headstart.statistics import Ints
 from headstart.wire import Message

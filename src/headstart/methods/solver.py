@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from headstart.methods.base import Cohort
-from headstart.recipe import Training
+from headstart.recipe import Rounds, Training
 from headstart.statistics import Ints
 
 Stack = dict[str, Tensor]
@@ -55,7 +55,7 @@ class Solver(Protocol):
         """SGD from ``start`` on each client's loss and the objective; batches shuffled by (seed, round, client)."""
 
 
-def learning_rate(stage: Training, round: int) -> float:
+def learning_rate(stage: Rounds, round: int) -> float:
     """The rate of a round (from 0): linear warm-up, then constant, stepwise or cosine decay."""
     if round < stage.warmup_rounds:
         return stage.lr * (round + 1) / (stage.warmup_rounds + 1)

@@ -9,15 +9,15 @@ from typing import Generic, TypeVar
 import numpy as np
 import torch
 
-from headstart.errors import HeadstartError, MessageError
+from headstart.errors import MessageError
 from headstart.heads import LinearHead
 from headstart.ledger import Published
 from headstart.methods.base import Cohort, Reply, Setting
 from headstart.methods.network import BodySolver, Network, set_mode
-from headstart.methods.plan import Plan, Shapes, head_shapes
+from headstart.methods.plan import Plan, Shapes, Vectors, head_shapes, head_start
 from headstart.methods.solver import HeadSolver, LocalResult, Objective, Solver, Stack
-from headstart.recipe import Training
-from headstart.statistics import Floats, Ints
+from headstart.recipe import DistMeZOStage, Training
+from headstart.statistics import Ints
 from headstart.wire import Message
 
 # An update so many times larger than the model it updates is no step of SGD.
@@ -25,9 +25,7 @@ _EXPLODED = 1e4
 # A body trains for one client at a time: a cohort has room for no second one.
 _ALONE = 1 << 62
 
-StageT = TypeVar("StageT", bound=Training)
-Vectors = dict[str, Floats]
-"""Arrays by the name of the parameter they belong to, in float64: the server adds and steps in double precision."""
+StageT = TypeVar("StageT", bound=Training | DistMeZOStage)
 
 
 @dataclass(frozen=True)
@@ -49,34 +47,44 @@ class TrainingMethod(Generic[StageT]):
     """FedAvg's skeleton. A method changes what the solver minimises, what else travels, and the server's step."""
 
     hears_once = False
+    catches_up = False
     memories: tuple[str, ...] = ()
     """What the server remembers from round to round, one vector per parameter each; zero before the first round."""
     travels: tuple[str, ...] = ("update",)
     """What a client sends, one array per parameter each."""
+    needs_network = False
+    """Whether the solver works on one network at a time where only heads train, too."""
     keeps: tuple[str, ...] = ()
     """What a client keeps to itself from one of its rounds to the next; zero before its first."""
 
     def __init__(self, stage: StageT, setting: Setting) -> None:
         self.stage, self.setting, self.plan = stage, setting, Plan.of(stage)
-        head = self._head_start(head_shapes(stage, setting.n_classes, setting.dim))
-        self.solve: Solver = HeadSolver(stage, setting.seed)
+        head = head_start(stage, setting, head_shapes(stage, setting.n_classes, setting.dim))
+        self._initial, self._frozen_head = (head, Vectors()) if self.plan.head == "shared" else (Vectors(), head)
+        self._statistics = Vectors()
         self.network: Network | None = None
-        self._initial, self._statistics = head, Vectors()
-        if self.plan.body == "shared":
-            assert setting.backbone is not None
+        if self.plan.changes_features or self.needs_network:
             tensors = {name: torch.from_numpy(value.astype(np.float32)) for name, value in head.items()}
-            self.network = Network(setting.backbone, tensors, stage)
-            self.solve = BodySolver(self.network, stage, setting.seed)
-            self._initial = {n: p.detach().cpu().double().numpy() for n, p in self.network.parameters.items()} | head
+            backbone = setting.backbone if self.plan.changes_features else None
+            self.network = Network(backbone, setting.module, tensors, stage)
+            trained = {n: p.detach().cpu().double().numpy() for n, p in self.network.trained.items()}
+            self._initial = trained | self._initial
             self._statistics = {n: b.cpu().double().numpy() for n, b in self.network.statistics.items()}
-        self._frozen_head = head if self.plan.head == "frozen" else Vectors()
-        self.shapes: Shapes = self.plan.shared({name: value.shape for name, value in self._initial.items()})
-        self._initial = {name: self._initial[name] for name in self.shapes}
+        self.solve = self.solver()
+        self.shapes: Shapes = {name: value.shape for name, value in self._initial.items()}
         kept = {f"{what}.{name}": shape for what in self.keeps for name, shape in self.shapes.items()}
         self.kept_shapes: Mapping[str, tuple[int, ...]] = kept
         # Of a head: parameters, start, velocity, gradient, and what is kept and corrected by, in float32.
         values = sum(int(np.prod(shape)) for shape in self.shapes.values())
         self.bytes_per_client = _ALONE if self.network else 4 * 8 * values
+
+    def solver(self) -> Solver:
+        """What the clients do: SGD, on stacked heads or on the network."""
+        stage = self.stage
+        assert not isinstance(stage, DistMeZOStage)
+        return (
+            BodySolver(self.network, stage, self.setting.seed) if self.network else HeadSolver(stage, self.setting.seed)
+        )
 
     # ------------------------------------------------------------------------------------------------ on the server
 
@@ -84,7 +92,7 @@ class TrainingMethod(Generic[StageT]):
         """The model to start from."""
         return TrainingState(self._initial, {name: self._zeros() for name in self.memories}, self._statistics)
 
-    def instruct(self, state: TrainingState, round: int) -> Message:
+    def instruct(self, state: TrainingState, round: int, since: int) -> Message:
         """What is shared, in float32, and what else clients need."""
         sent = {"model": state.parameters, **{name: state.memory[name] for name in self.broadcasts()}}
         return Message(_named(sent | {"statistics": state.statistics}, np.float32), {"round": round})
@@ -109,7 +117,8 @@ class TrainingMethod(Generic[StageT]):
         for what, vectors in arrays.items():
             factor = weight if what == "statistics" else self.factor(what, weight, state, reply)
             before = state.sums.get(what)
-            scaled = {name: factor * array.astype(np.float64) for name, array in vectors.items()}
+            # An array without dimensions times a number is a number, which nothing can be added to in place.
+            scaled = {name: np.asarray(factor * array.astype(np.float64)) for name, array in vectors.items()}
             sums[what] = scaled if before is None else {n: np.add(before[n], v, out=v) for n, v in scaled.items()}
         effort = state.effort + weight * self.effort(state, reply)
         return replace(state, sums=sums, weight=state.weight + weight, effort=effort, replies=state.replies + 1)
@@ -153,7 +162,7 @@ class TrainingMethod(Generic[StageT]):
 
     def place(self, state: TrainingState) -> None:
         """Write what the state says into the body, and put it into evaluation mode."""
-        if self.network:
+        if self.network and self.network.backbone:
             self.network.load(_tensors({**state.parameters, **state.statistics}))
             set_mode(self.network.backbone.body, False, self.stage.norm_statistics)
 
@@ -165,11 +174,16 @@ class TrainingMethod(Generic[StageT]):
         values = sum(int(np.prod(shape)) for shape in self.shapes.values())
         values -= self.setting.n_classes if self.plan.head == "shared" else 0
         share = 1.0 if self.stage.participation is None else self.stage.participation
-        per_round = self.stage.clients_per_round or round(share * self.setting.n_clients)
-        what = "(C · d + P)" if self.network else "C · d"
+        per_round = self.stage.clients_per_round or max(1, round(share * self.setting.n_clients))
+        per_round = min(per_round, self.setting.n_clients)
+        what = "(C · d + P)" if self.plan.changes_features else "C · d"
         formula = f"FedNCM paper, appendix A: 2 · {what} · K · R · 4 bytes, up and down"
-        passes = (3 if self.network else 1) * state.round * (self.stage.local_epochs or 1) * int(counts.sum())
-        return Published(2 * values * per_round * state.round * 4, passes, formula)
+        return Published(2 * values * per_round * state.round * 4, state.round * self.round_passes(counts), formula)
+
+    def round_passes(self, counts: Ints) -> int:
+        """The paper's count of a round's forward passes."""
+        epochs = getattr(self.stage, "local_epochs", None) or 1
+        return (3 if self.plan.changes_features else 1) * epochs * int(counts.sum())
 
     def freeze(self, state: TrainingState) -> Message:
         """The state between two rounds, at full precision."""
@@ -201,7 +215,7 @@ class TrainingMethod(Generic[StageT]):
             arrays = {f"{what}.{name}": each[name][row].numpy() for what, each in sent.items() for name in each}
             mine = {f"{what}.{name}": each[name][row].numpy() for what, each in kept.items() for name in each}
             reply = Message(arrays, {"examples": int(sizes[row]), "steps": int(result.steps[row])})
-            passes = self._passes(int(sizes[row]), int(result.steps[row]), bool(cohort.new[row]))
+            passes = self.passes(int(sizes[row]), int(result.steps[row]), bool(cohort.new[row]))
             replies.append(Reply(np.array([client]), reply, np.array([reply.nbytes]), np.array([passes]), mine))
         return replies
 
@@ -212,9 +226,9 @@ class TrainingMethod(Generic[StageT]):
         result = self.solve(start, cohort, int(message.scalars["round"]), Objective())
         return result, {"update": difference(result.parameters, start)}, {}
 
-    def _passes(self, size: int, steps: int, new: bool) -> int:
+    def passes(self, size: int, steps: int, new: bool) -> int:
         """Forward passes: through a frozen body once; three for each example of a step on the body, as in the paper."""
-        if not self.network:
+        if not self.plan.changes_features:
             return size if new else 0
         width = size if self.stage.batch_size == "full" else min(self.stage.batch_size, size)
         per_epoch = -(-size // width)
@@ -225,25 +239,6 @@ class TrainingMethod(Generic[StageT]):
     def remembered(self, what: str, cohort: Cohort) -> Stack:
         """What each client of a cohort kept under this name [M, …]."""
         return {name: torch.from_numpy(cohort.kept(f"{what}.{name}")) for name in self.shapes}
-
-    def _head_start(self, shapes: Shapes) -> Vectors:
-        previous = self.setting.previous
-        if self.stage.head_init == "previous" and previous is not None:
-            # A class that was masked because nobody had been heard about it may be learned now.
-            given = previous.arrays()
-            arrays = {f"head.{name}": np.nan_to_num(given[name].astype(np.float64), neginf=0) for name in given}
-            if {name: array.shape for name, array in arrays.items()} != shapes:
-                raise HeadstartError(
-                    f"stages.{self.setting.seed[1]}.head_init: the earlier stage's head has other layers than this "
-                    f"stage's ({self.stage.head}); set head_init to random or zeros, or start to another stage"
-                )
-            return arrays
-        if self.stage.head_init == "zeros":
-            return {name: np.zeros(shape) for name, shape in shapes.items()}
-        rng = np.random.default_rng([*self.setting.seed, 0x1417])
-        # Torch's own initialisation of a linear layer.
-        widths = {name: shapes[name.replace("bias", "weight")][1] for name in shapes}
-        return {name: rng.uniform(-1, 1, shape) / np.sqrt(widths[name]) for name, shape in shapes.items()}
 
     def _zeros(self) -> Vectors:
         return {name: np.zeros(shape) for name, shape in self.shapes.items()}
@@ -269,7 +264,7 @@ def _checked(message: Message, what: str, shapes: Mapping[str, tuple[int, ...]])
 
 
 def _named(vectors: dict[str, Vectors], dtype: type[np.floating]) -> dict[str, np.ndarray]:
-    return {f"{what}.{name}": array.astype(dtype) for what, each in vectors.items() for name, array in each.items()}
+    return {f"{what}.{name}": np.array(array, dtype) for what, each in vectors.items() for name, array in each.items()}
 
 
 def _tensors(arrays: Mapping[str, np.ndarray]) -> Stack:

@@ -43,8 +43,8 @@ def write_report(
     unused = f", {summary['unused_examples']:,} left unused" if summary["unused_examples"] else ""
     formulas = "".join(f"<li>{escape(s['method'])}: {escape(s['published_formula'])}</li>" for s in stages)
     best = "".join(
-        f"<li>{escape(s['method'])}: validation chooses round {s['best_round']}, {100 * s['best_accuracy']:.2f} % on the "
-        f"test split; the last round has {100 * s['accuracy']:.2f} %</li>"
+        f"<li>{escape(s['method'])}: validation chooses round {s['best_round']}, {100 * s['best_accuracy']:.2f} % on "
+        f"the test split; the last round has {100 * s['accuracy']:.2f} %</li>"
         for s in stages
         if "best_round" in s
     )

@@ -1,0 +1,172 @@
+"""FedMeZO: training with one seed and a few scalars per round (thesis, chapter 4; MeZO: Malladi et al., NeurIPS 2023).
+
+Travels down: a seed, and the mean slopes of the rounds that the client has missed. Every client measures the slope of
+its loss along the directions of the seed, g_k = (L_k(θ + εz) − L_k(θ − εz)) / 2ε, over all its examples. Travels up:
+one scalar per direction. The mean over the clients, weighted by their examples, is the slope of the pooled loss,
+whoever holds what; everybody then takes the same step θ ← θ − η Σ_p g_p z_p / P. The server needs no weights, and the
+run is its log of seeds and scalars: whoever has the log and the pre-trained weights has the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from headstart.errors import MessageError
+from headstart.heads import LinearHead
+from headstart.ledger import Published
+from headstart.methods.base import Cohort, Reply, Setting
+from headstart.methods.network import Network, set_mode
+from headstart.methods.plan import Plan, head_shapes, head_start
+from headstart.methods.solver import learning_rate
+from headstart.methods.zeroth import ZerothOrder
+from headstart.recipe import FedMeZOStage
+from headstart.statistics import Ints
+from headstart.wire import Array, Message
+
+# A slope that would need a loss to change by so much over the probe is no slope.
+_ABSURD = 200.0
+
+
+@dataclass(frozen=True)
+class MeZOState:
+    """The log: seeds [T] and mean slopes [T, P]; and the sums of this round so far."""
+
+    seeds: Ints
+    slopes: npt.NDArray[np.float32]
+    sums: npt.NDArray[np.float64]
+    weight: float = 0.0
+
+
+class FedMeZOMethod:
+    """Two forward passes per direction on the clients; a mean of scalars on the server."""
+
+    hears_once = False
+    catches_up = True
+    kept_shapes: Mapping[str, tuple[int, ...]] = {}
+    bytes_per_client = 0
+
+    def __init__(self, stage: FedMeZOStage, setting: Setting) -> None:
+        self.stage, self.setting, self.plan = stage, setting, Plan.of(stage)
+        head = head_start(stage, setting, head_shapes(stage, setting.n_classes, setting.dim))
+        tensors = {name: torch.from_numpy(value.astype(np.float32)) for name, value in head.items()}
+        backbone = setting.backbone if self.plan.changes_features else None
+        self.network = Network(backbone, setting.module, tensors, stage)
+        self.model = ZerothOrder(self.network, stage.epsilon, stage.temperature)
+        self.rounds_known = 0
+        """Steps of the log that the weights have taken."""
+
+    # ------------------------------------------------------------------------------------------------ on the server
+
+    def open(self) -> MeZOState:
+        """An empty log."""
+        directions = self.stage.num_directions
+        return MeZOState(np.zeros(0, np.int64), np.zeros((0, directions), np.float32), np.zeros(directions))
+
+    def instruct(self, state: MeZOState, round: int, since: int) -> Message:
+        """This round's seed, and the log since the last round that the client heard of."""
+        first = max(since, 0)
+        arrays: dict[str, Array] = {"seeds": state.seeds[first:], "slopes": state.slopes[first:]}
+        return Message(arrays, {"round": round, "first": first, "seed": self._seed(round)})
+
+    def _seed(self, round: int) -> int:
+        return int(np.random.default_rng([*self.setting.seed, 0x5EED, round]).integers(2**31))
+
+    def fold(self, state: MeZOState, reply: Reply) -> MeZOState:
+        """Add the weighted slopes of a client; slopes that cannot be right are refused."""
+        slopes = reply.message.array("slopes", "float32", (self.stage.num_directions,)).astype(np.float64)
+        largest = _ABSURD / (2 * self.stage.epsilon)
+        if np.abs(slopes).max() > largest:
+            raise MessageError(f"a slope of {np.abs(slopes).max():.1e} is absurd, more than {largest:.1e}")
+        examples = reply.message.scalars.get("examples")
+        if not isinstance(examples, int) or not 1 <= examples <= 10**12:
+            raise MessageError(f"a client says that it has {examples} examples")
+        weight = float(examples) if self.stage.weighting == "examples" else 1.0
+        return replace(state, sums=state.sums + weight * slopes, weight=state.weight + weight)
+
+    def close(self, state: MeZOState) -> MeZOState:
+        """The mean slopes enter the log; without any reply they are zero."""
+        round = len(state.seeds)
+        slopes = (state.sums / max(state.weight, 1e-300) if state.weight else state.sums).astype(np.float32)
+        return MeZOState(
+            np.append(state.seeds, self._seed(round)), np.vstack([state.slopes, slopes]), np.zeros_like(state.sums)
+        )
+
+    def head(self, state: MeZOState) -> LinearHead:
+        """The head after every step of the log."""
+        self._follow(0, state.seeds, state.slopes)
+        heads = {n.removeprefix("head."): p for n, p in self.network.parameters.items() if n.startswith("head.")}
+        return LinearHead.of_arrays({name: p.detach().cpu().numpy().copy() for name, p in heads.items()})
+
+    def place(self, state: MeZOState) -> None:
+        """Take the steps of the log that the weights have not taken."""
+        self._follow(0, state.seeds, state.slopes)
+        if self.network.backbone:
+            set_mode(self.network.backbone.body, False, "freeze")
+
+    def published(self, state: MeZOState, counts: Ints) -> Published:
+        """The thesis counts one byte for a seed and for a scalar."""
+        per_round = self.stage.clients_per_round or round((self.stage.participation or 1) * self.setting.n_clients)
+        directions, rounds = self.stage.num_directions, len(state.seeds)
+        total = rounds * per_round * (1 + 2 * directions)
+        passes = 2 * directions * rounds * int(counts.sum())
+        return Published(total, passes, "thesis, Eq. 6: R · (K + 2 · K · num_z) bytes, up and down")
+
+    def freeze(self, state: MeZOState) -> Message:
+        """The log."""
+        return Message({"seeds": state.seeds, "slopes": state.slopes})
+
+    def thaw(self, message: Message) -> MeZOState:
+        """The state that `freeze` wrote."""
+        seeds, slopes = message.arrays["seeds"].astype(np.int64), message.arrays["slopes"].astype(np.float32)
+        return MeZOState(seeds, slopes, np.zeros(self.stage.num_directions))
+
+    # ----------------------------------------------------------------------------------------------- on the clients
+
+    def answer(self, cohort: Cohort, message: Message) -> list[Reply]:
+        """Catch up with the log, then measure; all clients have the same weights, so one pass serves all of them."""
+        first, seed, round = (int(message.scalars[name]) for name in ("first", "seed", "round"))
+        self._follow(first, message.arrays["seeds"].astype(np.int64), message.arrays["slopes"].astype(np.float32))
+        rows = self._rows(cohort, round)
+        place = np.searchsorted(cohort.clients, cohort.owners[rows])
+        sizes = np.bincount(place, minlength=len(cohort.clients))
+        slopes = np.stack(
+            [
+                np.bincount(place, self.model.slopes(cohort, rows, seed, number), len(cohort.clients)) / sizes
+                for number in range(self.stage.num_directions)
+            ],
+            axis=1,
+        ).astype(np.float32)
+        replies = []
+        for row, client in enumerate(cohort.clients):
+            answer = Message({"slopes": slopes[row]}, {"examples": int(sizes[row])})
+            passes = 2 * self.stage.num_directions * int(sizes[row])
+            if not self.plan.changes_features:  # the body is passed once, and the head is nothing beside it
+                passes = int(np.count_nonzero(cohort.owners == client)) if cohort.new[row] else 0
+            replies.append(Reply(np.array([client]), answer, np.array([answer.nbytes]), np.array([passes])))
+        return replies
+
+    def _rows(self, cohort: Cohort, round: int) -> Ints:
+        """Positions of the examples that this round looks at: all, or so many of each client, drawn at random."""
+        if self.stage.batch_size == "full":
+            return np.arange(len(cohort.rows))
+        starts = np.searchsorted(cohort.owners, cohort.clients)
+        ends = np.searchsorted(cohort.owners, cohort.clients, side="right")
+        drawn = []
+        for client, start, end in zip(cohort.clients, starts, ends, strict=True):
+            rng = np.random.default_rng([*self.setting.seed, round, int(client)])
+            drawn.append(np.sort(start + rng.permutation(end - start)[: self.stage.batch_size]))
+        return np.concatenate(drawn)
+
+    def _follow(self, first: int, seeds: Ints, slopes: npt.NDArray[np.float32]) -> None:
+        """Take the steps of a log that starts at step ``first``, from where the weights are."""
+        if first > self.rounds_known:
+            raise MessageError(f"the log starts at step {first}, and the weights have taken {self.rounds_known}")
+        for number in range(self.rounds_known, first + len(seeds)):
+            rate = learning_rate(self.stage, number)
+            self.model.step(int(seeds[number - first]), slopes[number - first], rate, self.stage.weight_decay)
+            self.rounds_known = number + 1

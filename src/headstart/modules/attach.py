@@ -1,0 +1,69 @@
+"""Attach a module to the blocks of a transformer, and take it off again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headstart.backbones import Backbone
+from headstart.errors import HeadstartError
+from headstart.modules.adapter import adapters
+from headstart.modules.blocks import blocks_of, projections_of
+from headstart.modules.lora import lora
+from headstart.modules.mask import masks
+from headstart.modules.prompts import prompts
+
+
+@dataclass(frozen=True, eq=False)
+class Attached:
+    """A module on a body: its parameters by name, and how to take it off."""
+
+    kind: str
+    parameters: Mapping[str, nn.Parameter]
+    detach: Callable[[], None]
+
+
+def attach(kind: str, backbone: Backbone, settings: Mapping[str, Any], seed: int) -> Attached:
+    """Put a new module on the body; its parameters depend on the seed alone, and its outputs are the body's own.
+
+    settings: rank and alpha_lora of LoRA, the bottleneck of adapters, the number of tokens of prompts.
+    """
+    blocks = blocks_of(backbone.core)
+    if not blocks:
+        raise HeadstartError(
+            f"train: {backbone.name} has no transformer blocks to put a {kind} on; use 'all' or 'head'"
+        )
+    # What normalises its input has the width of the blocks.
+    width = next(module.normalized_shape[-1] for module in blocks[0].modules() if isinstance(module, nn.LayerNorm))
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        targets = projections_of(backbone.core)
+        if kind == "lora":
+            parameters, detach = lora(backbone.core, targets, settings["rank"], settings["alpha_lora"])
+        elif kind == "mask":
+            parameters, detach = masks(
+                backbone.body, backbone.core, projections_of(backbone.core), settings["density"], seed
+            )
+        elif kind == "adapter":
+            parameters, detach = adapters(backbone.body, blocks, width, settings["bottleneck"])
+        else:
+            parameters, detach = prompts(backbone.body, blocks, width, settings["tokens"])
+    return Attached(kind, parameters, detach)
+
+
+def plain_parameters(core: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters of a body under its own names, whatever is attached to it."""
+    return {_plain(name): parameter for name, parameter in core.named_parameters() if ".lora_" not in name}
+
+
+def plain_state(core: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers of a body under its own names, whatever is attached to it."""
+    return {_plain(name): tensor for name, tensor in core.state_dict().items() if ".lora_" not in name}
+
+
+def _plain(name: str) -> str:
+    return name.replace(".base_layer.", ".")

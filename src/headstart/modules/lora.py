@@ -1,0 +1,27 @@
+"""LoRA (Hu et al., ICLR 2022) through `peft`: low-rank updates of the projections to queries and values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+
+def lora(
+    core: nn.Module, targets: list[str], rank: int, alpha: float
+) -> tuple[dict[str, nn.Parameter], Callable[[], None]]:
+    """W + alpha/rank · B A on every target, B zero at first; the parameters, and how to take them off."""
+    from peft import LoraConfig, LoraModel  # only where it is used: it takes a second to import
+
+    scale: Any = alpha  # peft divides it by the rank, and a fraction is as good as a whole number
+    config = LoraConfig(r=rank, lora_alpha=scale, target_modules=targets, lora_dropout=0.0, bias="none")
+    tuner = LoraModel(core, {"default": config}, "default")
+    parameters = {
+        name.replace(".default.", "."): parameter for name, parameter in core.named_parameters() if ".lora_" in name
+    }
+
+    def detach() -> None:
+        tuner.unload()
+
+    return parameters, detach
