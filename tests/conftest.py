@@ -3,6 +3,9 @@
 from pathlib import Path
 
 import pytest
+import torch
+
+torch.set_num_threads(1)  # the tests are small, and threads that wait for each other are slower than one
 
 
 @pytest.fixture(autouse=True)

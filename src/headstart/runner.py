@@ -271,9 +271,9 @@ def replay(path: Path, out: Path) -> list[str]:
         if earlier == begin:
             head, loaded = found, made_by
             body.load(loaded)
-    final = LinearHead.load(path / "model" / "head.safetensors")
-    classes, width = final.weight.shape
-    dim = body.backbone.dim if body.backbone else width
+    made = directory.load_model(number)[0].arrays()
+    classes = len(made["weight"])
+    dim = body.backbone.dim if body.backbone else made.get("hidden.0.weight", made["weight"]).shape[1]
     seed = (recipe.seed, number)
     method = build(
         stage, Setting(classes, dim, seed, previous=head, backbone=body.backbone, module=body.attach(stage, seed))

@@ -97,6 +97,16 @@ def test_no_room_at_all(counting: Backbone, monkeypatch: pytest.MonkeyPatch) -> 
     assert len(Counting.calls) == 2 * 5
 
 
+def test_a_crop_does_not_keep_the_whole_image_in_memory() -> None:
+    wide = np.random.default_rng(5).integers(0, 256, (2, 4, 40, 3), dtype=np.uint8)
+    examples = Examples("image", wide, (), np.arange(2), np.zeros(2, np.int64))
+    inputs = Inputs(replace(means_backbone(), transform=ImageTransform(4, resize=4)), examples, "train")
+    ((images,),) = inputs.batches(rows([0, 1]))
+    np.testing.assert_array_equal(images, wide[:, :, 18:22])
+    kept = [value if value.base is None else value.base for value in inputs._prepared.values()]
+    assert [value.nbytes for value in kept] == [ONE, ONE]
+
+
 def test_one_batch_is_prepared_ahead_and_no_more(counting: Backbone) -> None:
     asked: list[int] = []
 

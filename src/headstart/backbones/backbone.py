@@ -51,6 +51,20 @@ class Backbone:
         return digest.hexdigest()
 
 
+def run_body(body: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+    """Features [B, d] of a batch."""
+    try:
+        features: Tensor = body(*batch)
+    except ValueError as error:
+        if "more than 1 value per channel" not in str(error):
+            raise
+        raise HeadstartError(
+            "a batch of one example has no statistics to normalise by where maps are of one pixel; "
+            "set norm_statistics = 'freeze', another batch_size, or a larger model.image_size"
+        ) from None
+    return features
+
+
 def image_backbone(
     network: nn.Module,
     dim: int,

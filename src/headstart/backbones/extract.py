@@ -17,7 +17,7 @@ import torch
 from filelock import Timeout
 from torch import Tensor
 
-from headstart.backbones.backbone import Backbone
+from headstart.backbones.backbone import Backbone, run_body
 from headstart.backbones.cache import BLOCK, FeatureFile
 from headstart.data import Examples
 from headstart.errors import HeadstartError
@@ -132,7 +132,7 @@ def torch_runner(backbone: Backbone, device: torch.device) -> Runner:
 
     def run(batch: tuple[Tensor, ...]) -> npt.NDArray[np.float32]:
         with torch.inference_mode():
-            return body(*(tensor.to(device) for tensor in batch)).float().cpu().numpy()  # type: ignore[no-any-return]
+            return run_body(body, tuple(tensor.to(device) for tensor in batch)).float().cpu().numpy()
 
     return run
 

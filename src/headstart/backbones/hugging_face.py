@@ -48,7 +48,10 @@ class _Cloze(nn.Module):
 
     def __init__(self, model: Any, mask_token: int) -> None:
         super().__init__()
-        model.set_output_embeddings(nn.Identity())
+        vocabulary = model.get_output_embeddings()
+        name = next(name for name, module in model.named_modules() if module is vocabulary)
+        # Not by the model's own setter: that of BERT wants a layer with a bias.
+        model.set_submodule(name, nn.Identity())
         self.encoder, self.mask_token = model, mask_token
 
     def forward(self, inputs: Tensor, mask: Tensor, segments: Tensor | None = None) -> Tensor:

@@ -54,7 +54,8 @@ class ImageTransform:
         shorter = max(self.resize, self.size)
         width, height = (max(shorter, round(side * shorter / min(image.size))) for side in image.size)
         left, top = (width - self.size) // 2, (height - self.size) // 2
-        return _resized(image, width, height)[top : top + self.size, left : left + self.size]
+        # A copy, or whoever keeps the crop keeps the whole image.
+        return _resized(image, width, height)[top : top + self.size, left : left + self.size].copy()
 
     @staticmethod
     def collate(values: list[Any]) -> tuple[Tensor, ...]:
@@ -119,9 +120,10 @@ class TextTransform:
             if len(ids) <= self.max_tokens or not shown[longest]:
                 return np.stack([ids, np.zeros(len(ids))], axis=1).astype(np.int64)
             encoded = self.tokenizer(shown[longest], add_special_tokens=False, return_offsets_mapping=True)
-            ends = [end for _, end in encoded["offset_mapping"]]
-            keep = len(ends) - (len(ids) - self.max_tokens)
-            shown[longest] = shown[longest][: ends[keep - 1]] if keep > 0 else ""
+            starts = [start for start, _ in encoded["offset_mapping"]]
+            keep = len(starts) - (len(ids) - self.max_tokens)
+            # A character of several tokens goes as a whole: up to where the first token to go starts.
+            shown[longest] = shown[longest][: starts[keep]].rstrip() if keep > 0 else ""
 
     def collate(self, values: list[Any]) -> tuple[Tensor, ...]:
         """Padded ids, mask and, where the tokenizer tells a pair's texts apart, segments, each [B, L]."""

@@ -110,7 +110,9 @@ class FedMeZOMethod:
 
     def published(self, state: MeZOState, counts: Ints) -> Published:
         """The thesis counts one byte for a seed and for a scalar."""
-        per_round = self.stage.clients_per_round or round((self.stage.participation or 1) * self.setting.n_clients)
+        share = 1.0 if self.stage.participation is None else self.stage.participation
+        per_round = self.stage.clients_per_round or max(1, round(share * self.setting.n_clients))
+        per_round = min(per_round, self.setting.n_clients)
         directions, rounds = self.stage.num_directions, len(state.seeds)
         total = rounds * per_round * (1 + 2 * directions)
         passes = 2 * directions * rounds * int(counts.sum())
@@ -121,8 +123,9 @@ class FedMeZOMethod:
         return Message({"seeds": state.seeds, "slopes": state.slopes})
 
     def thaw(self, message: Message) -> MeZOState:
-        """The state that `freeze` wrote."""
+        """The state that `freeze` wrote; clients that were told a part of the log before are told the rest only."""
         seeds, slopes = message.arrays["seeds"].astype(np.int64), message.arrays["slopes"].astype(np.float32)
+        self._follow(0, seeds, slopes)
         return MeZOState(seeds, slopes, np.zeros(self.stage.num_directions))
 
     # ----------------------------------------------------------------------------------------------- on the clients

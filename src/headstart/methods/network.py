@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from headstart.backbones import Backbone
-from headstart.errors import HeadstartError
+from headstart.backbones import Backbone, run_body
 from headstart.methods.base import Cohort
 from headstart.methods.plan import Plan
 from headstart.methods.solver import LocalResult, Objective, Stack, batches, layers_of, learning_rate
@@ -70,7 +69,7 @@ class Network:
         with torch.autocast(device, torch.bfloat16, enabled=self.stage.precision == "bfloat16"):
             values: Tensor = batch[0].to(self.device)
             if self.backbone is not None:
-                values = self.backbone.body(*(tensor.to(self.device) for tensor in batch))
+                values = run_body(self.backbone.body, tuple(tensor.to(self.device) for tensor in batch))
         values = values.float()
         for layer in self.head_layers:
             values = functional.linear(values, self.parameters[f"{layer}.weight"], self.parameters[f"{layer}.bias"])
@@ -101,7 +100,9 @@ class BodySolver:
         (client,) = cohort.clients
         begin = {name: value[0].to(network.device) for name, value in start.items()}
         network.load(begin)
-        set_mode(network.backbone.body, True, stage.norm_statistics)
+        # A module's training leaves the body alone, its running statistics too.
+        frozen = Plan.of(stage).body == "frozen" and stage.norm_statistics == "aggregate"
+        set_mode(network.backbone.body, True, "freeze" if frozen else stage.norm_statistics)
         names, parameters = list(network.trained), list(network.trained.values())
         velocity = _of(objective.velocity, names, network.device)
         drift = _of(objective.drift, names, network.device)
@@ -114,7 +115,7 @@ class BodySolver:
                 if stage.augment == "flip" and network.backbone.kind == "image":
                     inputs = flipped(inputs, rng.random(len(rows)) < 0.5)
                 labels = torch.from_numpy(cohort.labels[rows]).to(network.device)
-                loss = functional.cross_entropy(self._scores(inputs) / stage.temperature, labels)
+                loss = functional.cross_entropy(network.scores(inputs) / stage.temperature, labels)
                 # A body may have parameters that its features do not depend on, such as a pooler's.
                 gradients = list(torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True))
                 with torch.no_grad():
@@ -142,17 +143,6 @@ class BodySolver:
             {name: value.cpu()[None] for name, value in zip(names, velocity, strict=True)},
             {name: value.cpu()[None].clone() for name, value in network.statistics.items()},
         )
-
-    def _scores(self, inputs: tuple[Tensor, ...]) -> Tensor:
-        try:
-            return self.network.scores(inputs)
-        except ValueError as error:
-            if "more than 1 value per channel" not in str(error):
-                raise
-            raise HeadstartError(
-                "a batch of one example has no statistics to normalise by where maps are of one pixel; "
-                "set norm_statistics = 'freeze', another batch_size, or a larger model.image_size"
-            ) from None
 
 
 def _of(stack: Stack | None, names: list[str], device: torch.device) -> list[Tensor]:

@@ -75,7 +75,7 @@ def head_start(stage: Rounds, setting: Setting, shapes: Shapes) -> Vectors:
         if {name: array.shape for name, array in arrays.items()} != shapes:
             raise HeadstartError(
                 f"stages.{setting.seed[1]}.head_init: the earlier stage's head has other layers than this stage's "
-                f"({stage.head}); set head_init to random or zeros, or start to another stage"
+                f"({stage.head}); set head_init to random, or start to another stage"
             )
         return arrays
     if stage.head_init == "zeros":

@@ -69,7 +69,11 @@ class ZerothOrder:
         found: dict[int, list[tuple[nn.Parameter, Tensor]]] = {}
 
         def own(module: nn.Module) -> list[tuple[nn.Parameter, str]]:
-            return [(p, self._names[id(p)]) for p in module.parameters(recurse=False) if id(p) in self._names]
+            parts = [module]
+            if isinstance(module, nn.MultiheadAttention):  # it reads this layer's parameters and never calls the layer
+                parts.append(module.out_proj)
+            parameters = [parameter for part in parts for parameter in part.parameters(recurse=False)]
+            return [(p, self._names[id(p)]) for p in parameters if id(p) in self._names]
 
         def moved(parameter: nn.Parameter, name: str) -> Tensor:
             return self._direction(seed, number, name, parameter).mul_(epsilon).add_(parameter.data)
