@@ -17,7 +17,7 @@ from headstart.data import Federation
 from headstart.engine import Body, ClientStore, play
 from headstart.ledger import Ledger, peak_memory
 from headstart.methods import Setting, build
-from headstart.methods.zeroth import _BATCH
+from headstart.methods.zeroth import BATCHES
 from headstart.recipe import FedMeZOStage, Recipe
 from headstart.runner import run
 
@@ -44,7 +44,8 @@ def batches(body: Body, federation: Federation) -> list[tuple[torch.Tensor, ...]
     """The batches of a FedMeZO round, in its order."""
     inputs = body.inputs()
     order = inputs.by_length(np.arange(len(federation.owners)))
-    return list(inputs.batches(np.split(order, range(_BATCH, len(order), _BATCH))))
+    size = BATCHES["text"]
+    return list(inputs.batches(np.split(order, range(size, len(order), size))))
 
 
 def seconds() -> None:
@@ -61,7 +62,8 @@ def seconds() -> None:
 
         def round_(made: Any = (method, stage, federation, inputs), state: Any = state) -> None:
             ledger, store = Ledger.open(made[2].n_clients), ClientStore(SHARED, made[2].n_clients, {}, None)
-            state[0] = play(*made, (0, 0), ledger, store, lambda *_: None, state[0])
+            method, stage, federation, inputs = made
+            state[0] = play(method, stage, federation, inputs, (0, 0), ledger, store, lambda *_: None, state[0])
 
         @torch.inference_mode()
         def limit(network: Any = network, given: Any = given) -> None:
@@ -86,7 +88,7 @@ def memory() -> None:
     largest = 30_522 * 384 * 4 / 2**20
     bound = 1.1 * peaks["inference"] + largest
     rows = [(what, f"{peak:.0f} MiB", f"{peak / peaks['inference']:.2f}") for what, peak in peaks.items()]
-    show("Peak memory over 256 sentences, batches of 128", ("", "peak", "of inference"), rows)
+    show("Peak memory over 256 sentences in one batch", ("", "peak", "of inference"), rows)
     print(f"\nThe largest layer, the embeddings, is {largest:.0f} MiB; 1.1 × inference + that is {bound:.0f} MiB.")
 
 

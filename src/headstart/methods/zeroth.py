@@ -21,8 +21,8 @@ from headstart.methods.directions import direction
 from headstart.methods.network import Network, set_mode
 from headstart.statistics import Ints
 
-# Examples in a forward pass: many, since the direction is drawn anew for each.
-_BATCH = 128
+# Examples in a forward pass: as many as stay small beside the weights, since the direction is drawn anew for each pass.
+BATCHES = {"image": 32, "text": 256, "features": 8192}
 
 
 class ZerothOrder:
@@ -38,7 +38,8 @@ class ZerothOrder:
         if self.network.backbone:
             set_mode(self.network.backbone.body, False, "freeze")
         order = rows if isinstance(cohort.source, np.ndarray) else rows[cohort.inputs.by_length(cohort.rows[rows])]
-        groups = np.split(order, range(_BATCH, len(order), _BATCH))
+        size = BATCHES[self.network.backbone.kind if self.network.backbone else "features"]
+        groups = np.split(order, range(size, len(order), size))
         difference = np.zeros(len(cohort.rows))
         for group, batch in zip(groups, _batches(cohort, groups), strict=True):
             labels = torch.from_numpy(cohort.labels[group]).to(self.network.device)

@@ -1,0 +1,709 @@
+"""Zeroth-order training: directions, probes, and FedMeZO and DistMeZO against MeZO written out.
+
+Where a formula is checked, it is computed here in double precision, or by really moving the weights of a copy.
+"""
+
+import hashlib
+import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from test_bodies import HEAD, IMAGES, PICTURES, SIDE, Normed, Plain, Y, backbone_of, bits
+from torch import Tensor, nn
+from torch.nn import functional
+
+from headstart.backbones import Backbone, Inputs, embed
+from headstart.backbones.hugging_face import _Pooled
+from headstart.backbones.transforms import TextTransform
+from headstart.data import Dataset, Examples, Federation
+from headstart.engine import local
+from headstart.engine.local import play
+from headstart.engine.store import ClientStore
+from headstart.errors import MessageError
+from headstart.heads import LinearHead
+from headstart.ledger import Ledger
+from headstart.methods import Cohort, Reply, Setting, build, directions
+from headstart.methods.directions import direction
+from headstart.methods.network import Network
+from headstart.methods.zeroth import ZerothOrder
+from headstart.modules import attach
+from headstart.recipe import Recipe
+from headstart.wire import Message
+
+N, C = len(Y), 3
+SEED = (3, 1)
+RNG = np.random.default_rng(7)
+TEXTS = [" ".join(RNG.choice(list("abcdefg"), RNG.integers(1, 7))) for _ in range(N)]
+MODULES = {"rank": 2, "alpha_lora": 4.0, "bottleneck": 3, "tokens": 2}
+
+
+# ----------------------------------------------------------------------------------------------------------- directions
+
+GOLDEN = {
+    (0, 0, "head.weight"): [0.2243260145187378, -2.6982152462005615, 0.9272094368934631, 0.6699181795120239],
+    (7, 0, "body.one.weight"): [-1.0999797582626343, 0.39441627264022827, -0.5434042811393738, -0.3897290527820587],
+    (7, 2, "head.bias"): [0.5326846837997437, 0.14539356529712677, -1.3429925441741943, -0.2032843977212906],
+    (2**31 - 1, 1, "module.x"): [0.11509061604738235, -0.1896805316209793, 0.6225838661193848, -0.004205215256661177],
+}
+BLOCK = 262_144
+
+
+def by_hand(seed: int, number: int, name: str, size: int) -> np.ndarray:
+    """Philox with a key of 128 bits for every block of 2¹⁸ values, one after the other."""
+    parts = []
+    for block in range(-(-size // BLOCK)):
+        digest = hashlib.blake2b(f"{seed}/{number}/{name}/{block}".encode(), digest_size=16).digest()
+        low, high = np.frombuffer(digest, "<u8")
+        generator = np.random.Generator(np.random.Philox(key=np.array([low, high], np.uint64)))
+        parts.append(generator.standard_normal(min(BLOCK, size - block * BLOCK), dtype=np.float32))
+    return np.concatenate(parts)
+
+
+@pytest.mark.parametrize("which", GOLDEN)
+def test_directions_are_the_same_for_ever(which: tuple[int, int, str]) -> None:
+    np.testing.assert_array_equal(direction(*which, 4), np.array(GOLDEN[which], np.float32))
+    np.testing.assert_array_equal(by_hand(*which, 4), np.array(GOLDEN[which], np.float32))
+
+
+@pytest.mark.parametrize("size", [1, BLOCK, BLOCK + 1, 2 * BLOCK + 17])
+def test_directions_do_not_depend_on_threads(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    many = direction(5, 1, "body.wide", size)
+    with ThreadPoolExecutor(1) as one:
+        monkeypatch.setattr(directions, "_pool", lambda: one)
+        np.testing.assert_array_equal(direction(5, 1, "body.wide", size), many)
+    assert many.dtype == np.float32
+    np.testing.assert_array_equal(many, by_hand(5, 1, "body.wide", size))
+
+
+def test_other_seeds_numbers_and_names_give_other_directions() -> None:
+    found = [direction(*which, 50) for which in [(1, 0, "a"), (2, 0, "a"), (1, 1, "a"), (1, 0, "b"), (0, 1, "a")]]
+    for row, one in enumerate(found):
+        for other in found[:row]:
+            assert not np.isclose(one, other).any()
+
+
+def test_directions_are_standard_normal_and_nearly_orthogonal() -> None:
+    size = 3 * BLOCK
+    one, other = (direction(11, number, "body.weight", size).astype(np.float64) for number in (0, 1))
+    for values in (one, other):
+        assert abs(values.mean()) < 5 / np.sqrt(size)  # five standard errors
+        assert abs(values.var() - 1) < 5 * np.sqrt(2 / size)
+        assert abs((values**3).mean()) < 5 * np.sqrt(15 / size)
+    assert abs(one @ other / size) < 5 / np.sqrt(size)
+    blocks = one.reshape(3, -1)  # blocks of one direction have nothing in common either
+    assert np.abs(np.corrcoef(blocks) - np.eye(3)).max() < 5 / np.sqrt(BLOCK)
+
+
+# ---------------------------------------------------------------------------------------------------------- tiny bodies
+
+
+class Letters:
+    """As much of a tokenizer as a transform uses: every word of one letter is a token, after a first one."""
+
+    pad_token_id, model_input_names = 0, ("input_ids", "token_type_ids", "attention_mask")
+
+    def __call__(self, text: str, truncation: bool, max_length: int) -> dict[str, list[int]]:
+        ids = [1, *(2 + ord(word) - ord("a") for word in text.split())][:max_length]
+        return {"input_ids": ids, "token_type_ids": [0] * len(ids)}
+
+
+class Table:
+    def __getitem__(self, rows: list[int]) -> dict[str, list[str]]:
+        return {"text": [TEXTS[row] for row in rows]}
+
+
+SENTENCES = Examples("text", Table(), ("text",), np.arange(N), Y)
+WIDTH = 8
+
+
+def bert_backbone(dropout: float = 0.5) -> Backbone:
+    """Two random layers; dropout shows where it is not off."""
+    config = transformers.BertConfig(
+        vocab_size=9, hidden_size=WIDTH, num_hidden_layers=2, num_attention_heads=2, intermediate_size=12,
+        max_position_embeddings=16, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout,
+        initializer_range=0.4,
+    )  # fmt: skip
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        encoder = transformers.BertModel(config, add_pooling_layer=False)
+        for parameter in encoder.parameters():  # biases that are not zero
+            parameter.data += 0.05 * torch.randn_like(parameter)
+    body = _Pooled(encoder, "mean", image=False).eval().requires_grad_(False)
+    return Backbone("bert", "text", WIDTH, body, encoder, TextTransform(Letters(), 16), "bert")
+
+
+class Attentive(nn.Module):
+    """Attention of torch itself, over rows of pixels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(3)
+            self.attention = nn.MultiheadAttention(3 * SIDE, 2, batch_first=True)
+            self.last = nn.Linear(3 * SIDE, 5)
+            nn.init.normal_(self.attention.out_proj.bias)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        rows = pixels.permute(0, 2, 1, 3).flatten(2)
+        return self.last(self.attention(rows, rows, rows, need_weights=False)[0].mean(dim=1))
+
+
+def bert_head() -> LinearHead:
+    rng = np.random.default_rng(1)
+    return LinearHead(rng.normal(size=(C, WIDTH)).astype(np.float32), rng.normal(size=C).astype(np.float32))
+
+
+def stage_of(**keys: Any) -> Any:
+    full = {"method": "fedmezo", "train": "all", "rounds": 3, "lr": 0.01} | keys
+    return Recipe.parse({"data": {"dataset": "x"}, "stages": [full]}).stages[0]
+
+
+class Run:
+    """A stage in this process, on pictures, texts or features, by clients that ``who`` names."""
+
+    def __init__(self, who: np.ndarray, kind: str = "plain", seed: tuple[int, int] = SEED, **keys: Any) -> None:
+        self.stage, self.seed, self.kind = stage_of(**keys), seed, kind
+        examples = SENTENCES if kind == "bert" else PICTURES
+        nets = {"plain": Plain, "normed": Normed, "attentive": Attentive}
+        self.backbone = bert_backbone() if kind == "bert" else backbone_of(nets[kind]())
+        self.module = None
+        if self.stage.train in ("lora", "adapter"):
+            self.module = attach(self.stage.train, self.backbone, MODULES, seed=4)
+            with torch.random.fork_rng():
+                torch.manual_seed(8)
+                for parameter in self.module.parameters.values():  # LoRA's B and the adapters' last layer are zero
+                    parameter.data += 0.3 * torch.randn_like(parameter)
+        clients = int(who.max()) + 1
+        names = tuple(f"client-{number}" for number in range(clients))
+        self.federation = Federation(Dataset("x", ("a", "b", "c"), examples, examples), who, None, names)
+        previous = bert_head() if kind == "bert" else HEAD
+        body = None if self.stage.train == "head" else self.backbone
+        self.setting = Setting(C, self.backbone.dim, seed, clients, N, previous, body, self.module)
+        self.method: Any = build(self.stage, self.setting)
+        self.source: Any = Inputs(self.backbone, examples, "x")
+        if self.stage.train == "head":
+            self.source = embed(self.backbone, examples, "x")
+        self.ledger = Ledger.open(clients)
+        self.state: Any = self.method.open()
+
+    def play(self, after: Any = lambda *_: None) -> "Run":
+        with TemporaryDirectory() as folder:
+            store = ClientStore(Path(folder), self.federation.n_clients, self.method.kept_shapes, None)
+            arguments = (self.stage, self.federation, self.source, self.seed, self.ledger, store, after)
+            self.state = play(self.method, *arguments, state=self.state)
+        return self
+
+    def cohort(self, *clients: int) -> Cohort:
+        rows, owners = self.federation.rows_of(np.array(clients))
+        new = np.ones(len(clients), bool)
+        return Cohort(np.array(clients), self.source, rows, Y[rows], owners, new, {}.__getitem__)
+
+    def trained(self) -> dict[str, np.ndarray]:
+        """What the log so far makes of the trained parameters."""
+        if isinstance(self.method.network, Network) and hasattr(self.method, "rounds_known"):
+            self.method.head(self.state)  # takes the steps that are left
+        return {name: p.detach().numpy().copy() for name, p in self.method.network.trained.items()}
+
+
+EVERYBODY = np.zeros(N, np.int64)
+KINDS = [
+    ("plain", "all"), ("plain", "body"), ("plain", "head"), ("normed", "all"), ("attentive", "all"),
+    ("bert", "all"), ("bert", "lora"), ("bert", "adapter"), ("bert", "head"),
+]  # fmt: skip
+
+
+@contextmanager
+def doubled(module: nn.Module) -> Iterator[None]:
+    """Parameters and floating buffers in double precision for a while, then the very tensors that were there."""
+    parameters = {parameter: parameter.data for parameter in module.parameters()}
+    buffers = [(each, name, b) for each in module.modules() for name, b in each.named_buffers(recurse=False)]
+    module.double()
+    yield
+    for parameter, values in parameters.items():
+        parameter.data = values
+    for each, name, values in buffers:
+        setattr(each, name, values)
+
+
+def exact_loss(run: Run, move: dict[str, Tensor]) -> Tensor:
+    """Losses [N] in double precision of the model with its parameters really moved along these directions.
+
+    Without headstart's own batches: one example at a time, without padding.
+    """
+    parameters = run.method.network.parameters
+    head = {n: p.detach().double() + move.get(n, 0) for n, p in parameters.items() if n.startswith("head.")}
+    losses = []
+    with doubled(run.backbone.body), torch.no_grad():
+        for name, step in move.items():
+            if not name.startswith("head."):
+                parameters[name].data = parameters[name].data + step
+        for row in range(N):
+            scores = features_of(run, row) @ head["head.weight"].T + head["head.bias"]
+            losses.append(functional.cross_entropy(scores / run.stage.temperature, torch.tensor(Y[row : row + 1])))
+    return torch.stack(losses)
+
+
+def features_of(run: Run, row: int) -> Tensor:
+    body: Any = run.backbone.body
+    if run.kind == "bert":
+        ids = torch.tensor([[1, *(2 + ord(word) - ord("a") for word in TEXTS[row].split())]])
+        states: Tensor = body.encoder(input_ids=ids).last_hidden_state
+        return states.mean(dim=1)
+    pixels = torch.tensor(IMAGES[row : row + 1] / 127.5 - 1).permute(0, 3, 1, 2)
+    features: Tensor = body.network(pixels)
+    return features
+
+
+def directions_of(run: Run, seed: int, number: int) -> dict[str, Tensor]:
+    return {
+        name: torch.tensor(by_hand(seed, number, name, p.numel()), dtype=torch.float64).view(p.shape)
+        for name, p in run.method.network.trained.items()
+    }
+
+
+# -------------------------------------------------------------------------------------------------------------- probing
+
+
+@pytest.mark.parametrize(("kind", "train"), KINDS)
+def test_a_slope_is_the_central_difference_of_moved_weights(kind: str, train: str) -> None:
+    run = Run(EVERYBODY, kind, train=train, epsilon=1e-2, temperature=0.7)
+    before = bits(run.backbone.body), {n: p.detach().clone() for n, p in run.method.network.parameters.items()}
+    rows = np.array([4, 0, 17, 9, 2])
+    found = run.method.model.slopes(run.cohort(0), rows, 77, 1)
+    z = directions_of(run, 77, 1)
+    up, down = (exact_loss(run, {n: sign * 1e-2 * v for n, v in z.items()}) for sign in (1, -1))
+    expected = ((up - down) / 2e-2).detach().numpy()[rows]
+    np.testing.assert_allclose(found, expected, rtol=1e-3, atol=2e-4)
+    assert np.ptp(expected) > 0.1
+    # Every parameter is back, bit for bit, and nothing is left on the layers.
+    assert bits(run.backbone.body) == before[0]
+    for name, parameter in run.method.network.parameters.items():
+        assert torch.equal(parameter, before[1][name])
+    assert not any(m._forward_pre_hooks for m in run.backbone.body.modules())
+
+
+@pytest.mark.parametrize(("kind", "train"), [("plain", "all"), ("attentive", "body"), ("bert", "lora")])
+def test_a_slope_approaches_the_derivative_along_the_direction(kind: str, train: str) -> None:
+    run = Run(EVERYBODY, kind, train=train, epsilon=1e-3)
+    z = directions_of(run, 5, 0)
+    network = run.method.network
+    for name, parameter in network.parameters.items():
+        parameter.requires_grad_(name in z)
+    scores = network.scores(next(run.source.batches([np.arange(N)])))
+    loss = functional.cross_entropy(scores, torch.tensor(Y))
+    gradients = torch.autograd.grad(loss, list(network.trained.values()), allow_unused=True)
+    given = zip(z.values(), gradients, strict=True)
+    slope = sum(float((v * g.double()).sum()) for v, g in given if g is not None)
+    found = run.method.model.slopes(run.cohort(0), np.arange(N), 5, 0).mean()
+    assert found == pytest.approx(slope, rel=1e-2, abs=2e-3)
+    assert abs(slope) > 0.05
+
+
+@pytest.mark.parametrize("where", ["one", "two"])
+def test_a_forward_pass_that_fails_leaves_the_weights_as_they_were(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(EVERYBODY, "plain")
+    before = bits(run.backbone.body), {n: p.detach().clone() for n, p in run.method.network.parameters.items()}
+    seen: list[bool] = []
+    layer = getattr(run.backbone.core, where)
+
+    def fail(values: Tensor) -> Tensor:
+        seen.append(torch.equal(layer.weight, before[1][f"body.{where}.weight"]))
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(layer, "forward", fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        run.method.model.slopes(run.cohort(0), np.arange(N), 1, 0)
+    assert seen == [False]  # it failed while the layer was moved
+    assert bits(run.backbone.body) == before[0]
+    for name, parameter in run.method.network.parameters.items():
+        assert torch.equal(parameter, before[1][name])
+    assert not any(m._forward_pre_hooks or m._forward_hooks for m in run.backbone.body.modules())
+
+
+def test_dropout_is_off_and_a_body_in_training_mode_is_put_into_evaluation() -> None:
+    run = Run(EVERYBODY, "bert", train="lora")
+    first = run.method.model.slopes(run.cohort(0), np.arange(N), 9, 0)
+    run.backbone.body.train()
+    np.testing.assert_array_equal(run.method.model.slopes(run.cohort(0), np.arange(N), 9, 0), first)
+    assert not any(module.training for module in run.backbone.body.modules())
+
+
+def test_batch_norm_keeps_its_statistics() -> None:
+    run = Run(EVERYBODY, "normed", lr=0.05)
+    before = {name: value.clone() for name, value in run.backbone.core.named_buffers()}
+    run.play()
+    run.method.place(run.state)
+    for name, value in run.backbone.core.named_buffers():
+        assert torch.equal(value, before[name])
+
+
+# -------------------------------------------------------------------------------------------------------------- FedMeZO
+
+
+def mezo(who: np.ndarray, weights: np.ndarray | None = None, **keys: Any) -> dict[str, np.ndarray]:
+    """MeZO on the pooled examples: real moves, double precision, the mean loss (or one weighted by example)."""
+    run = Run(who, seed=SEED, **keys)
+    stage, share = run.stage, np.full(N, 1 / N) if weights is None else weights
+    state = {n: p.detach().double().clone() for n, p in run.method.network.trained.items()}
+    start = {n: v.clone() for n, v in state.items()}
+    for round in range(stage.rounds):
+        seed = int(run.method.instruct(run.method.open(), round, -1).scalars["seed"])
+        total = {n: torch.zeros_like(v) for n, v in state.items()}
+        for number in range(stage.num_directions):
+            z = directions_of(run, seed, number)
+            losses = [
+                exact_loss(run, {n: state[n] - start[n] + sign * stage.epsilon * z[n] for n in z}).detach().numpy()
+                for sign in (1, -1)
+            ]
+            slope = float(share @ (losses[0] - losses[1])) / (2 * stage.epsilon)
+            for name, value in z.items():
+                total[name] += slope * value / stage.num_directions
+        for name in state:
+            state[name] = state[name] - stage.lr * (total[name] + stage.weight_decay * state[name])
+    return {name: value.numpy() for name, value in state.items()}
+
+
+IID = np.arange(N) % 10
+BY_CLASS = np.empty(N, np.int64)
+BY_CLASS[np.argsort(Y, kind="stable")] = np.arange(N) // 2  # two examples of one class, mostly
+PARTITIONS = {"iid": IID, "by-class": BY_CLASS, "one": EVERYBODY, "uneven": np.minimum(np.arange(N) // 7, 2)}
+
+
+@pytest.mark.parametrize("keys", [
+    {"train": "head", "lr": 0.05, "num_directions": 3},
+    {"train": "all", "lr": 0.02, "weight_decay": 0.1, "epsilon": 1e-2},
+    {"train": "lora", "kind": "bert", "lr": 0.02, "num_directions": 2, "temperature": 0.5, "epsilon": 1e-2},
+], ids=["head", "all", "lora"])  # fmt: skip
+def test_any_partition_is_mezo_on_the_pooled_examples(keys: dict[str, Any]) -> None:
+    expected = mezo(EVERYBODY, **keys)
+    found = {name: Run(who, **keys).play().trained() for name, who in PARTITIONS.items()}
+    begin = Run(EVERYBODY, **keys).trained()
+    for each in found.values():
+        assert each.keys() == expected.keys()
+        for name, value in expected.items():
+            np.testing.assert_allclose(each[name], value, rtol=2e-3, atol=2e-4, err_msg=name)
+    # Among each other they agree to the rounding of their scalars, far below what the rounds have changed.
+    for name, value in found["one"].items():
+        moved = np.abs(value - begin[name]).max()
+        assert moved > 5e-3
+        for each in found.values():
+            assert np.abs(each[name] - value).max() < 1e-3 * moved
+
+
+def test_uniform_weighting_is_the_plain_mean_over_clients() -> None:
+    who = PARTITIONS["uneven"]
+    sizes = np.bincount(who)
+    assert sizes.tolist() == [7, 7, 6]
+    who = np.minimum(np.arange(N) // 3, 1)  # 3 and 17
+    sizes = np.bincount(who)
+    keys = {"train": "head", "lr": 0.05, "epsilon": 1e-2}
+    expected = mezo(who, weights=1 / (2 * sizes[who]), **keys)
+    uniform, examples = (Run(who, weighting=w, **keys).play() for w in ("uniform", "examples"))
+    for name, value in uniform.trained().items():
+        np.testing.assert_allclose(value, expected[name], rtol=1e-3, atol=1e-4)
+        assert not np.allclose(value, examples.trained()[name], rtol=1e-2, atol=1e-3)
+    # The scalars themselves, from what the clients said of the first round.
+    first = Run(who, weighting="uniform", **keys)
+    said = first.method.answer(first.cohort(0, 1), first.method.instruct(first.state, 0, -1))
+    slopes = np.array([reply.message.arrays["slopes"][0] for reply in said], np.float64)
+    assert uniform.state.slopes[0, 0] == pytest.approx(slopes.mean(), rel=1e-5)
+    assert examples.state.slopes[0, 0] == pytest.approx(slopes @ sizes / N, rel=1e-5)
+
+
+def test_batches_are_so_many_examples_of_each_client_and_new_ones_every_round() -> None:
+    who = np.minimum(np.arange(N) // 3, 1)
+    run = Run(who, train="head", batch_size=5)
+    cohort = run.cohort(0, 1)
+    drawn = [run.method._rows(cohort, round) for round in range(20)]
+    for rows in drawn:
+        assert np.bincount(cohort.owners[rows]).tolist() == [3, 5]  # the first client has three only
+        assert len(set(rows)) == len(rows)
+    assert len({tuple(rows) for rows in drawn}) > 15
+    assert len(set(np.concatenate(drawn))) == N
+    (_, reply) = run.method.answer(cohort, run.method.instruct(run.state, 0, -1))
+    assert reply.message.scalars["examples"] == 5
+    slopes = run.method.model.slopes(cohort, drawn[0], run.method._seed(0), 0)[-5:]
+    assert reply.message.arrays["slopes"][0] == pytest.approx(slopes.mean(), rel=1e-5)
+
+
+def test_the_estimate_is_unbiased_on_a_logistic_problem() -> None:
+    """The mean of slope · z over 4,000 seeds, against the gradient by hand."""
+    run = Run(EVERYBODY, train="head", epsilon=1e-3)
+    network = run.method.network
+    weight, bias = (network.parameters[f"head.{name}"].detach().double().numpy() for name in ("weight", "bias"))
+    features = np.asarray(run.source, np.float64)
+    scores = features @ weight.T + bias
+    chances = np.exp(scores - scores.max(axis=1, keepdims=True))
+    error = (chances / chances.sum(axis=1, keepdims=True) - np.eye(C)[Y]) / N
+    gradient = np.concatenate([(error.T @ features).ravel(), error.sum(axis=0)])
+    seeds, cohort = 4000, run.cohort(0)
+    estimates = np.empty((seeds, len(gradient)))
+    for seed in range(seeds):
+        z = np.concatenate([direction(seed, 0, "head.weight", weight.size), direction(seed, 0, "head.bias", C)])
+        estimates[seed] = run.method.model.slopes(cohort, np.arange(N), seed, 0).mean() * z
+    # Cov(g z) has the trace (n + 1) ‖g‖²: the mean over the seeds is off by that, divided by their number.
+    length = np.linalg.norm(gradient)
+    assert np.linalg.norm(estimates.mean(axis=0) - gradient) < 1.5 * length * np.sqrt((len(gradient) + 1) / seeds)
+    errors = estimates.std(axis=0) / np.sqrt(seeds)
+    assert (np.abs(estimates.mean(axis=0) - gradient) < 4.5 * errors).all()
+    assert length > 10 * errors.max()
+
+
+# ------------------------------------------------------------------------------------------------ who was not there
+
+
+def test_clients_that_miss_rounds_have_the_same_bits() -> None:
+    """Every client has a network of its own; rounds that it missed are in the log that it gets."""
+    keys: dict[str, Any] = {"train": "all", "rounds": 12, "lr": 0.02, "num_directions": 2, "schedule": "cosine"}
+    who = np.arange(N) % 4
+    server = Run(who, **keys)
+    clients = [Run(who, **keys) for _ in range(4)]
+    heard, state = [-1] * 4, server.state
+    rng = np.random.default_rng(2)
+    longest = 0
+    for round in range(12):
+        present = [0, *(1 + np.flatnonzero(rng.random(3) < 0.3))]  # the first one sees all rounds
+        for client in present:
+            message = Message.from_bytes(server.method.instruct(state, round, heard[client]).to_bytes())
+            longest = max(longest, len(message.arrays["seeds"]))
+            (reply,) = clients[client].method.answer(clients[client].cohort(int(client)), message)
+            heard[client] = round
+            state = server.method.fold(state, reply)
+        weights = [bits(clients[client].backbone.core) for client in present]
+        assert all(each == weights[0] for each in weights)
+        state = server.method.close(state)
+    assert longest > 3  # somebody was away for a while
+    # In the end everybody is told the rest; the server replays the log from nothing.
+    for client in range(4):
+        message = server.method.instruct(state, 12, heard[client])
+        clients[client].method.answer(clients[client].cohort(client), message)
+    server.method.place(state)
+    expected = {n: p.detach().numpy().tobytes() for n, p in server.method.network.trained.items()}
+    for client in clients:
+        assert {n: p.detach().numpy().tobytes() for n, p in client.method.network.trained.items()} == expected
+    assert expected.keys() >= {"head.weight", "body.one.weight"}
+    assert bits(server.backbone.core) != bits(Plain())
+
+
+def test_a_log_that_starts_too_late_is_refused() -> None:
+    run = Run(EVERYBODY, train="head", rounds=4).play()
+    late = Run(EVERYBODY, train="head", rounds=4)
+    with pytest.raises(MessageError, match="the log starts at step 3, and the weights have taken 0"):
+        late.method.answer(late.cohort(0), run.method.instruct(run.state, 4, 3))
+
+
+def test_a_client_that_starts_again_from_a_checkpoint_needs_the_rest_of_the_log_only() -> None:
+    run = Run(EVERYBODY, train="head", rounds=4).play()
+    again = Run(EVERYBODY, train="head", rounds=4)
+    again.state = again.method.thaw(Message.from_bytes(run.method.freeze(run.state).to_bytes()))
+    again.method.answer(again.cohort(0), run.method.instruct(run.state, 4, 3))
+    for name, value in run.trained().items():
+        np.testing.assert_array_equal(again.trained()[name], value)
+
+
+def test_bytes_down_are_those_of_each_clients_own_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "_COHORT_EXAMPLES", 4)  # several cohorts in a round
+    who = np.arange(N) % 10
+    run = Run(who, train="head", rounds=9, participation=0.4, num_directions=2)
+    expected, last = np.zeros(10, np.int64), np.full(10, -1)
+    states = [run.state]
+    asked: list[np.ndarray] = []
+    before = np.zeros(10, np.int64)
+
+    def after(number: int, state: Any) -> None:
+        states.append(state)
+        asked.append(np.flatnonzero(run.ledger.bytes_up > before))
+        before[:] = run.ledger.bytes_up
+
+    run.play(after)
+    for number, clients in enumerate(asked):
+        assert len(clients) == 4
+        for client in clients:
+            first = max(int(last[client]), 0)
+            message = Message(
+                {"seeds": run.state.seeds[first:number], "slopes": run.state.slopes[first:number]},
+                {"round": number, "first": first, "seed": int(run.state.seeds[number])},
+            )
+            expected[client] += len(message.to_bytes())
+            last[client] = number
+    np.testing.assert_array_equal(run.ledger.bytes_down, expected)
+    assert len(set(expected.tolist())) > 2
+
+
+def test_a_log_of_two_thousand_rounds_is_small() -> None:
+    run = Run(EVERYBODY, train="head", rounds=2000)
+    seeds, slopes = np.arange(2000), np.ones((2000, 1), np.float32)
+    log = run.method.freeze(replace(run.state, seeds=seeds, slopes=slopes)).to_bytes()
+    assert 2000 * 12 <= len(log) < 50_000
+
+
+# ------------------------------------------------------------------------------------------------------ refused scalars
+
+
+@pytest.mark.parametrize(
+    ("slope", "why"),
+    [
+        (np.nan, "array 'slopes' holds NaN or infinity"),
+        (np.inf, "array 'slopes' holds NaN or infinity"),
+        (2e5, "a slope of 2.0e[+]05 is absurd, more than 1.0e[+]05"),
+        (-2e5, "a slope of 2.0e[+]05 is absurd"),
+    ],
+)
+def test_scalars_that_cannot_be_right_are_refused_and_the_round_goes_on(
+    slope: float, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(np.arange(N) % 4, train="head", rounds=2, lr=0.05)
+    honest = type(run.method).answer
+
+    def answer(self: Any, cohort: Cohort, message: Message) -> list[Reply]:
+        bad = Message({"slopes": np.array([slope], np.float32)}, {"examples": 5})
+        replies = honest(self, cohort, message)
+        return [replace(r, message=bad) if r.clients[0] == 2 else r for r in replies]
+
+    monkeypatch.setattr(type(run.method), "answer", answer)
+    run.play()
+    assert [(drop["round"], drop["clients"]) for drop in run.ledger.dropped] == [(1, "client-2"), (2, "client-2")]
+    for drop in run.ledger.dropped:
+        assert re.match(why, str(drop["why"]))
+    # The mean is that of the three others.
+    others = Run(np.arange(N) % 4, train="head", rounds=2, lr=0.05)
+    said = honest(others.method, others.cohort(0, 1, 3), others.method.instruct(others.state, 0, -1))
+    slopes = [float(reply.message.arrays["slopes"][0]) for reply in said]
+    assert run.state.slopes[0, 0] == pytest.approx(np.mean(slopes), rel=1e-5)  # five examples each
+
+
+def test_the_largest_scalar_that_can_be_right_is_taken() -> None:
+    run = Run(EVERYBODY, train="head", epsilon=0.5)
+    for slope, good in ((200.0, True), (201.0, False)):
+        message = Message({"slopes": np.array([slope], np.float32)}, {"examples": 5})
+        reply = Reply(np.array([0]), message, np.array([0]), np.array([0]))
+        if good:
+            assert run.method.fold(run.state, reply).sums.tolist() == [1000.0]
+        else:
+            with pytest.raises(MessageError, match="absurd"):
+                run.method.fold(run.state, reply)
+
+
+# ---------------------------------------------------------------------------------------------------------------- costs
+
+
+@pytest.mark.parametrize(
+    ("keys", "clients", "bytes_per_round"),
+    [
+        ({}, 10, 30),  # the thesis: ten clients, one direction
+        ({"num_directions": 4}, 10, 90),
+        ({"participation": 0.1}, 100, 30),
+        ({"clients_per_round": 10}, 100, 30),
+        ({"clients_per_round": 50}, 10, 30),
+        ({"participation": 0.01}, 10, 3),  # somebody is always asked
+    ],
+)
+def test_the_published_cost(keys: dict[str, Any], clients: int, bytes_per_round: int) -> None:
+    stage = stage_of(train="head", rounds=2621, **keys)
+    method: Any = build(stage, Setting(C, 5, SEED, clients))
+    directions = stage.num_directions
+    log = replace(method.open(), seeds=np.zeros(2621, np.int64), slopes=np.zeros((2621, directions), np.float32))
+    published = method.published(log, np.full((clients, C), 7))
+    assert published.bytes == 2621 * bytes_per_round
+    assert published.forward_passes == 2621 * 2 * directions * clients * C * 7
+    if not keys:
+        assert published.bytes == 78_630
+
+
+@pytest.mark.parametrize("train", ["all", "lora"])
+def test_the_work_of_a_round_does_not_grow_with_the_clients(train: str) -> None:
+    calls = {}
+    for clients in (1, 5, 20):
+        run = Run(np.arange(N) % clients, "bert" if train == "lora" else "plain", train=train, rounds=2)
+        counted = [0]
+        run.backbone.body.register_forward_hook(lambda *_, counted=counted: counted.__setitem__(0, counted[0] + 1))
+        run.play()
+        calls[clients] = counted[0]
+        assert run.ledger.forward_passes.sum() == 2 * 2 * N  # two probes of every example in two rounds
+        assert np.count_nonzero(run.ledger.bytes_up) == clients
+    assert calls == {1: 4, 5: 4, 20: 4}
+
+
+def test_where_only_the_head_moves_the_body_is_passed_once() -> None:
+    run = Run(np.arange(N) % 4, train="head", rounds=3).play()
+    assert run.ledger.forward_passes.tolist() == [5, 5, 5, 5]
+
+
+# ------------------------------------------------------------------------------------------------------------- DistMeZO
+
+
+def spied(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, np.ndarray]]:
+    """Seeds and slopes of the steps that clients take."""
+    taken: list[tuple[int, np.ndarray]] = []
+    step = ZerothOrder.step
+
+    def watch(self: ZerothOrder, seed: int, slopes: np.ndarray, *rest: Any) -> None:
+        taken.append((seed, slopes.copy()))
+        step(self, seed, slopes, *rest)
+
+    monkeypatch.setattr(ZerothOrder, "step", watch)
+    return taken
+
+
+DIST: dict[str, Any] = {
+    "method": "distmezo", "batch_size": "full", "local_steps": 1, "rounds": 1, "lr": 0.05, "epsilon": 1e-2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("train", ["head", "all"])
+def test_one_client_and_one_local_step_is_a_step_of_mezo(train: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = spied(monkeypatch)
+    run = Run(EVERYBODY, train=train, num_directions=2, weight_decay=0.2, **DIST)
+    begin = {n: torch.tensor(v) for n, v in run.state.parameters.items()}
+    run.play()
+    ((seed, slopes),) = taken
+    fresh = Run(EVERYBODY, train=train, num_directions=2, weight_decay=0.2, **DIST)
+    total = {n: 0.2 * v for n, v in begin.items()}
+    for number in range(2):
+        z = directions_of(fresh, seed, number)
+        up, down = (exact_loss(fresh, {n: s * 1e-2 * v for n, v in z.items()}).mean() for s in (1, -1))
+        slope = float((up - down) / 2e-2)
+        assert slopes[number] == pytest.approx(slope, rel=1e-3, abs=1e-4)
+        total = {n: v + slope / 2 * z[n] for n, v in total.items()}
+    for name, value in run.state.parameters.items():
+        np.testing.assert_allclose(value, begin[name] - 0.05 * total[name], rtol=1e-3, atol=1e-4)
+        assert not np.allclose(value, begin[name], atol=1e-3)
+
+
+def test_clients_of_distmezo_have_directions_of_their_own_and_are_averaged_by_examples(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    taken = spied(monkeypatch)
+    who = np.minimum(np.arange(N) // 5, 1)  # 5 and 15 examples
+    run = Run(who, train="head", **DIST | {"local_steps": 3})
+    begin = {n: v.copy() for n, v in run.state.parameters.items()}
+    run.play()
+    assert len({seed for seed, _ in taken}) == 6  # two clients, three steps
+    ends = []
+    for steps in (taken[:3], taken[3:]):
+        end = {n: v.copy() for n, v in begin.items()}
+        for seed, slopes in steps:
+            end = {n: v - 0.05 * slopes[0] * by_hand(seed, 0, n, v.size).reshape(v.shape) for n, v in end.items()}
+        ends.append(end)
+    for name, value in run.state.parameters.items():
+        np.testing.assert_allclose(value, 0.25 * ends[0][name] + 0.75 * ends[1][name], rtol=1e-4, atol=1e-5)
+    # What travels is the whole of what is trained, as in FedAvg.
+    size = sum(v.size for v in begin.values())
+    assert (run.ledger.bytes_up > 4 * size).all()
+
+
+def test_texts_of_one_batch_and_of_several_have_the_same_slopes(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(EVERYBODY, "bert", train="adapter")
+    rows = RNG.permutation(N)
+    once = run.method.model.slopes(run.cohort(0), rows, 3, 0)
+    monkeypatch.setattr("headstart.methods.zeroth._BATCH", 3)
+    np.testing.assert_allclose(run.method.model.slopes(run.cohort(0), rows, 3, 0), once, rtol=1e-2, atol=2e-3)
