@@ -54,6 +54,9 @@ def run(
     for number, stage in enumerate(recipe.stages):
         if stage.eval_split == "validation" and federation.dataset.validation is None:
             raise HeadstartError(f"stages.{number}.eval_split: the data have no validation split; use 'test'")
+    words, classes = recipe.model.label_words, federation.dataset.classes
+    if words is not None and len(words) != len(classes):
+        raise HeadstartError(f"model.label_words: {len(words)} words for {len(classes)} classes; give one for each")
     directory = None
     if path is not None:
         directory = RunDirectory.reopen(path, recipe) if resume else RunDirectory.create(path, recipe)

@@ -31,7 +31,7 @@ from headstart.engine.store import ClientStore
 from headstart.errors import MessageError
 from headstart.heads import LinearHead
 from headstart.ledger import Ledger
-from headstart.methods import Cohort, Reply, Setting, build, directions
+from headstart.methods import Cohort, Reply, Setting, build, directions, zeroth
 from headstart.methods.directions import direction
 from headstart.methods.network import Network
 from headstart.methods.zeroth import ZerothOrder
@@ -705,5 +705,5 @@ def test_texts_of_one_batch_and_of_several_have_the_same_slopes(monkeypatch: pyt
     run = Run(EVERYBODY, "bert", train="adapter")
     rows = RNG.permutation(N)
     once = run.method.model.slopes(run.cohort(0), rows, 3, 0)
-    monkeypatch.setattr("headstart.methods.zeroth._BATCH", 3)
+    monkeypatch.setitem(zeroth.BATCHES, "text", 3)
     np.testing.assert_allclose(run.method.model.slopes(run.cohort(0), rows, 3, 0), once, rtol=1e-2, atol=2e-3)

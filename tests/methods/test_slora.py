@@ -77,8 +77,6 @@ def matrices(run: Run) -> dict[str, np.ndarray]:
     return found
 
 
-
-
 def test_priming_changes_the_masked_entries_and_nothing_else() -> None:
     run = Run()
     start = matrices(run)

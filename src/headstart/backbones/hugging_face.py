@@ -77,9 +77,12 @@ def cloze(place: str, model: Model, name: str) -> Backbone:
     assert model.label_words is not None
     words = [tokenizer(" " + word, add_special_tokens=False)["input_ids"] for word in model.label_words]
     long = [word for word, ids in zip(model.label_words, words, strict=True) if len(ids) != 1]
-    if long or tokenizer.mask_token is None:
-        what = f"{', '.join(long)} are not single tokens of its vocabulary" if long else "its tokenizer has no mask"
-        raise HeadstartError(f"model.label_words: {name} cannot say them: {what}; choose shorter words")
+    if tokenizer.mask_token is None:
+        raise HeadstartError(f"model.prompt: the tokenizer of {name} has no mask; use a masked language model")
+    if long:
+        raise HeadstartError(
+            f"model.label_words: {', '.join(long)} are not single tokens of {name}'s vocabulary; choose shorter words"
+        )
     vocabulary, ids = network.get_output_embeddings(), [first for (first,) in words]
     weight = vocabulary.weight.detach()[ids].float().numpy()
     bias = np.zeros(len(ids), np.float32) if vocabulary.bias is None else vocabulary.bias.detach()[ids].float().numpy()

@@ -100,15 +100,15 @@ class Body:
         """The module that a stage trains: the one an earlier stage left on the body, or a new one."""
         if not isinstance(stage, Rounds) or stage.train == "head":
             return None
-        left = self._module[0] if self._module else None
-        if left is not None and left != stage.train:
+        keys = {"lora": ("rank", "alpha_lora"), "adapter": ("bottleneck",), "vpt": ("tokens",)}.get(stage.train, ())
+        settings = {key: getattr(stage, key) for key in keys}
+        if self._module is not None and (self._module[:2] != (stage.train, settings) or stage.method == "slora"):
             raise HeadstartError(
-                f"stages.{seed[1]}.train: an earlier stage left a {left} on the body; go on with it, train the head, "
-                "or set start to a stage before it"
+                f"stages.{seed[1]}.train: an earlier stage left a {self._module[0]} on the body; go on with it as it "
+                "is, train the head, or set start to a stage before it"
             )
-        if stage.train in MODULES and left is None:
-            keys = ("rank", "alpha_lora", "bottleneck", "tokens")
-            self._attach(stage.train, {key: getattr(stage, key) for key in keys}, seed[0] * 1000 + seed[1])
+        if stage.train in MODULES and self._module is None:
+            self._attach(stage.train, settings, seed[0] * 1000 + seed[1])
         return self._module[2] if self._module else None
 
     def _attach(self, kind: str, settings: Mapping[str, Any], seed: int = 0) -> None:

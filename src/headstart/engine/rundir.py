@@ -154,7 +154,8 @@ class RunDirectory:
         name, arrays, facts, module = "model", {**body.arrays(), **heads}, {}, body.module()
         if module is not None:
             name, arrays = "module-default", {**module[2], **heads}
-            facts = {"kind": module[0], "settings": json.dumps(module[1])}
+            # One entry: safetensors writes several in any order, and files of the same model would differ.
+            facts = {"module": json.dumps({"kind": module[0], **module[1]})}
         write_atomically(folder / f"{name}.safetensors", lambda file: save_file(dict(arrays), file, facts))
 
     def save_log(self, stage: int, log: Message) -> None:

@@ -37,11 +37,12 @@ def attach(kind: str, backbone: Backbone, settings: Mapping[str, Any], seed: int
         raise HeadstartError(
             f"train: {backbone.name} has no transformer blocks to put a {kind} on; use 'all' or 'head'"
         )
-    # What normalises its input has the width of the blocks.
-    width = next(module.normalized_shape[-1] for module in blocks[0].modules() if isinstance(module, nn.LayerNorm))
+    targets = projections_of(backbone.core)
+    first = backbone.core.get_submodule(targets[0])
+    assert isinstance(first, nn.Linear)
+    width = first.in_features
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        targets = projections_of(backbone.core)
         if kind == "lora":
             parameters, detach = lora(backbone.core, targets, settings["rank"], settings["alpha_lora"])
         elif kind == "mask":
