@@ -68,7 +68,7 @@ def ninety() -> None:
     )
 
 
-def flowers(rounds: int = 100) -> None:
+def flowers(rounds: int = 80) -> None:
     """1,020 images at 128 pixels, 100 clients, everybody in every round, as in the papers."""
     data = {"dataset": "flowers102", "partition": {"kind": "dirichlet", "clients": 100, "alpha": 0.1}}
     tune = {"method": "fedavg", "train": "all", "rounds": rounds, "lr": 0.003, "evaluate_every": rounds // 5} | FAST

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 from typing import Any
 
 import numpy as np
@@ -33,8 +32,9 @@ def recipe(task: str, stages: list[dict[str, Any]], clients: int = 10, alpha: fl
     return Recipe.parse({"data": table, "model": model, "stages": stages})
 
 
-def prepared(clients: int) -> tuple[FedMeZOStage, Federation, Body]:
-    found = recipe("sst2", [{"method": "fedmezo", "train": "all", "rounds": 1, "lr": 1e-6}], clients)
+def prepared(clients: int, examples: int) -> tuple[FedMeZOStage, Federation, Body]:
+    stages = [{"method": "fedmezo", "train": "all", "rounds": 1, "lr": 1e-6}]
+    found = recipe("sst2", stages, clients, train_examples=examples)
     stage, federation = found.stages[0], Federation.of(found)
     assert isinstance(stage, FedMeZOStage)
     return stage, federation, Body(found.model, federation.dataset)
@@ -49,14 +49,14 @@ def batches(body: Body, federation: Federation) -> list[tuple[torch.Tensor, ...]
 
 
 def seconds() -> None:
-    """A round over the same 256 sentences, whoever holds them, beside the two forward passes it cannot do without."""
+    """A round over the same sentences, whoever holds them, beside the two forward passes it cannot do without."""
     torch.set_num_threads(THREADS)
     rows = []
-    for clients in (1, 10, 100):
-        stage, federation, body = prepared(clients)
+    for clients in (1, 10, 100, 1000):
+        stage, federation, body = prepared(clients, 1000)
         assert body.backbone is not None
         network, given, inputs = body.backbone.body, batches(body, federation), body.inputs()
-        setting = Setting(2, body.dim, (0, 0), clients, EXAMPLES, None, body.backbone)
+        setting = Setting(2, body.dim, (0, 0), clients, 1000, None, body.backbone)
         method = build(stage, setting)
         state = [method.open()]
 
@@ -71,11 +71,11 @@ def seconds() -> None:
                 for batch in given:
                     network(*batch)
 
-        found = alternate({"round": round_, "limit": limit}, 5)
+        found = alternate({"round": round_, "limit": limit}, 3)
         ratio = found["round"] / found["limit"]
         rows.append((f"{clients:,}", f"{found['limit']:.2f}", f"{found['round']:.2f}", f"{ratio:.2f}"))
     show(
-        f"FedMeZO, all parameters, {EXAMPLES} sentences of SST-2, {THREADS} threads, median of 5",
+        f"FedMeZO, all parameters, 1,000 sentences of SST-2, {THREADS} threads, median of 3",
         ("clients", "two forward passes, s", "round, s", "ratio"),
         rows,
     )
@@ -93,7 +93,7 @@ def memory() -> None:
 
 
 def _peak(what: str) -> dict[str, int]:
-    stage, federation, body = prepared(10)
+    stage, federation, body = prepared(10, EXAMPLES)
     assert body.backbone is not None
     network = body.backbone.body
     if what == "fedmezo":
@@ -112,36 +112,37 @@ def _peak(what: str) -> dict[str, int]:
     return {"peak": peak_memory()}
 
 
-def accuracy(rounds: int = 200) -> None:
-    """Ten clients; 256 examples to tune on and 1,000 to test; FedMeZO does not know who holds what."""
-    zeroth = {"method": "fedmezo", "rounds": rounds, "evaluate_every": rounds}
-    first = {"rounds": 40, "evaluate_every": 40, "batch_size": 16}
-    cof = {"method": "fedcof"}
-    probe = {"method": "fedavg", "train": "head", "lr": 0.5, **first}
-    ways: dict[str, list[dict[str, Any]]] = {
-        "FedCOF": [cof],
-        "LP, 40 rounds": [probe],
-        "FedMeZO, head": [zeroth | {"train": "head", "rounds": 2000, "evaluate_every": 2000, "lr": 0.05}],
-        "FedCOF → FedMeZO, head": [cof, zeroth | {"train": "head", "rounds": 2000, "evaluate_every": 2000, "lr": 0.05}],
-        "FedMeZO, LoRA": [zeroth | {"train": "lora", "lr": 1e-3}],
-        "FedCOF → FedMeZO, LoRA": [cof, zeroth | {"train": "lora", "lr": 1e-3}],
-        "SLoRA, 20 rounds": [{"method": "slora", "lr": 0.1, **first, "rounds": 20, "evaluate_every": 20}],
+def accuracy() -> None:
+    """Ten clients; 128 examples to tune on and 500 to test. Bytes are those of all messages, both ways."""
+
+    def zeroth(train: str, rounds: int, lr: float) -> dict[str, Any]:
+        return {"method": "fedmezo", "train": train, "rounds": rounds, "lr": lr, "evaluate_every": rounds}
+
+    cof, head, low_rank = {"method": "fedcof"}, zeroth("head", 2000, 0.03), zeroth("lora", 40, 0.01)
+    probe = {"method": "fedavg", "train": "head", "lr": 0.5, "rounds": 40, "evaluate_every": 40}
+    naive = {"method": "distmezo", "train": "lora", "lr": 0.01, "local_steps": 5, "rounds": 5, "evaluate_every": 5}
+    ways: dict[str, tuple[list[dict[str, Any]], tuple[float, ...]]] = {
+        "FedCOF": ([cof], (100.0, 0.1)),
+        "LP": ([probe], (100.0, 0.1)),
+        "FedMeZO, head": ([head], (100.0, 0.1)),
+        "FedCOF → FedMeZO, head": ([cof, head], (100.0, 0.1)),
+        "FedMeZO, LoRA": ([low_rank], (100.0, 0.1)),
+        "FedCOF → FedMeZO, LoRA": ([cof, low_rank], (0.1,)),
+        "DistMeZO, LoRA": ([naive], (0.1,)),
+        "SLoRA": ([{"method": "slora", "lr": 0.1, "rounds": 10, "evaluate_every": 10}], (0.1,)),
     }
     for task in TASKS:
         rows = []
-        for name, stages in ways.items():
-            cells = []
-            for alpha in (100.0, 0.1):
-                start = time.perf_counter()
-                last = run(recipe(task, stages, alpha=alpha)).summary
-                cells += [f"{100 * last['accuracy']:.1f}", f"{(last['bytes_up'] + last['bytes_down']) / 1e6:.2f}"]
-                cells.append(f"{time.perf_counter() - start:.0f}")
-            rows.append((name, *cells))
-        show(
-            f"{task}, 256 examples, 10 clients",
-            ("", "α 100, %", "MB", "s", "α 0.1, %", "MB", "s"),
-            rows,
-        )
+        for name, (stages, alphas) in ways.items():
+            found = {}
+            for alpha in alphas:
+                summary = run(recipe(task, stages, alpha=alpha, train_examples=128, test_examples=500)).summary
+                found[alpha] = summary
+            last = found[0.1]
+            traffic = f"{(last['bytes_up'] + last['bytes_down']) / 1e6:.2f}"
+            shown = [f"{100 * found[alpha]['accuracy']:.1f}" if alpha in found else "" for alpha in (100.0, 0.1)]
+            rows.append((name, last["stages"][-1]["rounds"], *shown, traffic, f"{last['seconds']:.0f}"))
+        show(f"{task}: 128 examples, 10 clients", ("", "rounds", "α 100, %", "α 0.1, %", "MB", "seconds"), rows)
 
 
 def main() -> None:

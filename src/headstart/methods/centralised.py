@@ -18,7 +18,7 @@ from headstart.wire import Message
 class CentralisedMethod(TrainingMethod[CentralisedStage]):
     """FedAvg's skeleton with one client."""
 
-    keeps = ("velocity",)
+    personal = ("velocity",)
 
     def train(
         self, start: Stack, cohort: Cohort, message: Message, sizes: Ints

@@ -23,7 +23,7 @@ class FedDynMethod(TrainingMethod[FedDynStage]):
     """Local duals h_k; their mean over all clients on the server."""
 
     memories = ("dual",)
-    keeps = ("dual",)
+    personal = ("dual",)
 
     def train(
         self, start: Stack, cohort: Cohort, message: Message, sizes: Ints

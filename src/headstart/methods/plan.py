@@ -1,7 +1,8 @@
 """Plans: for every parameter and buffer of a model, whether it is frozen, shared or personal.
 
 Names start with the part they belong to: `body.`, `module.` or `head.`. What is shared is trained and travels; what is
-frozen stays as the stage found it, bit for bit.
+frozen stays as the stage found it, bit for bit. What is personal stays with the client from round to round: a method
+names it beside its plan (`TrainingMethod.personal`), and no message holds it.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ class ScaffoldMethod(TrainingMethod[ScaffoldStage]):
 
     memories = ("control",)
     travels = ("update", "control")
-    keeps = ("control",)
+    personal = ("control",)
 
     def broadcasts(self) -> tuple[str, ...]:
         """The server's control variate."""

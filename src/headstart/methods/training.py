@@ -54,8 +54,8 @@ class TrainingMethod(Generic[StageT]):
     """What a client sends, one array per parameter each."""
     needs_network = False
     """Whether the solver works on one network at a time where only heads train, too."""
-    keeps: tuple[str, ...] = ()
-    """What a client keeps to itself from one of its rounds to the next; zero before its first."""
+    personal: tuple[str, ...] = ()
+    """What stays with a client from one of its rounds to the next, one array per parameter; zero before its first."""
 
     def __init__(self, stage: StageT, setting: Setting) -> None:
         self.stage, self.setting, self.plan = stage, setting, Plan.of(stage)
@@ -72,7 +72,7 @@ class TrainingMethod(Generic[StageT]):
             self._statistics = {n: b.cpu().double().numpy() for n, b in self.network.statistics.items()}
         self.solve = self.solver()
         self.shapes: Shapes = {name: value.shape for name, value in self._initial.items()}
-        kept = {f"{what}.{name}": shape for what in self.keeps for name, shape in self.shapes.items()}
+        kept = {f"{what}.{name}": shape for what in self.personal for name, shape in self.shapes.items()}
         self.kept_shapes: Mapping[str, tuple[int, ...]] = kept
         # Of a head: parameters, start, velocity, gradient, and what is kept and corrected by, in float32.
         values = sum(int(np.prod(shape)) for shape in self.shapes.values())
