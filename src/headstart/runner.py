@@ -211,7 +211,9 @@ class _Run:
         frozen: dict[str, Any] = {}
         module = self.body.module()
         if begin.body != PRETRAINED and not (isinstance(stage, Rounds) and Plan.of(stage).body == "shared"):
-            frozen |= self.body.arrays() if module is None else module[2]
+            frozen |= {} if module is None else module[2]
+            if module is None or any(getattr(one, "train", "") in ("all", "body") for one in self.recipe.stages):
+                frozen |= self.body.arrays()
         elif begin.body != PRETRAINED and isinstance(stage, Rounds) and stage.norm_statistics == "freeze":
             statistics = ("running_mean", "running_var")
             frozen |= {name: array for name, array in self.body.arrays().items() if name.endswith(statistics)}
