@@ -94,16 +94,23 @@ def test_partition_draws_who_holds_which_class(recipe: Path, tmp_path: Path, com
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("methods", ["fedncm", "fed3r", "fedcof", "shrinkage = 'auto'"]),
+        ("methods", ["fedncm", "fed3r", "fedcof", "shrinkage = 'auto'", "beta1 = 0.9", "epsilon = 0.001"]),
+        ("methods fedavg", ["Local SGD, then the mean", "required", "Random horizontal flips"]),
         ("backbones", ["efficientnet-lite0", "1280", "all-MiniLM-L6-v2", "headstart[timm]"]),
         ("datasets", ["mnist-mini", "inaturalist-users-120k", "user_id", "uoft-cs/cifar10"]),
     ],
 )
 def test_lists(name: str, words: list[str], tmp_path: Path, command: Command) -> None:
-    done = command(name, cwd=tmp_path)
+    done = command(*name.split(), cwd=tmp_path)
     assert done.returncode == 0
     for word in words:
         assert word in done.stdout
+
+
+def test_no_such_method(tmp_path: Path, command: Command) -> None:
+    done = command("methods", "fedmez", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "did you mean 'fedmezo'" in done.stderr
 
 
 def bad_images(folder: Path) -> None:

@@ -103,15 +103,32 @@ def partition(
 
 
 @app.command()
-def methods() -> None:
-    """The methods, with the keys of their stages and the defaults."""
+def methods(
+    name: Annotated[str | None, typer.Argument(help="A method, to see every key of its stage.")] = None,
+) -> None:
+    """The methods and what is theirs alone; of one method, every key with its default and what it means."""
+    from headstart.errors import nearest
     from headstart.recipe import STAGES
 
-    table = Table("method", "what it is", "keys and defaults")
-    for name, stage in STAGES.items():
-        keys = [f"{key} = {field.default!r}" for key, field in stage.model_fields.items() if key != "method"]
-        table.add_row(name, (stage.__doc__ or "").strip(), "\n".join(keys))
+    if name is not None and name not in STAGES:
+        raise HeadstartError(f"{name!r} is not a method; {nearest(name, STAGES)}")
+    if name is not None:
+        table = Table("key", "default", "what it is", title=f"{name}: {(STAGES[name].__doc__ or '').strip()}")
+        for key, field in STAGES[name].model_fields.items():
+            if key != "method":
+                default = "required" if field.is_required() else repr(field.default)
+                table.add_row(key, default, " ".join((field.description or "").split()))
+        _console().print(table)
+        return
+    table = Table("method", "what it is", "its own keys and their defaults")
+    for method, stage in STAGES.items():
+        family = next(base for base in stage.__mro__ if base.__name__ in ("_ClosedForm", "_Training", "_Rounds"))
+        usual = {key: field.default for key, field in family.model_fields.items()}  # type: ignore[attr-defined]
+        own = {k: f.default for k, f in stage.model_fields.items() if not f.is_required() and k != "method"}
+        keys = [f"{k} = {default!r}" for k, default in own.items() if k not in usual or usual[k] != default]
+        table.add_row(method, (stage.__doc__ or "").strip(), "\n".join(keys))
     _console().print(table)
+    print("headstart methods NAME shows every key of a method")
 
 
 @app.command()

@@ -28,7 +28,9 @@ MODULES = ("lora", "adapter", "vpt")
 class _Table(BaseModel):
     """A table of the recipe: unknown keys are refused, values do not change after validation."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
 
 # ---------------------------------------------------------------------------------------------- who holds which example

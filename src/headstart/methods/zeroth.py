@@ -99,6 +99,9 @@ class ZerothOrder:
                 parameter.data = moved(parameter, name)
             yield
         finally:
+            for pairs in found.values():  # an interrupt does not wait for hooks
+                for parameter, original in pairs:
+                    parameter.data = original
             for name, parameter in heads.items():
                 parameter.data = originals[name]
             for handle in handles:
