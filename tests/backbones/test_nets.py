@@ -1,12 +1,16 @@
 """The convolutional bodies against the published architectures and torchvision's state-dict names."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from headstart.backbones.nets import MobileNetV2, ResNet18, SqueezeNet11
+from headstart.backbones import load_backbone
+from headstart.backbones.nets import FourConv, MobileNetV2, ResNet18, SmallMobileNet, SqueezeNet11
+from headstart.errors import HeadstartError
+from headstart.recipe import Model
 
 Body = SqueezeNet11 | ResNet18 | MobileNetV2
 BODIES: list[type[Body]] = [SqueezeNet11, ResNet18, MobileNetV2]
@@ -307,3 +311,31 @@ def test_random_initialisation_is_that_of_torchvision(
     else:
         assert state[name].abs().max() > 3 * deviation  # normal: has tails
     assert not any(value.any() for key, value in state.items() if key.endswith((".bias", ".running_mean")))
+
+
+@pytest.mark.parametrize(
+    ("body", "parameters", "dim"),
+    [
+        (SmallMobileNet, 3_206_976, 1024),  # as the FedBABU code counts it
+        (FourConv, 3 * 64 * 9 + 64 + 3 * (64 * 64 * 9 + 64) + 4 * 128, 256),
+    ],
+)
+def test_bodies_for_small_images(body: Any, parameters: int, dim: int) -> None:
+    network = body()
+    assert sum(parameter.numel() for parameter in network.parameters()) == parameters
+    assert not list(network.buffers())  # no running statistics
+    images = torch.randn(4, 3, 32, 32)
+    network.eval()
+    assert network(images).shape == (4, dim)
+    # Every batch is normalised by its own statistics, in evaluation too.
+    assert not torch.allclose(network(images)[:2], network(images[:2]), atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["mobilenet-cifar", "conv4"])
+def test_small_bodies_by_name(name: str) -> None:
+    backbone = load_backbone(Model(backbone=name, weights="random"))
+    assert backbone.transform.size == 32
+    images = torch.rand(3, 32, 32, 3) * 255
+    assert backbone.body(images).shape == (3, backbone.dim)
+    with pytest.raises(HeadstartError, match="comes without weights"):
+        load_backbone(Model(backbone=name))

