@@ -5,6 +5,9 @@ import subprocess
 import sys
 import time
 import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -355,3 +358,30 @@ def test_kind_of_data_and_backbone_must_agree() -> None:
         run(Recipe.parse(table))
     with pytest.raises(HeadstartError, match=r"reads texts.*the data are images"):
         run(Recipe.parse(table | {"model": {"backbone": "all-MiniLM-L6-v2"}}))
+
+
+def test_every_bar_is_over_before_the_next_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two bars at once are an error on a terminal: features are computed before the rounds are played."""
+    open_bars, most = [0], [0]
+
+    @contextmanager
+    def counting(description: str, total: int, done: int = 0) -> Iterator[Any]:
+        open_bars[0] += 1
+        most[0] = max(most[0], open_bars[0])
+        yield lambda steps: None
+        open_bars[0] -= 1
+
+    monkeypatch.setattr("headstart.engine.local.progress", counting)
+    monkeypatch.setattr(import_module("headstart.backbones.extract"), "progress", counting)
+    part = {"train_examples": 20, "test_examples": 10, "partition": {"kind": "iid", "clients": 2}}
+    table = {
+        "data": {"dataset": "mnist-mini", **part},
+        "model": {"backbone": "conv4", "weights": "random"},
+        "stages": [
+            {"method": "fedncm"},
+            {"method": "fedavg", "train": "all", "rounds": 2},
+            {"method": "fedavg", "train": "head", "rounds": 2},
+        ],
+    }
+    run(Recipe.parse(table))
+    assert most == [1]

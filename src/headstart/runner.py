@@ -134,6 +134,10 @@ class _Run:
             self.body.attach(stage, seed),
         )
         method = build(stage, setting)
+        validates = isinstance(stage, Rounds) and self.federation.dataset.validation is not None
+        if not changes:  # before the clock of the stage starts, and with a progress bar of its own
+            for split in ("train", stage.eval_split, *(["validation"] if validates else [])):
+                self.body.features(split)
         ledger, state, played, slots = Ledger.open(federation.n_clients), None, 0, None
         metrics: dict[str, Any] = {}
         best: dict[str, Any] = {}  # the round that validation chooses, and what the test says of it
@@ -151,7 +155,7 @@ class _Run:
                 method.place(state)
                 found = self._evaluate(head, stage.eval_split, changes)
                 metrics.update(found.metrics())
-                if isinstance(stage, Rounds) and self.federation.dataset.validation is not None:
+                if validates:
                     metrics["validation_accuracy"] = self._evaluate(head, "validation", changes).accuracy
                     if metrics["validation_accuracy"] > best.get("best_validation_accuracy", -1.0):
                         best["best_validation_accuracy"] = metrics["validation_accuracy"]

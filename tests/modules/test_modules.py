@@ -335,6 +335,6 @@ def test_a_convolutional_network_has_no_place_for_a_module(kind: str) -> None:
     assert blocks_of(network) == []
     assert projections_of(network) == []
     backbone = Backbone("lenet", "image", 5, network, network, ImageTransform(8), "lenet")
-    sentence = rf"train: lenet has no transformer blocks to put a {kind} on; use 'all' or 'head'"
+    sentence = f"lenet has no transformer blocks for a {kind}; set train to 'all' or 'head'"
     with pytest.raises(HeadstartError, match=sentence):
         attach(kind, backbone, SETTINGS, seed=0)

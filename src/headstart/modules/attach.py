@@ -34,9 +34,7 @@ def attach(kind: str, backbone: Backbone, settings: Mapping[str, Any], seed: int
     """
     blocks = blocks_of(backbone.core)
     if not blocks:
-        raise HeadstartError(
-            f"train: {backbone.name} has no transformer blocks to put a {kind} on; use 'all' or 'head'"
-        )
+        raise HeadstartError(f"{backbone.name} has no transformer blocks for a {kind}; set train to 'all' or 'head'")
     targets = projections_of(backbone.core)
     first = backbone.core.get_submodule(targets[0])
     assert isinstance(first, nn.Linear)
