@@ -160,11 +160,20 @@ class _Stage(_Table):
     """Seconds after which a client's answer no longer counts in its round."""
 
 
-class _ClosedForm(_Stage):
-    rounds: PositiveInt | None = None
-    """None: as many as it takes to hear every client once."""
+class _Sampled(_Stage):
     clients_per_round: PositiveInt | None = None
     participation: float | None = Field(default=None, gt=0, le=1)
+    """Share of the clients in a round; everybody where neither key is set."""
+
+    def sampled(self, n_clients: int) -> int:
+        """Clients in a round."""
+        share = 1.0 if self.participation is None else self.participation
+        return min(self.clients_per_round or max(1, round(share * n_clients)), n_clients)
+
+
+class _ClosedForm(_Sampled):
+    rounds: PositiveInt | None = None
+    """None: as many as it takes to hear every client once."""
 
 
 class FedNCMStage(_ClosedForm):
@@ -198,7 +207,7 @@ class FedCOFStage(_ClosedForm):
     covariance: Literal["estimated", "full", "diagonal", "spherical"] = "estimated"
 
 
-class _Rounds(_Stage):
+class _Rounds(_Sampled):
     """Anything that is trained round after round."""
 
     train: Literal["head", "body", "all", "lora", "adapter", "vpt"]
@@ -209,8 +218,6 @@ class _Rounds(_Stage):
     hidden: PositiveInt = 256
     """Width of the hidden layers."""
     rounds: PositiveInt = 100
-    clients_per_round: PositiveInt | None = None
-    participation: float | None = Field(default=None, gt=0, le=1)
     batch_size: PositiveInt | Literal["full"] = 64
     lr: PositiveFloat = 0.1
     weight_decay: NonNegativeFloat = 0.0

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -456,6 +457,28 @@ def test_the_estimate_is_unbiased_on_a_logistic_problem() -> None:
     errors = estimates.std(axis=0) / np.sqrt(seeds)
     assert (np.abs(estimates.mean(axis=0) - gradient) < 4.5 * errors).all()
     assert length > 10 * errors.max()
+
+
+def test_the_estimate_is_exact_along_z_and_unbiased_on_a_quadratic(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half the squared scores of a linear head are quadratic in it: a central difference is the slope, to rounding."""
+    quadratic = SimpleNamespace(cross_entropy=lambda scores, labels, reduction: 0.5 * scores.square().sum(dim=1))
+    monkeypatch.setattr(zeroth, "functional", quadratic)
+    run = Run(EVERYBODY, train="head", epsilon=1e-2)
+    network = run.method.network
+    weight, bias = (network.parameters[f"head.{name}"].detach().double().numpy() for name in ("weight", "bias"))
+    features = np.asarray(run.source, np.float64)
+    scores = (features @ weight.T + bias) / N
+    gradient = np.concatenate([(scores.T @ features).ravel(), scores.sum(axis=0)])
+    seeds, cohort = 3000, run.cohort(0)
+    estimates = np.empty((seeds, len(gradient)))
+    for seed in range(seeds):
+        z = np.concatenate([direction(seed, 0, "head.weight", weight.size), direction(seed, 0, "head.bias", C)])
+        slope = run.method.model.slopes(cohort, np.arange(N), seed, 0).mean()
+        assert slope == pytest.approx(gradient @ z, rel=1e-3, abs=1e-3 * np.linalg.norm(gradient))
+        estimates[seed] = slope * z
+    errors = estimates.std(axis=0) / np.sqrt(seeds)
+    assert (np.abs(estimates.mean(axis=0) - gradient) < 4.5 * errors).all()
+    assert np.linalg.norm(gradient) > 10 * errors.max()
 
 
 # ------------------------------------------------------------------------------------------------ who was not there

@@ -35,11 +35,7 @@ AfterRound = Callable[[int, Any], None]
 
 def rounds_of(stage: ClosedForm | Rounds, n_clients: int) -> tuple[int, int]:
     """Number of rounds and clients in each: everybody, unless the stage samples."""
-    per_round = n_clients
-    if stage.clients_per_round is not None:
-        per_round = min(stage.clients_per_round, n_clients)
-    elif stage.participation is not None:
-        per_round = max(1, round(stage.participation * n_clients))
+    per_round = stage.sampled(n_clients)
     if not isinstance(stage, ClosedForm):
         return stage.rounds, per_round
     every = -(-n_clients // per_round)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from headstart.errors import MessageError
 from headstart.heads import LinearHead
 from headstart.ledger import Published
 from headstart.statistics import (
@@ -93,6 +94,14 @@ class Reply:
     forward_passes: Ints
     kept: Mapping[str, npt.NDArray[np.float32]] = field(default_factory=dict)
     """What the client keeps to itself until its next round; it never travels."""
+
+
+def weight_of(reply: Reply, weighting: str) -> float:
+    """How much a client counts in a mean: by its examples, or as much as any other."""
+    examples = reply.message.scalars.get("examples")
+    if not isinstance(examples, int) or not 1 <= examples <= 10**12:
+        raise MessageError(f"a client says that it has {examples} examples")
+    return float(examples) if weighting == "examples" else 1.0
 
 
 class Method(Protocol[State]):

@@ -19,7 +19,7 @@ import torch
 from headstart.errors import MessageError
 from headstart.heads import LinearHead
 from headstart.ledger import Published
-from headstart.methods.base import Cohort, Reply, Setting
+from headstart.methods.base import Cohort, Reply, Setting, weight_of
 from headstart.methods.network import Network, set_mode
 from headstart.methods.plan import Plan, head_shapes, head_start
 from headstart.methods.solver import learning_rate
@@ -82,10 +82,7 @@ class FedMeZOMethod:
         largest = _ABSURD / (2 * self.stage.epsilon)
         if np.abs(slopes).max() > largest:
             raise MessageError(f"a slope of {np.abs(slopes).max():.1e} is absurd, more than {largest:.1e}")
-        examples = reply.message.scalars.get("examples")
-        if not isinstance(examples, int) or not 1 <= examples <= 10**12:
-            raise MessageError(f"a client says that it has {examples} examples")
-        weight = float(examples) if self.stage.weighting == "examples" else 1.0
+        weight = weight_of(reply, self.stage.weighting)
         return replace(state, sums=state.sums + weight * slopes, weight=state.weight + weight)
 
     def close(self, state: MeZOState) -> MeZOState:
@@ -110,9 +107,7 @@ class FedMeZOMethod:
 
     def published(self, state: MeZOState, counts: Ints) -> Published:
         """The thesis counts one byte for a seed and for a scalar."""
-        share = 1.0 if self.stage.participation is None else self.stage.participation
-        per_round = self.stage.clients_per_round or max(1, round(share * self.setting.n_clients))
-        per_round = min(per_round, self.setting.n_clients)
+        per_round = self.stage.sampled(self.setting.n_clients)
         directions, rounds = self.stage.num_directions, len(state.seeds)
         total = rounds * per_round * (1 + 2 * directions)
         passes = 2 * directions * rounds * int(counts.sum())

@@ -108,9 +108,7 @@ class SLoRAMethod:
 
     def published(self, state: SLoRAState, counts: Ints) -> Published:
         """The thesis's Eq. 7 with the sizes of this model: one direction, without the head."""
-        share = 1.0 if self.stage.participation is None else self.stage.participation
-        per_round = self.stage.clients_per_round or max(1, round(share * self.setting.n_clients))
-        per_round = min(per_round, self.setting.n_clients)
+        per_round = self.stage.sampled(self.setting.n_clients)
         sizes = [
             sum(int(np.prod(shape)) for name, shape in part.shapes.items() if name.startswith("module."))
             for part in (self.priming, self.tuning)

@@ -12,7 +12,7 @@ import torch
 from headstart.errors import MessageError
 from headstart.heads import LinearHead
 from headstart.ledger import Published
-from headstart.methods.base import Cohort, Reply, Setting
+from headstart.methods.base import Cohort, Reply, Setting, weight_of
 from headstart.methods.network import BodySolver, Network, set_mode
 from headstart.methods.plan import Plan, Shapes, Vectors, head_shapes, head_start
 from headstart.methods.solver import HeadSolver, LocalResult, Objective, Solver, Stack
@@ -125,10 +125,7 @@ class TrainingMethod(Generic[StageT]):
 
     def weight_of(self, reply: Reply) -> float:
         """How much a client counts in the mean."""
-        examples = reply.message.scalars.get("examples")
-        if not isinstance(examples, int) or not 1 <= examples <= 10**12:
-            raise MessageError(f"a client says that it has {examples} examples")
-        return float(examples) if self.stage.weighting == "examples" else 1.0
+        return weight_of(reply, self.stage.weighting)
 
     def factor(self, what: str, weight: float, state: TrainingState, reply: Reply) -> float:
         """The factor of an array of a reply in the sum of the round."""
@@ -173,9 +170,7 @@ class TrainingMethod(Generic[StageT]):
         """
         values = sum(int(np.prod(shape)) for shape in self.shapes.values())
         values -= self.setting.n_classes if self.plan.head == "shared" else 0
-        share = 1.0 if self.stage.participation is None else self.stage.participation
-        per_round = self.stage.clients_per_round or max(1, round(share * self.setting.n_clients))
-        per_round = min(per_round, self.setting.n_clients)
+        per_round = self.stage.sampled(self.setting.n_clients)
         what = "(C · d + P)" if self.plan.changes_features else "C · d"
         formula = f"FedNCM paper, appendix A: 2 · {what} · K · R · 4 bytes, up and down"
         return Published(2 * values * per_round * state.round * 4, state.round * self.round_passes(counts), formula)
