@@ -5,7 +5,18 @@ from __future__ import annotations
 import importlib
 import sys
 
-NAMES = ("extraction", "fedcof_server", "clients", "closed_form", "regularisation", "training", "finetuning", "mezo")
+NAMES = (
+    "extraction",
+    "fedcof_server",
+    "clients",
+    "closed_form",
+    "regularisation",
+    "training",
+    "finetuning",
+    "mezo",
+    "modules",
+    "personal",
+)
 
 for name in sys.argv[1:] or NAMES:
     importlib.import_module(f"benchmarks.{name}").main()

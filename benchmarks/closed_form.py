@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.common import SHARED, show
-from headstart.data import load_dataset
+from headstart.data import Federation
 from headstart.engine import Body
 from headstart.recipe import Recipe
 from headstart.runner import run
@@ -25,7 +25,7 @@ def recipe(seed: int = 0) -> Recipe:
 
 
 def features_of_cifar10() -> tuple[np.ndarray, ...]:
-    dataset = load_dataset(recipe().data)
+    dataset = Federation.of(recipe()).dataset
     body = Body(recipe().model, dataset)
     return body.features("train"), dataset.train.labels, body.features("test"), dataset.test.labels
 

@@ -19,8 +19,9 @@ from headstart.data import Federation
 from headstart.engine import Body, ClientStore, play
 from headstart.ledger import Ledger, peak_memory
 from headstart.methods import Setting, build
-from headstart.recipe import FedAvgStage, Recipe
+from headstart.recipe import Recipe
 from headstart.runner import run
+from headstart.stages import FedAvgStage
 
 # Learning rates were chosen on seed 99, which is not among those reported.
 SEEDS = (0, 1, 2)

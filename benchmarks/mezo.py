@@ -17,8 +17,9 @@ from headstart.engine import Body, ClientStore, play
 from headstart.ledger import Ledger, peak_memory
 from headstart.methods import Setting, build
 from headstart.methods.zeroth import BATCHES
-from headstart.recipe import FedMeZOStage, Recipe
+from headstart.recipe import Recipe
 from headstart.runner import run
+from headstart.stages import FedMeZOStage
 
 EXAMPLES = 256
 TASKS = ("sst2", "sst5", "trec", "ag_news")

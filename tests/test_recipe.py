@@ -4,7 +4,8 @@ from pathlib import Path
 import pytest
 
 from headstart.errors import RecipeError
-from headstart.recipe import PARTITIONS, STAGES, Dirichlet, FedCOFStage, Recipe
+from headstart.recipe import PARTITIONS, Dirichlet, Recipe
+from headstart.stages import STAGES, FedCOFStage
 
 GOOD = """
 name = "cifar10-fedcof"

@@ -9,6 +9,7 @@ ROOMS = [
     "errors",
     "files",
     "progress",
+    "stages",
     "recipe",
     "mistakes",
     "wire",
@@ -23,6 +24,7 @@ ROOMS = [
     "evaluation",
     "report",
     "runner",
+    "export",
     "cli",
 ]
 # A recipe says what is wrong with it by looking at its own tables.

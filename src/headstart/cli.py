@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from headstart.errors import HeadstartError
@@ -18,7 +19,15 @@ app = typer.Typer(
 )  # fmt: skip
 
 RecipeFile = Annotated[Path, typer.Argument(help="A recipe (TOML).")]
+Run = Annotated[Path, typer.Argument(help="The directory of a finished run.")]
+TaskName = Annotated[str | None, typer.Option("--task", help="Of a run with several tasks, the one that is meant.")]
+ClientName = Annotated[
+    str | None, typer.Option("--client", help="A client's own model: its name as in clients.csv, or its number.")
+]
 Settings = Annotated[list[str] | None, typer.Option("--set", help="Change a key: stages.0.shrinkage=0.1 (repeatable).")]
+
+_SHOWN = 20  # predictions in the table
+_WIDEST = 80  # characters of an input there
 
 DEMO = {
     "name": "demo",
@@ -78,6 +87,54 @@ def replay(
 
 
 @app.command()
+def predict(
+    run: Run,
+    inputs: Annotated[
+        list[Path], typer.Argument(help="Images, folders of images, .txt (a text on every line), .csv, or .npz with X.")
+    ],
+    task: TaskName = None,
+    client: ClientName = None,
+    module: Annotated[
+        Path | None, typer.Option(help="Another module file for the same backbone: it is used with the head in it.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Also write a CSV file with the probabilities of all classes.")
+    ] = None,
+) -> None:
+    """The classes of new inputs, by the model of a finished run."""
+    from headstart.export import Model
+
+    if out is not None and (out.exists() or not out.parent.is_dir()):
+        raise HeadstartError(f"--out {out}: " + ("already exists" if out.exists() else f"{out.parent} is no directory"))
+    found = Model.of(run, task, client, module).predict(inputs)
+    table, rows = Table("input", "class", "probability"), found.best()
+    for given, name, probability in rows[:_SHOWN]:
+        shown = given if len(given) <= _WIDEST else given[: _WIDEST - 1] + "…"
+        table.add_row(escape(shown), escape(name), f"{probability:.4f}")
+    _console().print(table)
+    if len(rows) > _SHOWN:
+        print(f"and {len(rows) - _SHOWN:,} more" + ("" if out else "; --out FILE.csv writes all of them"))
+    if out is not None:
+        found.write(out)
+        print(f"predictions: {out}")
+
+
+@app.command()
+def export(
+    run: Run,
+    out: Annotated[Path, typer.Option(help="A new directory.")],
+    task: TaskName = None,
+    client: ClientName = None,
+    merge: Annotated[bool, typer.Option("--merge", help="Add a LoRA to the body's weights.")] = False,
+) -> None:
+    """Write the model of a finished run as files that peft, transformers or a recipe load."""
+    from headstart.export import export
+
+    files = export(run, out, task, client, merge)
+    print(f"{out}: {', '.join(files)}")
+
+
+@app.command()
 def partition(
     recipe: RecipeFile,
     settings: Settings = None,
@@ -108,7 +165,7 @@ def methods(
 ) -> None:
     """The methods and what is theirs alone; of one method, every key with its default and what it means."""
     from headstart.errors import nearest
-    from headstart.recipe import STAGES
+    from headstart.stages import STAGES
 
     if name is not None and name not in STAGES:
         raise HeadstartError(f"{name!r} is not a method; {nearest(name, STAGES)}")
@@ -122,7 +179,9 @@ def methods(
         return
     table = Table("method", "what it is", "its own keys and their defaults")
     for method, stage in STAGES.items():
-        family = next(base for base in stage.__mro__ if base.__name__ in ("_ClosedForm", "_Training", "_Rounds"))
+        family = next(
+            base for base in stage.__mro__ if base.__name__ in ("_ClosedForm", "_Training", "_Rounds", "_SGD")
+        )
         usual = {key: field.default for key, field in family.model_fields.items()}  # type: ignore[attr-defined]
         own = {k: f.default for k, f in stage.model_fields.items() if not f.is_required() and k != "method"}
         keys = [f"{k} = {default!r}" for k, default in own.items() if k not in usual or usual[k] != default]
@@ -163,7 +222,7 @@ def datasets() -> None:
 
 def _run_and_show(recipe: object, out: Path, resume: bool) -> None:
     from headstart.recipe import Recipe
-    from headstart.report import summary_table
+    from headstart.report import remarks, summary_table
     from headstart.runner import run
 
     assert isinstance(recipe, Recipe)
@@ -172,9 +231,8 @@ def _run_and_show(recipe: object, out: Path, resume: bool) -> None:
     if result.federation.unused:
         print(f"{result.federation.unused:,} training examples were held by nobody")
     for stage in result.summary["stages"]:
-        if "best_round" in stage:
-            best = f"round {stage['best_round']}, {100 * stage['best_accuracy']:.2f} % on the test split"
-            print(f"{stage['method']}: validation chooses {best}; the table shows the last round")
+        for remark in remarks(stage):
+            print(remark)
         for dropped in stage["dropped"]:
             print(f"left out of {stage['method']}, round {dropped['round']}: {dropped['clients']}: {dropped['why']}")
     print(f"run directory: {out} (open {out / 'report.html'})")

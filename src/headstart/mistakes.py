@@ -9,7 +9,8 @@ from typing import Any, Literal, get_args
 from pydantic import BaseModel, ValidationError
 
 from headstart.errors import nearest
-from headstart.recipe import PARTITIONS, STAGES, Data, Model, Recipe
+from headstart.recipe import PARTITIONS, Data, Model, Recipe, Task
+from headstart.stages import STAGES
 
 
 def sentences(error: ValidationError) -> list[str]:
@@ -29,7 +30,20 @@ def contradictions(table: Mapping[str, Any]) -> list[str]:
         problems.append(f"name: {name!r} names the run directory; use letters, digits, dots, dashes and underscores")
     if isinstance(stages, list) and not stages:
         problems.append("stages: empty; add a [[stages]] table with a method")
+    tasks = table.get("tasks")
+    if "data" not in table and not tasks:
+        problems.append("data: missing; add a [data] table, or a [[tasks]] table for each of several tasks")
+    if "data" in table and tasks:
+        problems.append("tasks: give [data] for one task, or [[tasks]] for several, not both")
+    if isinstance(tasks, list) and len(tasks) == 1:
+        problems.append("tasks: there is one; give it as [data], or add another")
+    given = tasks if isinstance(tasks, list) else []
+    names = [str(task["name"]) for task in given if isinstance(task, dict) and "name" in task]
+    if len(set(names)) < len(names):
+        problems.append("tasks: two have the same name")
     model = table.get("model")
+    if isinstance(model, dict) and tasks and "prompt" in model:
+        problems.append("model.prompt: a prompt's label words are those of one task; give [data] instead of [[tasks]]")
     if isinstance(model, dict) and ("prompt" in model) != ("label_words" in model):
         problems.append("model: prompt and label_words belong together; give both or neither")
     if isinstance(model, dict) and isinstance(model.get("prompt"), str) and model["prompt"].count("{mask}") != 1:
@@ -41,8 +55,22 @@ def contradictions(table: Mapping[str, Any]) -> list[str]:
         start = stage.get("start")
         if isinstance(start, int) and start >= number:
             problems.append(f"stages.{number}.start: {start} is not an earlier stage; the first stage has number 0")
-        if stage.get("train") in ("body", "all") and not has_body:
-            problems.append(f"stages.{number}.train: the data are features, there is no body to train; use 'head'")
+        kind = STAGES.get(str(stage.get("method")))
+        key = "update" if stage.get("method") == "personalise" else "train"
+        default = kind.model_fields[key].default if kind and key in kind.model_fields else None
+        train = stage.get(key, default)
+        if train in ("body", "all") and not has_body and not stage.get("compute"):
+            problems.append(f"stages.{number}.{key}: the data are features, there is no body to train; use 'head'")
+        if stage.get("method") == "fedbabu" and train == "all":
+            problems.append(f"stages.{number}.train: fedbabu's head stays as it is; use 'body'")
+        splits = ("fedbabu", "fedper", "fedrep", "lg-fedavg")
+        if stage.get("method") in splits and train == "head" and stage.get("head") != "mlp":
+            problems.append(
+                f"stages.{number}.train: {stage['method']} tells the head from what is below it; with 'head' alone, "
+                "set head to 'mlp', whose hidden layers are what is below"
+            )
+        if stage.get("method") in splits[1:] and train == "body":
+            problems.append(f"stages.{number}.train: {stage['method']} trains a head too; use 'all'")
         if stage.get("head") == "mlp" and stage.get("head_init") == "zeros":
             problems.append(f"stages.{number}.head_init: an MLP of zeros has no gradient; use 'random'")
         if stage.get("method") == "centralised" and {"clients_per_round", "participation"} & stage.keys():
@@ -50,6 +78,10 @@ def contradictions(table: Mapping[str, Any]) -> list[str]:
         for one, other in (("clients_per_round", "participation"), ("local_epochs", "local_steps")):
             if {one, other} <= stage.keys():
                 problems.append(f"stages.{number}: set {one} or {other}, not both")
+        if stage.get("share") and (tasks or stage.get("method") in ("local-only", "centralised", *splits[1:])):
+            problems.append(f"stages.{number}.share: a server that trains on a share is for one task and one model")
+        elif stage.get("share") and stage.get("share_train") == "body" and train == "head":
+            problems.append(f"stages.{number}.share_train: no body is trained; use 'all'")
         if stage.get("method") == "scaffold" and stage.get("momentum"):
             problems.append(f"stages.{number}.momentum: scaffold is defined for plain local SGD; leave it 0")
     return problems
@@ -62,8 +94,12 @@ def _table_at(place: tuple[Any, ...]) -> tuple[type[BaseModel], tuple[Any, ...]]
             return PARTITIONS[kind], ("data", "partition", *rest)
         case ("stages", int(index), str(method), *rest) if method in STAGES:
             return STAGES[method], ("stages", index, *rest)
+        case ("tasks", int(index), "partition", str(kind), *rest) if kind in PARTITIONS:
+            return PARTITIONS[kind], ("tasks", index, "partition", *rest)
         case ("data", *_):
             return Data, place
+        case ("tasks", int(), *_):
+            return Task, place
         case ("model", *_):
             return Model, place
         case _:
@@ -92,7 +128,11 @@ def _sentence(error: dict[str, Any]) -> tuple[str, str]:
     table, place = _table_at(tuple(error["loc"]))
     kind, given = error["type"], error["input"]
     # Unions of types append the member that failed ("float", "literal['auto']"); the key is the part that counts.
-    known = [depth for depth, key in enumerate(place) if key in table.model_fields or place[:depth] == ("stages",)]
+    known = [
+        depth
+        for depth, key in enumerate(place)
+        if key in table.model_fields or place[:depth] in (("stages",), ("tasks",))
+    ]
     if known and kind != "extra_forbidden":
         place = place[: known[-1] + 1]
     where, key = ".".join(map(str, place)), place[-1] if place else ""

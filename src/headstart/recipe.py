@@ -5,14 +5,11 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 import tomli_w
 from pydantic import (
-    BaseModel,
-    ConfigDict,
     Field,
-    NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
@@ -20,23 +17,15 @@ from pydantic import (
 )
 
 from headstart.errors import RecipeError
+from headstart.stages import Stage, Table
 
-Auto = Literal["auto"]
-MODULES = ("lora", "adapter", "vpt")
-
-
-class _Table(BaseModel):
-    """A table of the recipe: unknown keys are refused, values do not change after validation."""
-
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
-
+ONE_TASK = "default"
+"""The name of the task where a recipe has one."""
 
 # ---------------------------------------------------------------------------------------------- who holds which example
 
 
-class _Partition(_Table):
+class _Partition(Table):
     test: Literal["shared", "follow"] = "shared"
     """Whether clients share one test split, or each gets a part of it that follows its training classes."""
 
@@ -107,7 +96,7 @@ Partition = Annotated[
 ]
 
 
-class Data(_Table):
+class Data(Table):
     """Where the examples come from and who holds them."""
 
     dataset: Annotated[str, Field(min_length=1)]
@@ -122,9 +111,20 @@ class Data(_Table):
     test_examples: PositiveInt | None = None
     test_fraction: float = Field(default=0.2, gt=0, lt=1)
     """Share held out for the test where the data come without a test split."""
+    classes: Annotated[tuple[int | str, ...], Field(strict=False, min_length=2)] | None = None
+    """Keep only these classes, by number or name, numbered in this order."""
+    task: NonNegativeInt | None = None
+    """Of a features file with several tasks, the one to take."""
 
 
-class Model(_Table):
+class Task(Data):
+    """One of several tasks that share a backbone: its data, and the clients that hold them."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    """Names the task's files and clients."""
+
+
+class Model(Table):
     """The body that turns an example into a feature vector."""
 
     backbone: str = "efficientnet-lite0"
@@ -142,263 +142,14 @@ class Model(_Table):
     """The word that stands for each class where the prompt has its {mask}, in the order of the classes."""
 
 
-# -------------------------------------------------------------------------------------------------------------- stages
-
-
-class _Stage(_Table):
-    pools: ClassVar[bool] = False
-    """Whether one machine holds everybody's examples, so that nothing travels."""
-    head_init: Literal["previous", "zeros", "random"] = "previous"
-    """Where a trained head starts from; a closed-form head is computed and starts from nothing."""
-    evaluate_every: PositiveInt = 1
-    eval_split: Literal["test", "validation"] = "test"
-    start: Literal["previous", "pretrained"] | NonNegativeInt = "previous"
-    """The model to start from: that of the stage before, the pre-trained one, or that of a stage by its number."""
-    min_replies: PositiveInt = 1
-    """A round with fewer usable answers stops the run; its checkpoint stays good for --resume."""
-    deadline: PositiveFloat | None = None
-    """Seconds after which a client's answer no longer counts in its round."""
-
-
-class _Sampled(_Stage):
-    clients_per_round: PositiveInt | None = None
-    participation: float | None = Field(default=None, gt=0, le=1)
-    """Share of the clients in a round; everybody where neither key is set."""
-
-    def sampled(self, n_clients: int) -> int:
-        """Clients in a round."""
-        share = 1.0 if self.participation is None else self.participation
-        return min(self.clients_per_round or max(1, round(share * n_clients)), n_clients)
-
-
-class _ClosedForm(_Sampled):
-    rounds: PositiveInt | None = None
-    """None: as many as it takes to hear every client once."""
-
-
-class FedNCMStage(_ClosedForm):
-    """Nearest class mean (Legate et al., NeurIPS 2023)."""
-
-    method: Literal["fedncm"]
-    distance: Literal["cosine", "euclidean"] = "cosine"
-
-
-class Fed3RStage(_ClosedForm):
-    """Federated recursive ridge regression (Fanì et al., ICML 2024)."""
-
-    method: Literal["fed3r"]
-    ridge: NonNegativeFloat | Auto = "auto"
-    """"auto": generalised cross-validation on the server; the papers use 0.01."""
-    bias: bool = True
-    """True: a ones column, as the official code; False: as in the FedCOF paper."""
-    random_features: NonNegativeInt = 0
-    """So many random Fourier features of the unit-length features; 0 for none."""
-    random_features_width: PositiveFloat = 1.0
-    """Width of the Gaussian kernel that the random features approximate."""
-
-
-class FedCOFStage(_ClosedForm):
-    """Covariances estimated from class means (Goswami et al., 2025)."""
-
-    method: Literal["fedcof"]
-    shrinkage: NonNegativeFloat | Auto = "auto"
-    """"auto": follows the estimated within-class variance; the papers use 1 (0.1 for MobileNetV2)."""
-    means_per_client: PositiveInt = 1
-    covariance: Literal["estimated", "full", "diagonal", "spherical"] = "estimated"
-
-
-class _Rounds(_Sampled):
-    """Anything that is trained round after round."""
-
-    train: Literal["head", "body", "all", "lora", "adapter", "vpt"]
-    """What is trained: the head, on cached features of the frozen body; the body under a frozen head; both; or the head
-    and a small module on a frozen transformer: low-rank updates, adapters, or prompts."""
-    head: Literal["linear", "mlp"] = "linear"
-    """"mlp": two hidden layers of rectified units before the linear one (the FedNCM paper's three-layer head)."""
-    hidden: PositiveInt = 256
-    """Width of the hidden layers."""
-    rounds: PositiveInt = 100
-    batch_size: PositiveInt | Literal["full"] = 64
-    lr: PositiveFloat = 0.1
-    weight_decay: NonNegativeFloat = 0.0
-    schedule: Literal["constant", "step", "cosine"] = "constant"
-    """"step": a tenth after half and after three quarters of the rounds."""
-    warmup_rounds: NonNegativeInt = 0
-    """Rounds over which the learning rate rises to its value."""
-    temperature: PositiveFloat = 1.0
-    """Scores are divided by it: heads with rows of length one need less than 1."""
-    weighting: Literal["examples", "uniform"] = "examples"
-    precision: Literal["float32", "bfloat16"] = "float32"
-    """Arithmetic of the body where it trains; parameters stay in float32."""
-    rank: PositiveInt = 8
-    """Of LoRA's updates."""
-    alpha_lora: PositiveFloat = 16.0
-    """LoRA's updates are scaled by alpha_lora / rank."""
-    bottleneck: PositiveInt = 8
-    """Width of adapters."""
-    tokens: PositiveInt = 8
-    """Prompts at every block."""
-
-
-class _Training(_Rounds):
-    """Local SGD on the clients, an average on the server, round after round."""
-
-    local_epochs: PositiveInt | None = None
-    """Passes over the local examples; 1 unless local_steps says otherwise."""
-    local_steps: PositiveInt | None = None
-    momentum: float = Field(default=0.0, ge=0, lt=1)
-    clip: PositiveFloat | None = None
-    """Largest norm of a gradient."""
-    norm_statistics: Literal["aggregate", "freeze", "batch"] = "aggregate"
-    """Running statistics of batch norm where the body trains: averaged like the parameters; those of the pre-trained
-    model, in training too; or none, every batch being normalised by its own, in evaluation too."""
-    augment: Literal["flip", "none"] = "flip"
-    """Random horizontal flips where the body trains on images."""
-
-
-class FedAvgStage(_Training):
-    """Local SGD, then the mean (McMahan et al., AISTATS 2017)."""
-
-    method: Literal["fedavg"]
-    server_lr: PositiveFloat = 1.0
-
-
-class FedProxStage(_Training):
-    """FedAvg with a pull towards the global model (Li et al., MLSys 2020)."""
-
-    method: Literal["fedprox"]
-    mu: NonNegativeFloat = 0.01
-    server_lr: PositiveFloat = 1.0
-
-
-class FedAvgMStage(_Training):
-    """FedAvg with momentum on the server (Hsu et al., 2019)."""
-
-    method: Literal["fedavgm"]
-    server_lr: PositiveFloat = 1.0
-    server_momentum: float = Field(default=0.9, ge=0, lt=1)
-
-
-class _Adaptive(_Training):
-    server_lr: PositiveFloat = 0.01
-    beta1: float = Field(default=0.9, ge=0, lt=1)
-    beta2: float = Field(default=0.99, ge=0, lt=1)
-    tau: PositiveFloat = 1e-3
-    """Adaptivity: added to the square root of the second moment, which starts at its square."""
-    bias_correction: bool = False
-    """False: Reddi et al.; true, with beta2 = 0.999 and tau = 1e-8: Adam of torch, as FLSim and the FedNCM paper."""
-
-
-class FedAdamStage(_Adaptive):
-    """Adam on the mean update (Reddi et al., ICLR 2021)."""
-
-    method: Literal["fedadam"]
-
-
-class FedYogiStage(_Adaptive):
-    """Yogi on the mean update (Reddi et al., ICLR 2021)."""
-
-    method: Literal["fedyogi"]
-
-
-class FedAdagradStage(_Training):
-    """Adagrad on the mean update (Reddi et al., ICLR 2021)."""
-
-    method: Literal["fedadagrad"]
-    server_lr: PositiveFloat = 0.01
-    tau: PositiveFloat = 1e-3
-
-
-class FedDynStage(_Training):
-    """A dynamic regulariser that aligns local and global optima (Acar et al., ICLR 2021)."""
-
-    method: Literal["feddyn"]
-    alpha_dyn: PositiveFloat = 0.01
-    adaptive: bool = True
-    """Divide alpha by a client's share of the examples, as the official code does."""
-
-
-class ScaffoldStage(_Training):
-    """Control variates against client drift, option II (Karimireddy et al., ICML 2020)."""
-
-    method: Literal["scaffold"]
-    server_lr: PositiveFloat = 1.0
-
-
-class FedNovaStage(_Training):
-    """Updates normalised by the local steps behind them (Wang et al., NeurIPS 2020)."""
-
-    method: Literal["fednova"]
-    mu: NonNegativeFloat = 0.0
-    server_momentum: float = Field(default=0.0, ge=0, lt=1)
-
-
-class CentralisedStage(_Training):
-    """The oracle: one machine holds everybody's examples; a round is so many epochs over all of them."""
-
-    pools: ClassVar[bool] = True
-    method: Literal["centralised"]
-
-
-class SLoRAStage(_Training):
-    """Sparse fine-tuning, whose low-rank part LoRA then starts from (Babakniya et al., 2023)."""
-
-    method: Literal["slora"]
-    train: Literal["lora"] = "lora"
-    rank: PositiveInt = 16
-    alpha_lora: PositiveFloat = 32.0
-    density: float = Field(default=0.1, gt=0, le=1)
-    """Share of the entries that priming trains."""
-    priming: float = Field(default=0.2, ge=0, lt=1)
-    """Share of the rounds that prime."""
-    server_lr: PositiveFloat = 1.0
-
-
-class _ZerothOrder(_Rounds):
-    """Slopes along random directions instead of gradients; batch norm and dropout as in evaluation."""
-
-    norm_statistics: ClassVar[Literal["freeze"]] = "freeze"
-    train: Literal["head", "body", "all", "lora", "adapter"]
-    lr: PositiveFloat = 1e-4
-    epsilon: PositiveFloat = 1e-3
-    """How far a probe goes along a direction, both ways."""
-    num_directions: PositiveInt = 1
-    """Directions, and so scalars, of a step."""
-
-
-class FedMeZOStage(_ZerothOrder):
-    """One seed and a few scalars per round (thesis, chapter 4)."""
-
-    method: Literal["fedmezo"]
-    batch_size: PositiveInt | Literal["full"] = "full"
-    """Examples of each client that a round looks at: all of them, or so many."""
-
-
-class DistMeZOStage(_ZerothOrder):
-    """Every client takes MeZO steps of its own, with seeds of its own; then the mean of the weights."""
-
-    method: Literal["distmezo"]
-    local_steps: PositiveInt = 10
-    server_lr: PositiveFloat = 1.0
-
-
-Training = (
-    FedAvgStage | FedProxStage | FedAvgMStage | FedAdamStage | FedYogiStage | FedAdagradStage
-    | FedDynStage | ScaffoldStage | FedNovaStage | CentralisedStage | SLoRAStage
-)  # fmt: skip
-"""Local SGD."""
-Rounds = Training | FedMeZOStage | DistMeZOStage
-"""Anything that is trained round after round."""
-ClosedForm = FedNCMStage | Fed3RStage | FedCOFStage
-Stage = Annotated[ClosedForm | Rounds, Field(discriminator="method")]
-
-
-class Recipe(_Table):
+class Recipe(Table):
     """A run: data, model, and stages that hand the model on."""
 
     name: str = "run"
     seed: NonNegativeInt = 0
-    data: Data
+    data: Data | None = None
+    tasks: Annotated[tuple[Task, ...], Field(strict=False)] = ()
+    """Instead of data: several tasks, each with its own, on one backbone."""
     model: Model = Model()
     stages: Annotated[tuple[Stage, ...], Field(strict=False)]
 
@@ -432,7 +183,15 @@ class Recipe(_Table):
 
     def to_toml(self) -> str:
         """The recipe with every default filled in; keys that are unset are left out."""
-        return tomli_w.dumps(self.model_dump(mode="json", exclude_none=True))
+        table = self.model_dump(mode="json", exclude_none=True)
+        if not self.tasks:
+            del table["tasks"]
+        return tomli_w.dumps(table)
+
+    @property
+    def datasets(self) -> str:
+        """What the run learns from, in words."""
+        return self.data.dataset if self.data else ", ".join(task.dataset for task in self.tasks)
 
 
 PARTITIONS: dict[str, type[_Partition]] = {
@@ -443,24 +202,6 @@ PARTITIONS: dict[str, type[_Partition]] = {
     "classes": Classes,
     "natural": Natural,
     "domains": Domains,
-}
-STAGES: dict[str, type[_Stage]] = {
-    "fedncm": FedNCMStage,
-    "fed3r": Fed3RStage,
-    "fedcof": FedCOFStage,
-    "fedavg": FedAvgStage,
-    "fedprox": FedProxStage,
-    "fedavgm": FedAvgMStage,
-    "fedadam": FedAdamStage,
-    "fedyogi": FedYogiStage,
-    "fedadagrad": FedAdagradStage,
-    "feddyn": FedDynStage,
-    "scaffold": ScaffoldStage,
-    "fednova": FedNovaStage,
-    "centralised": CentralisedStage,
-    "slora": SLoRAStage,
-    "fedmezo": FedMeZOStage,
-    "distmezo": DistMeZOStage,
 }
 
 

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Literal
+
+import numpy as np
 
 from headstart.data import Federation
-from headstart.engine import PRETRAINED, Body, ClientStore, RunDirectory, play, rounds_of
+from headstart.engine import PRETRAINED, Body, ClientStore, Handed, RunDirectory, play, rounds_of
 from headstart.errors import HeadstartError
-from headstart.evaluation import Evaluation, evaluate
+from headstart.evaluation import Examiner, similarity
 from headstart.heads import LinearHead
 from headstart.ledger import Ledger, peak_memory
-from headstart.methods import Setting, build
+from headstart.methods import Method, Setting, TaskSetting, build
 from headstart.methods.plan import Plan
-from headstart.recipe import FedMeZOStage, Recipe, Rounds, Stage
+from headstart.recipe import Recipe
 from headstart.report import write_report
+from headstart.stages import FedMeZOStage, PersonaliseStage, Rounds, Stage
 from headstart.wire import Message
 
 COSTS = ("bytes_up", "bytes_down", "forward_passes", "seconds")
@@ -54,6 +59,10 @@ def run(
     for number, stage in enumerate(recipe.stages):
         if stage.eval_split == "validation" and federation.dataset.validation is None:
             raise HeadstartError(f"stages.{number}.eval_split: the data have no validation split; use 'test'")
+    if len(federation.tasks) > 1:
+        for number, stage in enumerate(recipe.stages):
+            if stage.one_task:
+                raise HeadstartError(f"stages.{number}.method: {stage.method} is for one task; give [data] instead")
     words, classes = recipe.model.label_words, federation.dataset.classes
     if words is not None and len(words) != len(classes):
         raise HeadstartError(f"model.label_words: {len(words)} words for {len(classes)} classes; give one for each")
@@ -68,14 +77,6 @@ def run(
         if directory is not None and not resume and not directory.metrics():
             directory.discard()
         raise
-
-
-@dataclass(frozen=True, eq=False)
-class _Handed:
-    """What a stage hands on: its head, and the number of the stage that made its body."""
-
-    head: LinearHead | None
-    body: int
 
 
 class _Run:
@@ -94,7 +95,7 @@ class _Run:
         self.stages: list[dict[str, Any]] = []
         self.spent: dict[str, float] = dict.fromkeys(COSTS, 0)
         self.evaluations = 0
-        self.handed: list[_Handed] = []
+        self.handed: list[Handed] = []
 
     def play(self) -> Result:
         saved = self.directory.load_checkpoint() if self.directory else None
@@ -104,36 +105,43 @@ class _Run:
             start, self.stages, self.evaluations = progress["stage"], progress["stages"], progress["evaluations"]
             self.spent = progress["spent"]
             for number in range(start):
-                head, body, version = self.directory.load_model(number)
+                handed, version = self.directory.load_model(number)
                 if version is not None:
                     self.body.remember(number, version)
-                self.handed.append(_Handed(head, body))
-        for number, stage in enumerate(self.recipe.stages):
-            if number >= start:
-                # Where nobody looks for a run directory, what clients keep lives as long as the stage.
-                with TemporaryDirectory() as temporary:
-                    folder = self.directory.path / "checkpoint" if self.directory else Path(temporary)
-                    self._play_stage(number, stage, saved if number == start else None, folder / f"clients-{number}")
-        return self._finish()
+                self.handed.append(handed)
+        # Where nobody looks for a run directory, what clients keep lives as long as the run.
+        with TemporaryDirectory() as temporary:
+            for number, stage in enumerate(self.recipe.stages):
+                if number >= start:
+                    folder = self.directory.clients(number) if self.directory else Path(temporary) / str(number)
+                    self._play_stage(number, stage, saved if number == start else None, folder)
+            return self._finish()
 
     def _play_stage(self, number: int, stage: Stage, saved: Any, folder: Path) -> None:
         seed = (self.recipe.seed, number)
         federation = self.federation.pooled() if stage.pools else self.federation
         begin = self._begin(number, stage)
         self.body.load(begin.body)
-        needs = self._handed_over(begin, stage)
+        stage, moves = self._widened(number, stage, begin)
         changes = isinstance(stage, Rounds) and Plan.of(stage).changes_features
+        shares = isinstance(stage, Rounds) and "shared" in (Plan.of(stage).body, Plan.of(stage).module)
+        before = self.body.known(stage.eval_split) if shares else None
+        attached = self.body.attach(stage, seed)
+        tasks = self._tasks(federation, begin)
         setting = Setting(
             len(federation.dataset.classes),
             self.body.dim,
             seed,
             federation.n_clients,
             int(federation.sizes.sum()),
-            begin.head,
+            begin.heads[0],
             self.body.backbone,
-            self.body.attach(stage, seed),
+            attached,
+            tasks if len(tasks) > 1 else (),
+            moves,
         )
         method = build(stage, setting)
+        needs = [self._handed_over(begin, stage, task) for task in range(len(tasks))]
         validates = isinstance(stage, Rounds) and self.federation.dataset.validation is not None
         if not changes:  # before the clock of the stage starts, and with a progress bar of its own
             for split in ("train", stage.eval_split, *(["validation"] if validates else [])):
@@ -145,18 +153,27 @@ class _Run:
             message, ledger, slots, progress = saved
             state, played = method.thaw(message), progress["round"]
             metrics, best = progress["metrics"], progress["best"]
-        store = ClientStore(folder, federation.n_clients, method.kept_shapes, slots)
+
+        def inherits(name: str) -> bool:
+            return stage.head_init == "previous" or not name.startswith("personal.head.")
+
+        store = ClientStore(folder, federation.n_clients, method.kept_shapes, slots, begin.store, inherits)
+        look = Examiner(self.federation, self.body, method, store, changes)
         rounds, _ = rounds_of(stage, federation.n_clients)
 
         def after_round(index: int, state: Any) -> None:
             done = index + 1
             if done == rounds or done % stage.evaluate_every == 0:
-                head = method.head(state)
-                method.place(state)
-                found = self._evaluate(head, stage.eval_split, changes)
+                found, by_task = look(state, stage.eval_split)
                 metrics.update(found.metrics())
+                if len(by_task) > 1:
+                    metrics["tasks"] = {name: part.metrics() for name, part in by_task.items()}
+                if isinstance(stage, PersonaliseStage):
+                    metrics.update(look.personalised(stage, state, done, found, metrics))
+                if before is not None and done == rounds and done:
+                    metrics["feature_similarity"] = similarity(before, look.features(state, stage.eval_split))
                 if validates:
-                    metrics["validation_accuracy"] = self._evaluate(head, "validation", changes).accuracy
+                    metrics["validation_accuracy"] = look(state, "validation")[0].accuracy
                     if metrics["validation_accuracy"] > best.get("best_validation_accuracy", -1.0):
                         best["best_validation_accuracy"] = metrics["validation_accuracy"]
                         best["best_accuracy"], best["best_round"] = metrics["accuracy"], done
@@ -169,24 +186,28 @@ class _Run:
                     if done == rounds:
                         self.directory.write_clients(number, federation.names, ledger, found.client_accuracy)
                 self.on_metrics(line)
+            save(done, state)
+
+        def save(done: int, state: Any) -> None:
             if self.directory:
                 where = {"stage": number, "round": done, "stages": self.stages, "spent": self.spent}
                 where |= {"evaluations": self.evaluations, "metrics": metrics, "best": best}
                 self.directory.save_checkpoint(method.freeze(state), ledger, store.slots, where)
 
+        def own(client: int) -> dict[str, Any]:
+            task = int(federation.tasks_of(np.array([client]))[0])
+            kept = method.own(partial(store.read, clients=np.array([client])), task)
+            names = {f"personal.{name}{end}": name for name in kept for end in ("", f"@{federation.tasks[task]}")}
+            return {full: kept[name][0] for full, name in names.items() if full in store.shapes}
+
+        if isinstance(stage, PersonaliseStage) and state is None:
+            state = method.open()
+            after_round(-1, state)
         source = self.body.inputs() if changes else self.body.features("train")
         state = play(method, stage, federation, source, seed, ledger, store, after_round, state, played, needs)
-        store.discard()
-        head = method.head(state)
-        handed, version = _Handed(head, begin.body), None
-        if isinstance(stage, Rounds) and changes:
-            method.place(state)
-            handed, version = _Handed(head, number), self.body.keep(number, stage.norm_statistics)
-        self.handed.append(handed)
-        if self.directory:
-            self.directory.save_model(number, head, handed.body, version)
-            if method.catches_up:
-                self.directory.save_log(number, method.freeze(state))
+        if store.settle(own):  # to go on from here, what earlier stages have left with the clients is not needed
+            save(rounds, state)
+        self._hand_on(number, stage, method, state, begin, store, changes)
         published = method.published(state, federation.counts[ledger.forward_passes > 0])
         self.stages.append(
             {
@@ -198,43 +219,108 @@ class _Run:
                 "published_bytes": published.bytes,
                 "published_compute": published.forward_passes,
                 "published_formula": published.formula,
-                "chosen": dict(head.notes),
+                "chosen": dict(method.head(state).notes) if len(tasks) == 1 else {},
                 "dropped": ledger.dropped,
             }
         )
         self.spent = {name: round(self.spent[name] + cost, 3) for name, cost in ledger.totals().items()}
 
-    def _begin(self, number: int, stage: Stage) -> _Handed:
+    def _begin(self, number: int, stage: Stage) -> Handed:
         """What a stage starts from."""
         if stage.start == "pretrained" or (stage.start == "previous" and number == 0):
-            return _Handed(self.body.label_words(), PRETRAINED)
+            return Handed((self.body.label_words(),) * len(self.federation.tasks), PRETRAINED)
         return self.handed[number - 1 if stage.start == "previous" else stage.start]
 
-    def _handed_over(self, begin: _Handed, stage: Stage) -> int:
-        """Bytes of what earlier stages made and this one freezes: a client needs it before its first answer."""
-        frozen: dict[str, Any] = {}
-        module = self.body.module()
-        if begin.body != PRETRAINED and not (isinstance(stage, Rounds) and Plan.of(stage).body == "shared"):
-            frozen |= {} if module is None else module[2]
-            if module is None or any(getattr(one, "train", "") in ("all", "body") for one in self.recipe.stages):
-                frozen |= self.body.arrays()
-        elif begin.body != PRETRAINED and isinstance(stage, Rounds) and stage.norm_statistics == "freeze":
-            statistics = ("running_mean", "running_var")
-            frozen |= {name: array for name, array in self.body.arrays().items() if name.endswith(statistics)}
-        if isinstance(stage, Rounds) and stage.train == "body" and stage.head_init == "previous" and begin.head:
-            frozen |= begin.head.arrays()
-        return Message(frozen).nbytes if frozen else 0
+    def _widened(self, number: int, stage: Stage, begin: Handed) -> tuple[Stage, Literal["head", "body"] | None]:
+        """Personalise on top of what is already the clients' own: all of it is loaded, and the part asked for moves."""
+        if not isinstance(stage, PersonaliseStage) or begin.store is None:
+            return stage, None
+        names = [name.removeprefix("personal.") for name in begin.store.shapes]
+        below = [name for name in names if not name.startswith("head.")]
+        if below and stage.compute:
+            raise HeadstartError(
+                f"stages.{number}.compute: the earlier stage gave every client a body of its own; fine-tune instead"
+            )
+        if stage.train == "head" and below:
+            module = self.body.module()
+            return stage.model_copy(update={"update": module.kind if module else "all"}), "head"
+        if stage.train == "body" and len(below) < len(names):
+            return stage.model_copy(update={"update": "all"}), "body"
+        return stage, None
 
-    def _evaluate(self, head: LinearHead, split: str, changes: bool) -> Evaluation:
-        test = split == "test"
-        labels = getattr(self.federation.dataset, split).labels
-        features = self.body.embedded(split) if changes else self.body.features(split)
-        owners = self.federation.test_owners if test else None
-        return evaluate(head, features, labels, owners, self.federation.counts if test else None)
+    def _tasks(self, federation: Federation, begin: Handed) -> tuple[TaskSetting, ...]:
+        """What is known of each task."""
+        module = self.body.module()
+        tasks = []
+        for number, name in enumerate(federation.tasks):
+            classes, clients = federation.classes_of(number), federation.clients_of(number)
+            tasks.append(
+                TaskSetting(
+                    name,
+                    classes.stop - classes.start,
+                    clients.stop - clients.start,
+                    int(federation.sizes[clients].sum()),
+                    begin.heads[number],
+                    module.values[number] if module and module.values else None,
+                )
+            )
+        return tuple(tasks)
+
+    def _handed_over(self, begin: Handed, stage: Stage, task: int) -> int:
+        """Bytes of what earlier stages made and this one does not send: a client needs it before its first answer."""
+        plan, parts = Plan.of(stage) if isinstance(stage, Rounds) else None, dict[str, Mapping[str, Any]]()
+        module, head = self.body.module(), begin.heads[task]
+        if self.body.weights != PRETRAINED and (plan is None or plan.body != "shared"):
+            parts["body"] = self.body.arrays()
+        elif self.body.weights != PRETRAINED and isinstance(stage, Rounds) and stage.norm_statistics == "freeze":
+            statistics = ("running_mean", "running_var")
+            parts["body"] = {n: array for n, array in self.body.arrays().items() if n.endswith(statistics)}
+        if module is not None and module.values and (plan is None or plan.module != "shared"):
+            parts["module"] = module.values[task]
+        if plan is not None and stage.head_init == "previous" and head is not None:
+            parts["head"] = {n: array for n, array in head.arrays().items() if plan.role(f"head.{n}") != "shared"}
+        own = {name.partition("@")[0] for name in begin.store.shapes} if begin.store else set()
+        arrays = {f"{part}.{name}": array for part, each in parts.items() for name, array in each.items()}
+        arrays = {name: array for name, array in arrays.items() if f"personal.{name}" not in own}
+        return Message(arrays).nbytes if arrays else 0
+
+    def _hand_on(
+        self,
+        number: int,
+        stage: Stage,
+        method: Method[Any],
+        state: Any,
+        begin: Handed,
+        store: ClientStore,
+        changes: bool,
+    ) -> None:
+        """Remember what a stage has made; what no later stage starts from is the clients' no longer."""
+        tasks = range(len(self.federation.tasks))
+        heads = tuple(method.head(state, task) for task in tasks)
+        version, body = None, begin.body
+        if isinstance(stage, Rounds) and changes:
+            values = []
+            for task in reversed(tasks):  # the first task's module is the one that stays on the body
+                method.place(state, task)
+                values.append(self.body.module_values())
+            trained = Plan.of(stage).body == "shared"
+            version, body = self.body.keep(number, stage.norm_statistics, values[::-1], trained), number
+        self.handed.append(Handed(heads, body, store if store.shapes else None, number))
+        if self.directory:
+            self.directory.save_model(number, self.handed[-1], version)
+            if method.catches_up:
+                self.directory.save_log(number, method.freeze(state))
+        later = self.recipe.stages[number + 1 :]
+        needed = {one.start for one in later} | {
+            number + place for place, o in enumerate(later) if o.start == "previous"
+        }
+        for earlier, handed in enumerate(self.handed[:-1]):
+            if handed.store is not None and earlier not in needed:
+                handed.store.discard()
 
     def _finish(self) -> Result:
-        federation, head = self.federation, self.handed[-1].head
-        assert head is not None
+        federation, heads = self.federation, self.handed[-1].heads
+        assert heads[0] is not None
         summary = {
             "name": self.recipe.name,
             "stages": self.stages,
@@ -248,12 +334,18 @@ class _Run:
             "versions": _versions(),
         }
         if self.directory:
-            self.directory.save_final(self.body if self.handed[-1].body != PRETRAINED else None, head)
+            final = [head for head in heads if head is not None]
+            self.directory.save_final(
+                self.body if self.handed[-1].body != PRETRAINED else None,
+                final,
+                federation.tasks,
+                federation.class_names,
+            )
             report = self.directory.path / "report.html"
             metrics = self.directory.metrics()
             write_report(report, self.recipe, summary, metrics, federation.dataset.classes, federation.counts)
             self.directory.finish(summary)
-        return Result(summary, head, federation, self.directory.path if self.directory else None)
+        return Result(summary, heads[0], federation, self.directory.path if self.directory else None)
 
 
 def replay(path: Path, out: Path) -> list[str]:
@@ -274,13 +366,15 @@ def replay(path: Path, out: Path) -> list[str]:
     begin = number - 1 if stage.start == "previous" else -1 if stage.start == "pretrained" else stage.start
     head = body.label_words()
     for earlier in range(number):
-        found, made_by, version = directory.load_model(earlier)
+        handed, version = directory.load_model(earlier)
         if version is not None:
             body.remember(earlier, version)
         if earlier == begin:
-            head, loaded = found, made_by
-            body.load(loaded)
-    made = directory.load_model(number)[0].arrays()
+            head = handed.heads[0]
+            body.load(handed.body)
+    (final,) = directory.load_model(number)[0].heads
+    assert final is not None
+    made = final.arrays()
     classes = len(made["weight"])
     dim = body.backbone.dim if body.backbone else made.get("hidden.0.weight", made["weight"]).shape[1]
     seed = (recipe.seed, number)
@@ -291,7 +385,11 @@ def replay(path: Path, out: Path) -> list[str]:
     method.place(state)
     rebuilt = RunDirectory(out)
     (out / "model").mkdir(parents=True, exist_ok=True)
-    rebuilt.save_final(body if Plan.of(stage).changes_features else None, method.head(state))
+    changes = Plan.of(stage).changes_features
+    if changes:
+        body.keep(number, stage.norm_statistics, [body.module_values()], Plan.of(stage).body == "shared")
+    named = json.loads((path / "model" / "classes.json").read_text(encoding="utf-8"))
+    rebuilt.save_final(body if changes else None, [method.head(state)], list(named), list(named.values()))
     return [
         file.name
         for file in sorted((out / "model").iterdir())

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_methods import LOCAL, TRAINING
+from test_methods import LOCAL, PERSONAL, TRAINING
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_parameters
@@ -140,9 +140,16 @@ def stage_of(**keys: Any) -> Any:
     return Recipe.parse({"data": {"dataset": "x"}, "stages": [full]}).stages[0]
 
 
+MATRIX = TRAINING | PERSONAL
+OWN_BODY = ("lg-fedavg", "local-only", "local-only-plain")
+# What travels of a head: nothing, the hidden layers of 12 units, or the linear one; all of it where nothing is said.
+HEAD_FLOATS = dict.fromkeys(("fedper", "fedrep"), D * 12 + 12 + 12 * 12 + 12) | {"fedbabu": 0}
+
+
 def variant_of(name: str) -> dict[str, Any]:
     """A variant of the shared matrix on these small clients, whose last batches are short: 4 + 1, 4 + 4 + 1, 4 + 2."""
-    return LOCAL | TRAINING[name] | {"train": "all", "batch_size": 4, "lr": 0.05, "rounds": 3}
+    train = "body" if name == "fedbabu" else "all"
+    return LOCAL | MATRIX[name] | {"train": train, "batch_size": 4, "lr": 0.05, "rounds": 3}
 
 
 SHORT = {"rounds": 2, "local_epochs": 1}
@@ -205,6 +212,15 @@ class Run:
         """Everything that the server knows."""
         return {name: array.tobytes() for name, array in self.method.freeze(self.state).arrays.items()}
 
+    def own(self) -> dict[str, np.ndarray]:
+        """What is each client's own [K, …]."""
+        found: dict[str, np.ndarray] = self.method.own(partial(self.store.read, clients=np.arange(K)))
+        return found
+
+    def own_bits(self) -> dict[str, bytes]:
+        """Everything that is the clients' own."""
+        return {name: array.tobytes() for name, array in self.own().items()}
+
 
 # ---------------------------------------------------------------------------------------------------- the same in torch
 
@@ -254,7 +270,7 @@ def close(found: Any, expected: dict[str, Tensor], **tolerance: float) -> None:
 # ------------------------------------------------------------------------------------ heads behind a body that is fixed
 
 
-@pytest.mark.parametrize("variant", TRAINING)
+@pytest.mark.parametrize("variant", [name for name in MATRIX if name != "fedbabu"])
 def test_a_body_without_parameters_is_training_a_head_on_its_features(variant: str, tmp_path: Path) -> None:
     keys = variant_of(variant)
     whole = Run(tmp_path / "all", pixels_backbone(), **keys).play()
@@ -271,7 +287,7 @@ def test_a_body_without_parameters_is_training_a_head_on_its_features(variant: s
     for name in whole.method.kept_shapes:
         everybody = np.arange(K)
         np.testing.assert_allclose(
-            whole.store.read(name, everybody), head.store.read(name, everybody), rtol=1e-3, atol=1e-6
+            whole.store.read(name, None, everybody), head.store.read(name, None, everybody), rtol=1e-3, atol=1e-6
         )
 
 
@@ -422,7 +438,7 @@ def test_scaffold_option_two(tmp_path: Path) -> None:
     close(run.state.memory["control"], named(model))
     for k in range(K):
         vector_to_parameters(mine[k], model.parameters())
-        found = {name: run.store.read(f"control.{name}", np.array([k]))[0] for name in run.method.shapes}
+        found = {name: run.store.read(f"control.{name}", None, np.array([k]))[0] for name in run.method.shapes}
         close(found, named(model), atol=1e-4)
 
 
@@ -643,7 +659,7 @@ def test_a_parameter_that_no_feature_depends_on_stays_put(keys: dict[str, Any], 
 # -------------------------------------------------------------------------------------------- one matrix of all methods
 
 
-@pytest.mark.parametrize("variant", TRAINING)
+@pytest.mark.parametrize("variant", MATRIX)
 def test_a_seed_reproduces_bit_for_bit(variant: str, tmp_path: Path) -> None:
     keys = variant_of(variant) | SHORT | {"augment": "flip"}
     one, two, other = (
@@ -651,7 +667,12 @@ def test_a_seed_reproduces_bit_for_bit(variant: str, tmp_path: Path) -> None:
         for number, seed in enumerate((SEED, SEED, (4, 0)))
     )
     assert one.bits() == two.bits()
-    assert one.bits()["model.body.one.weight"] != other.bits()["model.body.one.weight"]
+    own, again, others = (each.own_bits() if each.method.personal else {} for each in (one, two, other))
+    assert own == again
+    name = "body.one.weight"
+    for mine, theirs in ((one.bits(), other.bits()), (own, others)):
+        assert all(mine[n] != theirs[n] for n in (f"model.{name}", name) if n in mine)
+    assert f"model.{name}" in one.bits() or name in own
     np.testing.assert_array_equal(one.ledger.bytes_up, two.ledger.bytes_up)
 
 
@@ -659,7 +680,7 @@ class Interrupted(Exception):  # noqa: N818
     """The run stops here."""
 
 
-@pytest.mark.parametrize("variant", TRAINING)
+@pytest.mark.parametrize("variant", MATRIX)
 def test_a_state_survives_its_checkpoint_bit_for_bit(variant: str, tmp_path: Path) -> None:
     keys = variant_of(variant) | {"augment": "flip"}
     keys |= {} if variant == "centralised" else {"clients_per_round": 2}
@@ -680,12 +701,13 @@ def test_a_state_survives_its_checkpoint_bit_for_bit(variant: str, tmp_path: Pat
     assert resumed.bits() == {n: a.tobytes() for n, a in Message.from_bytes(data).arrays.items()}
     resumed.play(first_round=1)
     assert resumed.bits() == whole.bits()
+    assert not whole.method.personal or resumed.own_bits() == whole.own_bits()
     for run in (resumed, whole):
         run.method.place(run.state)
     assert bits(resumed.backbone.body) == bits(whole.backbone.body)
 
 
-@pytest.mark.parametrize("variant", [name for name in TRAINING if name != "centralised"])
+@pytest.mark.parametrize("variant", [name for name in MATRIX if name != "centralised" and "local" not in name])
 def test_bytes_are_those_of_the_serialised_messages(variant: str, tmp_path: Path) -> None:
     run = Run(tmp_path, backbone_of(Normed()), **variant_of(variant) | {"rounds": 1})
     down = run.instruct(0)
@@ -699,11 +721,13 @@ def test_bytes_are_those_of_the_serialised_messages(variant: str, tmp_path: Path
     assert run.ledger.bytes_down.tolist() == [len(down.to_bytes())] * K
     # Twice as much for SCAFFOLD; the running statistics go once.
     head = sum(v.size for n, v in run.state.parameters.items() if n.startswith("head."))
-    floats = (NORMED_PARAMETERS + head) * (2 if "scaffold" in variant else 1) + 2 * 4
+    body = NORMED_PARAMETERS * (variant not in OWN_BODY)
+    floats = (body + head) * (2 if "scaffold" in variant else 1) + 2 * 4 * (body > 0)
+    assert head == HEAD_FLOATS.get(variant, head)
     assert 4 * floats < up[0] < 4 * floats + 4000
 
 
-@pytest.mark.parametrize("variant", TRAINING)
+@pytest.mark.parametrize("variant", [name for name in MATRIX if name not in OWN_BODY])
 def test_a_bad_message_is_refused_and_the_others_count(
     variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -721,12 +745,13 @@ def test_a_bad_message_is_refused_and_the_others_count(
         assert (drop["round"], drop["clients"]) == (1, "bob")
         assert why in str(drop["why"])
     # It is as if he had not been asked in that round, and what he would have kept is forgotten.
-    monkeypatch.setattr(local, "_sample", lambda method, seed, number, *_: np.arange(K) if number else np.array([0, 2]))
+    asked = [np.array([0, 2]), np.arange(K)]
+    monkeypatch.setattr(local, "_sample", lambda method, stage, seed, number, *_: asked[number])
     without = Run(tmp_path / "without", backbone_of(Normed()), **keys).play()
     for bad in runs.values():
         assert bad.bits() == without.bits()
         for name in bad.method.kept_shapes:
-            kept = [run.store.read(name, np.arange(K)).tobytes() for run in (bad, without)]
+            kept = [run.store.read(name, None, np.arange(K)).tobytes() for run in (bad, without)]
             assert kept[0] == kept[1]
         if variant != "centralised":  # the message has travelled all the same
             assert bad.ledger.bytes_up[1] == pytest.approx(2 * without.ledger.bytes_up[1], rel=0.2)
@@ -748,7 +773,7 @@ def damaging(honest: Any, damage: str) -> Any:
     return answer
 
 
-@pytest.mark.parametrize("variant", TRAINING)
+@pytest.mark.parametrize("variant", MATRIX)
 def test_the_order_of_the_clients_does_not_matter(variant: str, tmp_path: Path) -> None:
     """They share one network in memory, and none of them leaves anything in it."""
     keys = variant_of(variant) | {"augment": "flip"}
@@ -768,7 +793,8 @@ def test_the_order_of_the_clients_does_not_matter(variant: str, tmp_path: Path) 
             np.testing.assert_allclose(array, ends[0][name], rtol=1e-9, atol=1e-12, err_msg=name)
 
 
-@pytest.mark.parametrize("variant", TRAINING)
+# Which examples are given to the server, or are in the first of two batches, is drawn by the number of the client.
+@pytest.mark.parametrize("variant", [name for name in MATRIX if MATRIX[name]["method"] != "per-fedavg"][:-1])
 def test_the_numbering_of_the_clients_does_not_matter(variant: str, tmp_path: Path) -> None:
     keys = variant_of(variant) | {"batch_size": "full"}
     one = Run(tmp_path / "one", backbone_of(Normed()), **keys).play()
@@ -776,6 +802,10 @@ def test_the_numbering_of_the_clients_does_not_matter(variant: str, tmp_path: Pa
     for what in ("parameters", "statistics"):
         for name, value in getattr(one.state, what).items():
             np.testing.assert_allclose(getattr(two.state, what)[name], value, rtol=1e-3, atol=1e-5, err_msg=name)
+    if one.method.personal:
+        mine, theirs = one.own(), two.own()
+        for name, value in mine.items():
+            np.testing.assert_allclose(theirs[name][[2, 0, 1]], value, rtol=1e-3, atol=1e-5, err_msg=name)
 
 
 # ---------------------------------------------------------------------------------------------------- flips and dropout

@@ -1,6 +1,7 @@
 """One matrix: every registered method through the same checks."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -17,7 +18,8 @@ from headstart.heads import LinearHead
 from headstart.heads.estimators import Fed3R, FedCOF, FedNCM
 from headstart.ledger import Ledger
 from headstart.methods import METHODS, Cohort, Reply, Setting, StatisticsMethod, build
-from headstart.recipe import STAGES, Recipe
+from headstart.recipe import Recipe
+from headstart.stages import STAGES
 from headstart.wire import Message
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -58,13 +60,38 @@ ZEROTH: dict[str, dict[str, Any]] = {
     "fedmezo-batches": {"method": "fedmezo", "batch_size": 8, "weighting": "uniform", "weight_decay": 0.1},
     "distmezo": {"method": "distmezo", "local_steps": 2, "num_directions": 2},
 }
+MLP = {"head": "mlp", "hidden": 12, "lr": 0.01, "momentum": 0.5}
+PERSONAL: dict[str, dict[str, Any]] = {
+    "fedbabu": MLP | {"method": "fedbabu", "mu": 0.1},
+    "fedper": MLP | {"method": "fedper"},
+    "fedrep": MLP | {"method": "fedrep", "head_epochs": 2},
+    "lg-fedavg": MLP | {"method": "lg-fedavg"},
+    "per-fedavg": {"method": "per-fedavg", "momentum": 0.5},
+    "per-fedavg-mlp": MLP | {"method": "per-fedavg"},
+    "ditto": {"method": "ditto", "momentum": 0.5},
+    "ditto-mlp": MLP | {"method": "ditto", "lambda_ditto": 0.1},
+    "local-only": {"method": "local-only", "momentum": 0.9},
+    "local-only-plain": MLP | {"method": "local-only", "momentum": 0.0},
+    "fedavg-share": {"method": "fedavg", "share": 0.3},
+}
+PERSONALISE: dict[str, dict[str, Any]] = {
+    "personalise": {"method": "personalise", "update": "head", "epochs": 3, "lr": 0.002, "batch_size": 20},
+    "personalise-computed": {"method": "personalise", "compute": "fedncm"},
+}
+PERSONAL_METHODS = ("fedper", "fedrep", "lg-fedavg", "ditto", "local-only", "personalise")
+SILENT = ("local-only", "local-only-plain", *PERSONALISE)
 CLOSED_FORM = list(VARIANTS)
-VARIANTS |= {name: LOCAL | keys for name, keys in TRAINING.items()}
+VARIANTS |= {name: LOCAL | keys for name, keys in (TRAINING | PERSONAL).items()} | PERSONALISE
 VARIANTS |= {name: {"train": "head", "rounds": 4, "lr": 1e-3} | keys for name, keys in ZEROTH.items()}
 CLIENTS = 12
 
 
 def recipe_of(variant: str, **keys: Any) -> Recipe:
+    """With the keys that the variant has: the oracle has no clients to draw, and who personalises is everybody."""
+    if variant in ("centralised", *PERSONALISE):
+        keys = {name: value for name, value in keys.items() if name != "clients_per_round"}
+    if variant in PERSONALISE and "rounds" in keys:
+        keys["epochs"] = keys.pop("rounds")
     partition = {"kind": "dirichlet", "clients": CLIENTS, "alpha": 0.2}
     return Recipe.parse(
         {
@@ -80,6 +107,7 @@ def setting_of(federation: Federation) -> Setting:
 
 
 def play_on(method: Any, recipe: Recipe, federation: Federation, ledger: Ledger, after: Any = None, **keys: Any) -> Any:
+    """The state after the stage; ``ends`` [K, …] of the method is then what is each client's own."""
     features = federation.dataset.train.features()
     with TemporaryDirectory() as folder:
         store = ClientStore(Path(folder), federation.n_clients, method.kept_shapes, None)
@@ -87,7 +115,23 @@ def play_on(method: Any, recipe: Recipe, federation: Federation, ledger: Ledger,
             store.write(client, kept)
         store.commit()
         after = after or (lambda *_: None)
-        return play(method, recipe.stages[0], federation, features, (0, 0), ledger, store, after, **keys)
+        state = play(method, recipe.stages[0], federation, features, (0, 0), ledger, store, after, **keys)
+        method.ends = method.own(partial(store.read, clients=np.arange(federation.n_clients)))
+        return state
+
+
+def values_of(method: Any, state: Any) -> dict[str, np.ndarray]:
+    """Everything that has come of a stage: what the server knows, and what is each client's own."""
+    return {**method.freeze(state).arrays, **{f"own {name}": value for name, value in method.ends.items()}}
+
+
+def same(left: dict[str, np.ndarray], right: dict[str, np.ndarray], **tolerance: float) -> None:
+    assert left.keys() == right.keys()
+    for name, value in left.items():
+        if tolerance:
+            np.testing.assert_allclose(value, right[name], err_msg=name, **tolerance)
+        else:
+            np.testing.assert_array_equal(value, right[name], err_msg=name)
 
 
 def played(variant: str, **keys: Any) -> tuple[LinearHead, Ledger, Any, Federation]:
@@ -96,24 +140,28 @@ def played(variant: str, **keys: Any) -> tuple[LinearHead, Ledger, Any, Federati
     method = build(recipe.stages[0], setting_of(federation))
     ledger = Ledger.open(federation.n_clients)
     state = play_on(method, recipe, federation, ledger)
+    method.made = values_of(method, state)
     return method.head(state), ledger, method, federation
 
 
 def test_the_matrix_covers_every_method() -> None:
     assert set(METHODS) == set(STAGES)
     # What needs a transformer is tested on one, beside its formulas.
-    assert {keys["method"] for keys in VARIANTS.values()} == set(METHODS) - {"slora"}
+    assert {keys["method"] for keys in VARIANTS.values()} == set(METHODS) - {"slora", "fedyolo"}
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_many_clients_at_once_say_what_they_say_one_by_one(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     together, costs, method, _ = played(variant)
+    everything = method.made
     monkeypatch.setattr(local, "_COHORT_EXAMPLES", 1)  # every client is a cohort of its own
-    alone, alone_costs, _, _ = played(variant)
+    alone, alone_costs, again, _ = played(variant)
     if variant in CLOSED_FORM and method.moments is None:
         np.testing.assert_array_equal(alone.weight, together.weight)
     else:  # a batched product may add in another order than a product for each
         np.testing.assert_allclose(alone.weight, together.weight, rtol=1e-4, atol=1e-5)
+    if variant not in CLOSED_FORM:
+        same(again.made, everything, rtol=1e-3, atol=1e-5)
     np.testing.assert_array_equal(alone_costs.bytes_up, costs.bytes_up)
     np.testing.assert_array_equal(alone_costs.bytes_down, costs.bytes_down)
     np.testing.assert_array_equal(alone_costs.forward_passes, costs.forward_passes)
@@ -126,8 +174,10 @@ def test_bytes_are_those_of_the_serialised_messages(variant: str) -> None:
     instruction = method.instruct(method.open(), 0, -1)
     for client in range(CLIENTS):
         (reply,) = method.answer(cohort_of(client, federation, features, method), round_trip(instruction))
-        assert len(reply.message.to_bytes()) == ledger.bytes_up[client]
-        assert len(instruction.to_bytes()) == ledger.bytes_down[client]
+        travels = variant not in SILENT
+        assert bool(reply.message.arrays) is travels
+        assert ledger.bytes_up[client] == (len(reply.message.to_bytes()) if travels else 0)
+        assert ledger.bytes_down[client] == (len(instruction.to_bytes()) if travels else 0)
         assert ledger.forward_passes[client] == federation.sizes[client]
 
 
@@ -138,8 +188,54 @@ def round_trip(message: Message) -> Message:
 def cohort_of(client: int, federation: Federation, features: np.ndarray, method: Any) -> Cohort:
     rows, owners = federation.rows_of(np.array([client]))
     labels = federation.dataset.train.labels[rows]
-    nothing = {name: np.zeros((1, *shape), np.float32) for name, shape in method.kept_shapes.items()}
-    return Cohort(np.array([client]), features, rows, labels, owners, np.array([True]), nothing.__getitem__)
+
+    def nothing(name: str, start: np.ndarray | None) -> np.ndarray:
+        return np.zeros((1, *method.kept_shapes[name]), np.float32) + (0 if start is None else start)
+
+    return Cohort(np.array([client]), features, rows, labels, owners, np.array([True]), nothing)
+
+
+@pytest.mark.parametrize("variant", [name for name, keys in VARIANTS.items() if keys["method"] in PERSONAL_METHODS])
+def test_what_is_a_clients_own_never_travels(variant: str) -> None:
+    """Neither by name nor by its bytes, in any message of any round; what travels and what is own is everything."""
+    recipe = recipe_of(variant)
+    federation = Federation.of(recipe)
+    method: Any = build(recipe.stages[0], setting_of(federation))
+    messages, kept = overheard(method)
+    state = play_on(method, recipe, federation, Ledger.open(CLIENTS))
+    assert method.personal
+    travelled = {name.split(".", 1)[1] for message in messages for name in message.arrays}
+    assert travelled == set(state.parameters)
+    if not method.copies:
+        assert not travelled & method.ends.keys()
+        assert travelled | method.ends.keys() == {f"head.{name}" for name in method.head(state).arrays()}
+    assert len(kept) >= CLIENTS
+    assert not any(holds(messages, array) for array in kept if len(set(array.ravel().tolist())) > 5)
+
+
+def overheard(method: Any) -> tuple[list[Message], list[np.ndarray]]:
+    """Lists that fill with all that travels from now on, and all that clients keep."""
+    messages: list[Message] = []
+    kept: list[np.ndarray] = []
+    answer, instruct = method.answer, method.instruct
+
+    def answered(cohort: Cohort, message: Message) -> list[Reply]:
+        replies: list[Reply] = answer(cohort, message)
+        messages.extend(reply.message for reply in replies)
+        kept.extend(array for reply in replies for array in reply.kept.values())
+        return replies
+
+    def instructed(*arguments: Any) -> Message:
+        messages.append(instruct(*arguments))
+        return messages[-1]
+
+    method.answer, method.instruct = answered, instructed
+    return messages, kept
+
+
+def holds(messages: list[Message], array: np.ndarray) -> bool:
+    """Whether the bytes of an array are in any of the messages."""
+    return any(array.tobytes() in message.to_bytes() for message in messages)
 
 
 @pytest.mark.parametrize("variant", CLOSED_FORM)
@@ -155,7 +251,7 @@ def test_several_rounds_accumulate_to_the_one_round_head(variant: str) -> None:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_state_survives_its_checkpoint(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe = recipe_of(variant, **({} if variant == "centralised" else {"clients_per_round": 5}))
+    recipe = recipe_of(variant, clients_per_round=5)
     federation = Federation.of(recipe)
     method = build(recipe.stages[0], setting_of(federation))
     frozen: list[Any] = []
@@ -172,18 +268,22 @@ def test_a_state_survives_its_checkpoint(variant: str, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(ClientStore, "write", watch)
     state = play_on(method, recipe, federation, Ledger.open(CLIENTS), freeze)
+    expected = values_of(method, state)
     ledger = Ledger.open(CLIENTS)
     again = build(recipe.stages[0], setting_of(federation))
     resumed = play_on(again, recipe, federation, ledger, state=again.thaw(frozen[0]), first_round=1, kept=kept)
     np.testing.assert_array_equal(again.head(resumed).weight, method.head(state).weight)
+    same(values_of(again, resumed), expected)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_seed_reproduces(variant: str) -> None:
-    np.testing.assert_array_equal(played(variant)[0].weight, played(variant)[0].weight)
+    one, two = (played(variant) for _ in range(2))
+    np.testing.assert_array_equal(one[0].weight, two[0].weight)
+    same(one[2].made, two[2].made)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", [name for name in VARIANTS if name not in SILENT])
 @pytest.mark.parametrize("damage", ["nan", "shape", "absent"])
 def test_a_bad_message_is_refused_and_the_round_goes_on(
     variant: str, damage: str, monkeypatch: pytest.MonkeyPatch
@@ -192,6 +292,7 @@ def test_a_bad_message_is_refused_and_the_round_goes_on(
     kind = type(build(recipe_of(variant).stages[0], Setting(10, 64, (0, 0))))
     honest = kind.answer
     name = "sums" if variant in CLOSED_FORM else "slopes" if variant.startswith("fedmezo") else "update.head.weight"
+    name = "update.head.hidden.0.weight" if variant in ("fedbabu", "fedper", "fedrep") else name
 
     def answer(self: Any, cohort: Any, message: Message) -> list[Reply]:
         (reply,) = honest(self, cohort, message)

@@ -15,7 +15,7 @@ from headstart.heads import LinearHead
 from headstart.ledger import Ledger
 from headstart.methods import Cohort, Setting, build
 from headstart.methods.solver import HeadSolver, Objective, batches, learning_rate
-from headstart.methods.training import TrainingState
+from headstart.methods.training import Tally, TrainingState
 from headstart.recipe import Recipe
 
 C, D = 3, 4
@@ -196,7 +196,8 @@ def stepped(**keys: Any) -> tuple[float, float]:
     state = method.open()
     state = TrainingState({"head.weight": np.array([[1.0]]), "head.bias": np.array([1.0])}, state.memory)
     for mean in MEANS:
-        state = method.close(replace(state, sums={"update": mean, "statistics": {}}, weight=1.0, effort=1.0, replies=1))
+        tallies = {"": Tally(clients=1, weight=1.0, effort=1.0, replies=1)}
+        state = method.close(replace(state, sums={"update": mean, "statistics": {}}, tallies=tallies))
     return float(state.parameters["head.weight"][0, 0]), float(state.parameters["head.bias"][0])
 
 
@@ -246,7 +247,8 @@ def test_fedadagrad_by_hand() -> None:
 
 def cohort(*clients: int) -> Cohort:
     rows = np.flatnonzero(np.isin(WHO, clients))
-    return Cohort(np.array(clients), X, rows, Y[rows], WHO[rows], np.ones(len(clients), bool), lambda name: np.zeros(0))
+    new = np.ones(len(clients), bool)
+    return Cohort(np.array(clients), X, rows, Y[rows], WHO[rows], new, lambda name, start: np.zeros(0))
 
 
 @pytest.mark.parametrize(("clip", "decay"), [(0.9, 0.0), (None, 0.3)])
@@ -259,7 +261,7 @@ def test_local_sgd_is_torch_sgd_on_the_same_batches(clip: float | None, decay: f
         "head.weight": torch.tensor(START.weight).expand(K, C, D),
         "head.bias": torch.tensor(START.bias).expand(K, C),
     }
-    found = HeadSolver(stage, (7, 0))(begin, some, 1, Objective())
+    found = HeadSolver(stage, (7, 0), begin)(begin, some, 1, Objective())
     assert found.steps.tolist() == [2 * 2, 2 * 3, 2 * 4]  # ⌈5/4⌉, ⌈9/4⌉ and ⌈14/4⌉ batches, twice
     for k in range(K):
         weight, bias = (torch.tensor(part, requires_grad=True) for part in (START.weight, START.bias))
@@ -306,7 +308,7 @@ def test_what_a_client_keeps_never_travels(method: str) -> None:
     built: Any = build(stage, Setting(C, D, (0, 0), K, N, START))
     before = {name: RNG.normal(size=(1, *shape)).astype(np.float32) for name, shape in built.kept_shapes.items()}
     rows = np.flatnonzero(WHO == 1)
-    one = Cohort(np.array([1]), X, rows, Y[rows], WHO[rows], np.array([True]), before.__getitem__)
+    one = Cohort(np.array([1]), X, rows, Y[rows], WHO[rows], np.array([True]), lambda name, _: before[name])
     (reply,) = built.answer(one, built.instruct(built.open(), 0, -1))
     data = reply.message.to_bytes()
     assert set(reply.kept) == set(before)

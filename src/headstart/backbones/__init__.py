@@ -1,8 +1,20 @@
 """f(x): load a pre-trained body, cut its head off, extract features, cache them."""
 
-from headstart.backbones.backbone import Backbone, run_body
-from headstart.backbones.extract import embed, extract
+from headstart.backbones.backbone import Backbone, moved, run_body
+from headstart.backbones.extract import embed, embed_rows, extract
 from headstart.backbones.inputs import Inputs
+from headstart.backbones.prefix import Prefix
 from headstart.backbones.registry import BACKBONES, load_backbone
 
-__all__ = ["BACKBONES", "Backbone", "Inputs", "embed", "extract", "load_backbone", "run_body"]
+__all__ = [
+    "BACKBONES",
+    "Backbone",
+    "Inputs",
+    "Prefix",
+    "embed",
+    "embed_rows",
+    "extract",
+    "load_backbone",
+    "moved",
+    "run_body",
+]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import pickle
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -14,6 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from headstart.backbones.prefix import Prefixed
 from headstart.backbones.transforms import NORMALISATIONS, ImageInput, ImageTransform, Normalisation, TextTransform
 from headstart.errors import HeadstartError
 from headstart.recipe import Model
@@ -52,9 +54,10 @@ class Backbone:
 
 
 def run_body(body: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
-    """Features [B, d] of a batch."""
+    """Features [B, d] of a batch; a batch that carries states goes on from them."""
     try:
-        features: Tensor = body(*batch)
+        with batch.prefix.given(batch.states) if isinstance(batch, Prefixed) else nullcontext():
+            features: Tensor = body(*batch)
     except ValueError as error:
         if "more than 1 value per channel" not in str(error):
             raise
@@ -63,6 +66,12 @@ def run_body(body: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
             "set norm_statistics = 'freeze', another batch_size, or a larger model.image_size"
         ) from None
     return features
+
+
+def moved(batch: tuple[Tensor, ...], device: torch.device) -> tuple[Tensor, ...]:
+    """A batch on a device, with the states that it carries."""
+    tensors = tuple(tensor.to(device) for tensor in batch)
+    return Prefixed(tensors, batch.states.to(device), batch.prefix) if isinstance(batch, Prefixed) else tensors
 
 
 def image_backbone(

@@ -17,9 +17,11 @@ import torch
 from filelock import Timeout
 from torch import Tensor
 
-from headstart.backbones.backbone import Backbone, run_body
+from headstart.backbones.backbone import Backbone, moved, run_body
 from headstart.backbones.cache import BLOCK, FeatureFile
+from headstart.backbones.inputs import Inputs
 from headstart.data import Examples
+from headstart.data.examples import Ints
 from headstart.errors import HeadstartError
 from headstart.progress import progress
 
@@ -73,6 +75,20 @@ def embed(backbone: Backbone, examples: Examples, what: str) -> npt.NDArray[np.f
     return features
 
 
+def embed_rows(backbone: Backbone, inputs: Inputs, rows: Ints, what: str) -> npt.NDArray[np.float32]:
+    """Features [n, d] in memory of some examples, read through inputs that remember them from the last time."""
+    count = len(rows)
+    order = np.arange(count)
+    if backbone.kind == "text":  # images are all of one length, and to ask for it would decode them
+        order = inputs.by_length(rows)
+    batches = [order[start : start + _BATCH] for start in range(0, count, _BATCH)]
+    runner = torch_runner(backbone, _device())
+    features = np.empty((count, backbone.dim), np.float32)
+    for members, batch in zip(batches, inputs.batches(rows[members] for members in batches), strict=True):
+        features[members] = _finite(runner(batch), backbone, what)
+    return features
+
+
 def _blocks(
     backbone: Backbone,
     examples: Examples,
@@ -103,16 +119,18 @@ def _blocks(
                 runner = runner or choose_runner(backbone, batch, compiling)
                 features[members] = runner(batch)
                 advance(len(members))
-            if not np.isfinite(features).all():
-                raise HeadstartError(
-                    f"{backbone.name} gives NaN or infinity on {what}; check its weights and preprocessing"
-                )
-            yield features
+            yield _finite(features, backbone, what)
+
+
+def _finite(features: npt.NDArray[np.float32], backbone: Backbone, what: str) -> npt.NDArray[np.float32]:
+    if not np.isfinite(features).all():
+        raise HeadstartError(f"{backbone.name} gives NaN or infinity on {what}; check its weights and preprocessing")
+    return features
 
 
 def choose_runner(backbone: Backbone, batch: tuple[Tensor, ...], compiling: bool = True) -> Runner:
     """A GPU where there is one; OpenVINO for convolutions on a CPU where it agrees with torch; torch otherwise."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = _device()
     plain = torch_runner(backbone, device)
     evaluating = not any(module.training for module in backbone.body.modules())
     if device.type == "cpu" and backbone.convolutional and evaluating and compiling:
@@ -126,13 +144,17 @@ def choose_runner(backbone: Backbone, batch: tuple[Tensor, ...], compiling: bool
     return plain
 
 
+def _device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
 def torch_runner(backbone: Backbone, device: torch.device) -> Runner:
     """The body in eager torch, inference mode; images are channels-last."""
     body = backbone.body.to(device)
 
     def run(batch: tuple[Tensor, ...]) -> npt.NDArray[np.float32]:
         with torch.inference_mode():
-            return run_body(body, tuple(tensor.to(device) for tensor in batch)).float().cpu().numpy()
+            return run_body(body, moved(batch, device)).float().cpu().numpy()
 
     return run
 

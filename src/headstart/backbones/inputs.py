@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from headstart.backbones.backbone import Backbone
+from headstart.backbones.prefix import Prefix, Prefixed, StateFile
 from headstart.data import Examples
 from headstart.data.examples import Ints
 
@@ -17,34 +21,67 @@ from headstart.data.examples import Ints
 _ROOM = 1 << 30
 
 
-class Inputs:
-    """Batches of a split: decoded and resized once where there is room, the next batch while this one is used."""
+@dataclass(frozen=True, eq=False)
+class _Ready:
+    """What can be had of a batch without the model: prepared examples, and the states that are there, by row."""
 
-    def __init__(self, backbone: Backbone, examples: Examples, what: str) -> None:
+    rows: Ints
+    values: dict[int, Any]
+    batch: tuple[Tensor, ...]
+    states: dict[int, npt.NDArray[np.float32]]
+
+
+class Inputs:
+    """Batches of a split: decoded and resized once where there is room, the next batch while this one is used.
+
+    With a prefix, batches carry the states behind it. They hold for as long as the body keeps the prefix's weights.
+    """
+
+    def __init__(self, backbone: Backbone, examples: Examples, what: str, prefix: Prefix | None = None) -> None:
         self._transform, self._examples, self._what = backbone.transform, examples, what
         self._prepared: dict[int, Any] = {}
         self._room = _ROOM
         self._pool = ThreadPoolExecutor(1)
+        self._prefix, self._states = prefix, StateFile()
 
     def batches(self, batches: Iterable[Ints]) -> Iterator[tuple[Tensor, ...]]:
         """What the body reads for each batch of rows [B]."""
         waiting = None
         for rows in batches:
-            ahead = self._pool.submit(self._batch, rows)
+            ahead = self._pool.submit(self._ready, rows)
             if waiting is not None:
-                yield waiting.result()
+                yield self._completed(waiting.result())
             waiting = ahead
         if waiting is not None:
-            yield waiting.result()
+            yield self._completed(waiting.result())
 
     def by_length(self, rows: Ints) -> Ints:
         """Positions in ``rows``, shortest example first, so that little is padded when they are read in this order."""
         lengths = [len(value) for row in rows for value in self._prepare([int(row)]).values()]
         return np.argsort(np.array(lengths, np.int64), kind="stable")
 
-    def _batch(self, rows: Ints) -> tuple[Tensor, ...]:
+    def _ready(self, rows: Ints) -> _Ready:
         values = self._prepare([int(row) for row in rows])
-        return self._transform.collate([values[int(row)] for row in rows])
+        batch = self._transform.collate([values[int(row)] for row in rows])
+        return _Ready(rows, values, batch, {row: self._states.read(row) for row in values if row in self._states})
+
+    def _completed(self, ready: _Ready) -> tuple[Tensor, ...]:
+        """The batch with its states, in the thread of whoever uses the model, as no two can run it at a time."""
+        if self._prefix is None:
+            return ready.batch
+        for row in ready.values.keys() - ready.states.keys():
+            if row not in self._states:
+                # Alone: in a batch, an example's last digits would depend on who comes with it, and a run that was
+                # resumed would differ from one that was not. On a CPU it takes less than twice the time, once.
+                (states,) = self._prefix.states(self._transform.collate([ready.values[row]]))
+                self._states.write(row, states.cpu().numpy())
+            ready.states[row] = self._states.read(row)
+        each = [ready.states[int(row)] for row in ready.rows]
+        # Zeros behind a shorter text: what is there is masked.
+        padded = np.zeros((len(each), max(len(states) for states in each), each[0].shape[1]), np.float32)
+        for place, states in zip(padded, each, strict=True):
+            place[: len(states)] = states
+        return Prefixed(ready.batch, torch.from_numpy(padded), self._prefix)
 
     def _prepare(self, rows: list[int]) -> dict[int, Any]:
         """Prepared examples by row, kept while there is room."""

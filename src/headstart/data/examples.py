@@ -22,8 +22,9 @@ Kind = Literal["image", "text", "features"]
 class Examples:
     """One split of a data set.
 
-    source: an array of images [S, H, W] or features [S, d], or a Hugging Face table with the input columns;
-    rows: [n] positions in the source; labels: [n]; clients, domains: [n] ids, or None where the data name none.
+    source: an array of images [S, H, W] or features [S, d], a Hugging Face table with the input columns, or several
+    splits one after the other; rows: [n] positions in the source; labels: [n]; clients, domains: [n] ids, or None
+    where the data name none.
     """
 
     kind: Kind
@@ -53,12 +54,16 @@ class Examples:
 
     def features(self) -> npt.NDArray[np.floating]:
         """The feature matrix [n, d] of examples that already are features."""
+        if isinstance(self.source, Joined):
+            return np.concatenate([part.features() for part in self.source.parts])[self.rows]
         whole = len(self.rows) == len(self.source) and np.array_equal(self.rows, np.arange(len(self.rows)))
         return np.asarray(self.source if whole else self.source[self.rows])
 
     def raw(self, start: int, stop: int) -> list[Any]:
         """Undecoded inputs of a range of examples: image files or arrays, texts or pairs of texts."""
         rows = self.rows[start:stop]
+        if isinstance(self.source, Joined):
+            return self.source.raw(rows)
         if not self.columns:
             return list(self.source[rows])
         batch = self.source[rows.tolist()]
@@ -75,6 +80,26 @@ class Examples:
                 digest.update(len(data).to_bytes(8, "little"))
                 digest.update(data)
         return digest.hexdigest()
+
+
+@dataclass(frozen=True, eq=False)
+class Joined:
+    """Splits of several data sets as one source, part after part."""
+
+    parts: tuple[Examples, ...]
+
+    def raw(self, rows: Ints) -> list[Any]:
+        """Undecoded inputs at these positions, in their order."""
+        stops = np.cumsum([len(part) for part in self.parts])
+        owners = np.searchsorted(stops, rows, side="right")
+        values: list[Any] = [None] * len(rows)
+        for number, part in enumerate(self.parts):
+            mine = np.flatnonzero(owners == number)
+            if len(mine):
+                chosen = part.take(rows[mine] - (stops[number] - len(part)))
+                for place, value in zip(mine, chosen.raw(0, len(chosen)), strict=True):
+                    values[place] = value
+        return values
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,32 +7,44 @@ from functools import cached_property
 
 import numpy as np
 
-from headstart.data.examples import Dataset, Ints
+from headstart.data.examples import Dataset, Examples, Ints, Joined
 from headstart.data.load import load_dataset
 from headstart.data.partition import UNUSED, follow, partition
-from headstart.recipe import Domains, Natural, Recipe
+from headstart.errors import HeadstartError
+from headstart.recipe import ONE_TASK, Data, Domains, Natural, Recipe
 
 
 @dataclass(frozen=True, eq=False)
 class Federation:
-    """The clients of a run.
+    """The clients of a run. Tasks lie one after the other, in the clients, the classes and the examples alike.
 
     owners: [N] the client of each training example, -1 for none; test_owners: [M] the same for the test split, or
-    None where all clients share it; names: [K].
+    None where all clients share it; names: [K]; client_starts, class_starts: [T] the first client and the first class
+    of each task.
     """
 
     dataset: Dataset
     owners: Ints
     test_owners: Ints | None
     names: tuple[str, ...]
+    tasks: tuple[str, ...] = (ONE_TASK,)
+    client_starts: tuple[int, ...] = (0,)
+    class_starts: tuple[int, ...] = (0,)
 
     @classmethod
     def of(cls, recipe: Recipe) -> Federation:
         """Load the data of a recipe and deal them out."""
-        dataset = load_dataset(recipe.data, recipe.seed)
-        how = recipe.data.partition
+        if recipe.data is not None:
+            return cls.of_data(recipe.data, recipe.seed)
+        return cls._joined([cls.of_data(task, recipe.seed) for task in recipe.tasks], [t.name for t in recipe.tasks])
+
+    @classmethod
+    def of_data(cls, data: Data, seed: int) -> Federation:
+        """The federation of one data set."""
+        dataset = load_dataset(data, seed)
+        how = data.partition
         train = dataset.train
-        owners = partition(train, len(dataset.classes), how, recipe.seed)
+        owners = partition(train, len(dataset.classes), how, seed)
         clients = int(owners.max()) + 1
         names = tuple(f"client-{number}" for number in range(clients))
         if isinstance(how, Natural) and train.clients is not None:
@@ -47,7 +59,78 @@ class Federation:
         federation = cls(dataset, owners, None, names)
         if how.test == "shared":
             return federation
-        return cls(dataset, owners, _test_owners(federation, how, recipe.seed), names)
+        return cls(dataset, owners, _test_owners(federation, how, seed), names)
+
+    @classmethod
+    def _joined(cls, parts: list[Federation], tasks: list[str]) -> Federation:
+        """The federations of several tasks as one."""
+        datasets = [part.dataset for part in parts]
+        kinds = {task: dataset.kind for task, dataset in zip(tasks, datasets, strict=True)}
+        if len(set(kinds.values())) > 1:
+            raise HeadstartError(f"tasks: one backbone reads them all, and they are of several kinds: {kinds}")
+        lengths = {
+            task: d.train.features().shape[1] for task, d in zip(tasks, datasets, strict=True) if d.kind == "features"
+        }
+        if len(set(lengths.values())) > 1:
+            raise HeadstartError(f"tasks: features of all tasks are of one length, and theirs are {lengths}")
+        if len({part.test_owners is None for part in parts}) > 1:
+            raise HeadstartError("tasks: set partition.test to the same value ('shared' or 'follow') in every task")
+        class_starts = [0, *np.cumsum([len(dataset.classes) for dataset in datasets])]
+        client_starts = [0, *np.cumsum([part.n_clients for part in parts])]
+
+        def examples(split: str) -> Examples:
+            given = [getattr(dataset, split) for dataset in datasets]
+            labels = [each.labels + first for each, first in zip(given, class_starts, strict=False)]
+            count = sum(len(each) for each in given)
+            return Examples(datasets[0].kind, Joined(tuple(given)), (), np.arange(count), np.concatenate(labels))
+
+        def owners(given: list[Ints]) -> Ints:
+            return np.concatenate([np.where(o >= 0, o + f, UNUSED) for o, f in zip(given, client_starts, strict=False)])
+
+        followed = [part.test_owners for part in parts if part.test_owners is not None]
+        dataset = Dataset(
+            "+".join(tasks),
+            tuple(f"{task}: {name}" for task, each in zip(tasks, datasets, strict=True) for name in each.classes),
+            examples("train"),
+            examples("test"),
+            examples("validation") if all(dataset.validation is not None for dataset in datasets) else None,
+        )
+        return cls(
+            dataset,
+            owners([part.owners for part in parts]),
+            owners(followed) if followed else None,
+            tuple(f"{task}/{name}" for task, part in zip(tasks, parts, strict=True) for name in part.names),
+            tuple(tasks),
+            tuple(map(int, client_starts[:-1])),
+            tuple(map(int, class_starts[:-1])),
+        )
+
+    @property
+    def class_names(self) -> list[tuple[str, ...]]:
+        """The classes of each task, as its own data name them."""
+        if len(self.tasks) == 1:
+            return [self.dataset.classes]
+        return [
+            tuple(name.removeprefix(f"{task}: ") for name in self.dataset.classes[self.classes_of(number)])
+            for number, task in enumerate(self.tasks)
+        ]
+
+    def clients_of(self, task: int) -> slice:
+        """The clients of a task, by its number."""
+        return slice(*(*self.client_starts, self.n_clients)[task : task + 2])
+
+    def classes_of(self, task: int) -> slice:
+        """The classes of a task, by its number."""
+        return slice(*(*self.class_starts, len(self.dataset.classes))[task : task + 2])
+
+    def examples_of(self, task: int, split: str) -> Ints:
+        """Positions of a task's examples in a split."""
+        labels, classes = getattr(self.dataset, split).labels, self.classes_of(task)
+        return np.flatnonzero((labels >= classes.start) & (labels < classes.stop))
+
+    def tasks_of(self, clients: Ints) -> Ints:
+        """The task of each client [M]."""
+        return np.searchsorted(self.client_starts, clients, side="right") - 1
 
     @property
     def n_clients(self) -> int:

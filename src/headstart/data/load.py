@@ -27,11 +27,13 @@ def load_dataset(data: Data, seed: int = 0) -> Dataset:
     elif data.dataset == "digits":
         dataset = _held_out(_digits(), 0.2, _BUNDLED_SEED)
     elif known is None and data.dataset.endswith(".npz"):
-        dataset = _from_npz(Path(os.path.expanduser(data.dataset)))
+        dataset = _from_npz(Path(os.path.expanduser(data.dataset)), data.task)
     else:
         dataset = _from_tables(data, known)
     if len(dataset.train) and not len(dataset.test):
         dataset = _held_out(dataset, data.test_fraction, seed)
+    if data.classes is not None:
+        dataset = _of_classes(dataset, data.classes)
     dataset = _reduced(dataset, data, known, seed)
     for split, examples in (("train", dataset.train), ("test", dataset.test)):
         if len(examples) == 0:
@@ -83,8 +85,11 @@ def _from_tables(data: Data, known: Known | None) -> Dataset:
     return from_tables(data, known, tables)
 
 
-def _from_npz(path: Path) -> Dataset:
-    """X [N, d], y [N]; optionally split [N] (0 train, 1 validation, 2 test), client [N], domain [N]."""
+def _from_npz(path: Path, task: int | None) -> Dataset:
+    """X [N, d], y [N]; optionally split [N] (0 train, 1 validation, 2 test), client [N], domain [N], task [N].
+
+    Of a file with several tasks, the examples of one of them, or all.
+    """
     if os.path.isfile(path) and not zipfile.is_zipfile(path):
         raise HeadstartError(f"{path} is not an .npz file; write it with numpy.savez(path, X=X, y=y)")
     try:
@@ -106,13 +111,19 @@ def _from_npz(path: Path) -> Dataset:
             f"the first at row {bad[0]}; clean them or scale them down"
         )
     ids: dict[str, Ints] = {}
-    for name in ("y", "split", "client", "domain"):
+    for name in ("y", "split", "client", "domain", "task"):
         if name in arrays:
             given = arrays[name]
             if given.shape != (len(X),) or given.dtype.kind not in "iu":
                 shape = f"{given.dtype} {list(given.shape)}"
                 raise HeadstartError(f"{path}: {name} must be whole numbers [{len(X)}]; it is {shape}")
             ids[name] = given.astype(np.int64)
+    if task is not None:
+        if "task" not in ids or task not in ids["task"]:
+            there = ", ".join(map(str, np.unique(ids["task"]))) if "task" in ids else "no column of that name"
+            raise HeadstartError(f"data.task: {path} has no task {task}; it has {there}")
+        mine = np.flatnonzero(ids["task"] == task)
+        X, ids = X[mine], {name: values[mine] for name, values in ids.items()}
     check_labels(ids["y"], str(path))
     clients, client_names = codes(ids["client"]) if "client" in ids else (None, ())
     domains, domain_names = codes(ids["domain"]) if "domain" in ids else (None, ())
@@ -138,6 +149,35 @@ def _held_out(dataset: Dataset, fraction: float, seed: int) -> Dataset:
             f"{'lower' if mask.all() else 'raise'} it, or give a test split"
         )
     return replace(dataset, train=whole.take(np.flatnonzero(~mask)), test=whole.take(np.flatnonzero(mask)))
+
+
+def _of_classes(dataset: Dataset, chosen: tuple[int | str, ...]) -> Dataset:
+    """Only these classes, by number or name, numbered in the order given."""
+    numbers = []
+    for given in chosen:
+        if isinstance(given, str) and given not in dataset.classes:
+            raise HeadstartError(f"data.classes: {nearest(given, dataset.classes)}")
+        if isinstance(given, int) and not 0 <= given < len(dataset.classes):
+            raise HeadstartError(
+                f"data.classes: {given} is no class; {dataset.name} has {len(dataset.classes)}, from 0"
+            )
+        numbers.append(dataset.classes.index(given) if isinstance(given, str) else given)
+    if len(set(numbers)) < len(numbers):
+        raise HeadstartError("data.classes: a class is named twice")
+    new = np.full(len(dataset.classes), -1)
+    new[numbers] = np.arange(len(numbers))
+
+    def part(examples: Examples) -> Examples:
+        kept = examples.take(np.flatnonzero(new[examples.labels] >= 0))
+        return kept.relabelled(new[kept.labels])
+
+    return replace(
+        dataset,
+        classes=tuple(dataset.classes[number] for number in numbers),
+        train=part(dataset.train),
+        test=part(dataset.test),
+        validation=part(dataset.validation) if dataset.validation is not None else None,
+    )
 
 
 def _reduced(dataset: Dataset, data: Data, known: Known | None, seed: int) -> Dataset:

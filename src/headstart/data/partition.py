@@ -7,16 +7,7 @@ import numpy.typing as npt
 
 from headstart.data.examples import Examples, Ints
 from headstart.errors import HeadstartError
-from headstart.recipe import (
-    IID,
-    Classes,
-    Dirichlet,
-    DirichletByClass,
-    Domains,
-    Natural,
-    Partition,
-    Shards,
-)
+from headstart.recipe import IID, Classes, Dirichlet, DirichletByClass, Domains, Natural, Partition, Shards
 
 UNUSED = -1
 

@@ -27,7 +27,7 @@ _SPLIT_NAMES = {
     "test": ("test", "testing"),
 }
 FORMATS = {".parquet": "parquet", ".csv": "csv", ".tsv": "csv", ".jsonl": "json", ".json": "json"}
-_IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm"}
+IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm"}
 _USUAL = Known("image", 0, ("image", "img", "text", "sentence"), ("label", "labels", "class"))
 
 
@@ -47,7 +47,7 @@ def local_tables(path: Path) -> Tables:
             if splits:
                 # One by one: a test split may have no labels, and so other columns than the training split.
                 return {split: _read(parts) for split, parts in splits.items()}
-            if path.is_dir() and any(file.suffix.lower() in _IMAGE_SUFFIXES for file in path.rglob("*")):
+            if path.is_dir() and any(file.suffix.lower() in IMAGE_SUFFIXES for file in path.rglob("*")):
                 return dict(datasets.load_dataset("imagefolder", data_files=_image_folders(path), drop_labels=False))
     except Exception as error:  # the readers raise many kinds; all mean that the files are not what they should be
         reason = " ".join(str(error.__cause__ or error).split()) or type(error).__name__
@@ -127,7 +127,7 @@ def _image_folders(path: Path) -> dict[str, list[str]]:
     """Patterns of image files by split: folders named after splits, or else all of it, for a class may be a train."""
     folders = [folder for folder in sorted(path.iterdir()) if folder.is_dir() and not folder.name.startswith(".")]
     named = [folder for folder in folders if _split_in(folder.name)]
-    by_class = all(file.is_dir() or file.suffix.lower() not in _IMAGE_SUFFIXES for f in named for file in f.iterdir())
+    by_class = all(file.is_dir() or file.suffix.lower() not in IMAGE_SUFFIXES for f in named for file in f.iterdir())
     splits: dict[str, list[str]] = {}
     for folder in named if named and (by_class or named == folders) else [path]:
         splits.setdefault(_split_of(folder.name) if folder != path else "train", []).append(

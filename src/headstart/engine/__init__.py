@@ -2,7 +2,7 @@
 
 from headstart.engine.body import PRETRAINED, Body
 from headstart.engine.local import play, rounds_of
-from headstart.engine.rundir import RunDirectory
+from headstart.engine.rundir import Handed, RunDirectory
 from headstart.engine.store import ClientStore
 
-__all__ = ["PRETRAINED", "Body", "ClientStore", "RunDirectory", "play", "rounds_of"]
+__all__ = ["PRETRAINED", "Body", "ClientStore", "Handed", "RunDirectory", "play", "rounds_of"]

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from headstart.data import Dataset
-from headstart.data.examples import Examples
+from headstart.data.examples import Examples, Ints, Joined
 from headstart.errors import HeadstartError
 from headstart.heads import LinearHead
-from headstart.recipe import MODULES, Model, Rounds, Stage
+from headstart.recipe import Model
+from headstart.stages import MODULES, Rounds, Stage
 from headstart.statistics import Features
 
 if TYPE_CHECKING:  # torch is not needed where the data are features
-    from headstart.backbones import Inputs
+    from torch import Tensor
+
+    from headstart.backbones import Inputs, Prefix
     from headstart.modules import Attached
 
 Arrays = Mapping[str, np.ndarray]
@@ -25,12 +28,24 @@ PRETRAINED = -1
 
 
 @dataclass(frozen=True, eq=False)
+class Module:
+    """A module that a stage has made: its kind, its settings, and its values for each task."""
+
+    kind: str
+    settings: Mapping[str, Any]
+    values: tuple[Arrays, ...]
+
+
+@dataclass(frozen=True, eq=False)
 class Version:
     """A body that a stage has made: its weights, how it treats batch norm, and the module on it."""
 
-    arrays: Arrays
+    weights: int
+    """The number of the stage whose weights it has: another one's, or the pre-trained ones, under a new module."""
     norm_statistics: str
-    module: tuple[str, Mapping[str, Any], Arrays] | None = None
+    arrays: Arrays | None = None
+    """The weights, where they are this stage's own."""
+    module: Module | None = None
 
 
 class Body:
@@ -44,15 +59,19 @@ class Body:
             raise HeadstartError(f"model.backbone: the data of {dataset.name} are {kind}; set it to {fix}")
         self.backbone = None
         self.loaded = PRETRAINED
+        self.weights = PRETRAINED
+        """The stage whose weights the body has."""
         self._versions: dict[int, Version] = {}
-        self._module: tuple[str, Mapping[str, Any], Attached] | None = None
+        self._attached: tuple[Module, Attached] | None = None
         self._features: dict[str, Features] = {}
+        self._inputs: dict[str, Inputs] = {}
+        self._prefix: Prefix | None = None
         if model.backbone != "features":
             from headstart.backbones import load_backbone
 
             self.backbone = load_backbone(model)
             if keep_pretrained:
-                self.keep(PRETRAINED, "aggregate")
+                self._versions[PRETRAINED] = Version(PRETRAINED, "aggregate", self._copied())
 
     @property
     def _dataset(self) -> Dataset:
@@ -70,52 +89,127 @@ class Body:
             return None
         return LinearHead(*self.backbone.label_words)
 
+    # ------------------------------------------------------------------------------------------- what it makes of data
+
     def features(self, split: str) -> Features:
-        """Features [n, d] of a split by the body as it is loaded, from the cache where they are there."""
+        """Features [n, d] of a split by the body as it is loaded, from the cache where they are there.
+
+        Where a module has values of its own for each task, a task's examples are read with its own.
+        """
         if split not in self._features:
             examples: Examples = getattr(self._dataset, split)
-            if self.backbone is None:
-                self._features[split] = examples.features()
-            else:
-                from headstart.backbones import extract
-
-                self._features[split] = extract(self.backbone, examples, f"{self._dataset.name} {split}")
+            self._features[split] = examples.features() if self.backbone is None else self._extracted(examples, split)
         return self._features[split]
 
-    def embedded(self, split: str) -> Features:
-        """Features [n, d] of a split by the body as it is now, in the middle of its training."""
-        from headstart.backbones import embed
+    def _extracted(self, examples: Examples, split: str) -> Features:
+        from headstart.backbones import extract
 
         assert self.backbone is not None
-        return embed(self.backbone, getattr(self._dataset, split), f"{self._dataset.name} {split}")
+        if not isinstance(examples.source, Joined):
+            return extract(self.backbone, examples, f"{self._dataset.name} {split}")
+        parts = []
+        for task, part in enumerate(examples.source.parts):
+            self.use(task)
+            parts.append(extract(self.backbone, part, f"{self._dataset.name.split('+')[task]} {split}"))
+        return np.concatenate(parts)
 
-    def inputs(self) -> Inputs:
-        """Batches of the training split, for a body that trains."""
+    def known(self, split: str) -> Features:
+        """Features [n, d] of a split by the body as it is loaded: those at hand, or new ones that no cache keeps."""
+        if split in self._features:
+            return self._features[split]
+        examples: Examples = getattr(self._dataset, split)
+        if not isinstance(examples.source, Joined):
+            return self.embedded(split)
+        stops = np.cumsum([len(part) for part in examples.source.parts])
+        parts = []
+        for task, rows in enumerate(np.split(np.arange(stops[-1]), stops[:-1])):
+            self.use(task)
+            parts.append(self.embedded(split, rows))
+        return np.concatenate(parts)
+
+    def embedded(self, split: str, rows: Ints | None = None) -> Features:
+        """Features [n, d] of a split, or of some of its examples, by the body as it is now, while it is trained."""
+        from headstart.backbones import embed, embed_rows
+
+        assert self.backbone is not None
+        examples, what = getattr(self._dataset, split), f"{self._dataset.name} {split}"
+        if rows is None and self._prefix is None:
+            return embed(self.backbone, examples, what)
+        return embed_rows(self.backbone, self.inputs(split), np.arange(len(examples)) if rows is None else rows, what)
+
+    def inputs(self, split: str = "train") -> Inputs:
+        """Batches of a split, for a body that trains."""
         from headstart.backbones import Inputs
 
         assert self.backbone is not None
-        return Inputs(self.backbone, self._dataset.train, f"{self._dataset.name} train")
+        if split not in self._inputs:
+            examples = getattr(self._dataset, split)
+            self._inputs[split] = Inputs(self.backbone, examples, f"{self._dataset.name} {split}", self._prefix)
+        return self._inputs[split]
+
+    def _forget(self) -> None:
+        """The body is another one now: what was computed with it no longer holds."""
+        self._features.clear()
+        self._inputs.clear()
+
+    # --------------------------------------------------------------------------------------------------------- modules
 
     def attach(self, stage: Stage, seed: tuple[int, ...]) -> Attached | None:
         """The module that a stage trains: the one an earlier stage left on the body, or a new one."""
+        self._inputs.clear()
+        self._prefix = None
         if not isinstance(stage, Rounds) or stage.train == "head":
             return None
-        keys = {"lora": ("rank", "alpha_lora"), "adapter": ("bottleneck",), "vpt": ("tokens",)}.get(stage.train, ())
-        settings = {key: getattr(stage, key) for key in keys}
-        if self._module is not None and (self._module[:2] != (stage.train, settings) or stage.method == "slora"):
+        names = {"lora": ("rank", "alpha_lora"), "adapter": ("bottleneck",), "vpt": ("tokens",)}.get(stage.train, ())
+        keys = [key for key in (*names, "blocks") if names and hasattr(stage, key)]
+        settings = {key: value for key in keys if (value := getattr(stage, key)) is not None}
+        here = self._attached[0] if self._attached else None
+        changed = here is not None and any(here.settings.get(key) != getattr(stage, key) for key in keys)
+        if here is not None and (here.kind != stage.train or changed or stage.method == "slora"):
+            key = "update" if stage.method == "personalise" else "train"
             raise HeadstartError(
-                f"stages.{seed[1]}.train: an earlier stage left a {self._module[0]} on the body; go on with it as it "
-                "is, train the head, or set start to a stage before it"
+                f"stages.{seed[1]}.{key}: an earlier stage left a {here.kind} on the body; go on with it as it is, "
+                "train the head, or set start to a stage before it"
             )
-        if stage.train in MODULES and self._module is None:
-            self._attach(stage.train, settings, seed[0] * 1000 + seed[1])
-        return self._module[2] if self._module else None
+        if stage.train in MODULES and here is None:
+            if stage.method == "personalise":
+                raise HeadstartError(f"stages.{seed[1]}.update: no earlier stage left a {stage.train} on the body")
+            self._attach(Module(stage.train, settings, ()), seed[0] * 1000 + seed[1])
+        if self._attached is None:
+            return None
+        attached = self._attached[1]
+        flips = getattr(stage, "augment", "none") == "flip" and self.backbone and self.backbone.kind == "image"
+        if attached.depth and stage.train in MODULES and not flips and stage.method != "slora":
+            from headstart.backbones import Prefix
+            from headstart.modules.blocks import blocks_of
 
-    def _attach(self, kind: str, settings: Mapping[str, Any], seed: int = 0) -> None:
+            assert self.backbone is not None
+            blocks = blocks_of(self.backbone.core)
+            self._prefix = Prefix(self.backbone, blocks[: attached.depth], blocks[attached.depth])
+        return attached
+
+    def _attach(self, module: Module, seed: int = 0) -> None:
         from headstart.modules import attach
 
         assert self.backbone is not None
-        self._module = kind, settings, attach(kind, self.backbone, settings, seed)
+        self._attached = module, attach(module.kind, self.backbone, module.settings, seed)
+        self.use(0)
+
+    def use(self, task: int) -> None:
+        """Give the module the values of a task, where it has values for each."""
+        if self._attached is not None and self._attached[0].values:
+            _write(self._attached[1].parameters, self._attached[0].values[task])
+
+    def module_values(self) -> Arrays:
+        """What the module's parameters are now; nothing where there is no module."""
+        parameters = self._attached[1].parameters if self._attached else {}
+        return {name: parameter.detach().cpu().numpy().copy() for name, parameter in parameters.items()}
+
+    def module(self) -> Module | None:
+        """The module on the body, with the values that the last stage which trained it made."""
+        return self._attached[0] if self._attached else None
+
+    # -------------------------------------------------------------------------------------------------------- versions
 
     def arrays(self) -> Arrays:
         """Parameters and buffers of the body as it is now, under the names that its checkpoints use."""
@@ -125,22 +219,23 @@ class Body:
         state = plain_state(self.backbone.core)
         return {name: tensor.detach().cpu().contiguous().numpy() for name, tensor in state.items()}
 
-    def module(self) -> tuple[str, Mapping[str, Any], Arrays] | None:
-        """The module on the body: its kind, its settings and its parameters."""
-        if self._module is None:
-            return None
-        kind, settings, attached = self._module
-        return kind, settings, {name: p.detach().cpu().numpy() for name, p in attached.parameters.items()}
+    def _copied(self) -> Arrays:
+        return {name: array.copy() for name, array in self.arrays().items()}
 
-    def keep(self, number: int, norm_statistics: str) -> Version:
-        """Remember the body as it is now under the number of the stage that made it."""
-        arrays = {name: array.copy() for name, array in self.arrays().items()}
-        module = self.module()
-        if module is not None:
-            module = module[0], module[1], {name: array.copy() for name, array in module[2].items()}
-        self._versions[number] = Version(arrays, norm_statistics, module)
+    def keep(self, number: int, norm_statistics: str, values: Sequence[Arrays], trained: bool) -> Version:
+        """Remember the body as it is now under the number of the stage that made it.
+
+        values: the module's, by task; trained: whether the body's own weights have changed.
+        """
+        if self._attached is not None:
+            module, attached = self._attached
+            self._attached = replace(module, values=tuple(values)), attached
+        self.weights = number if trained else self.weights
+        arrays = self._copied() if trained else None
+        self._versions[number] = Version(self.weights, norm_statistics, arrays, self.module())
         self.loaded = number
-        self._features.clear()
+        self._prefix = None
+        self._forget()
         return self._versions[number]
 
     def remember(self, number: int, version: Version) -> None:
@@ -151,25 +246,31 @@ class Body:
         """Put what a stage made, or the pre-trained weights, into the body; nothing to do where they are there."""
         if number == self.loaded:
             return
-        import torch
-
         from headstart.methods.network import set_mode
         from headstart.modules import plain_state
 
         assert self.backbone is not None
         version = self._versions[number]
-        if self._module is not None:
-            self._module[2].detach()
-            self._module = None
-        with torch.no_grad():
-            for name, tensor in plain_state(self.backbone.core).items():
-                tensor.copy_(torch.from_numpy(version.arrays[name]))
-            if version.module is not None:
-                kind, settings, arrays = version.module
-                self._attach(kind, settings)
-                assert self._module is not None
-                for name, parameter in self._module[2].parameters.items():
-                    parameter.copy_(torch.from_numpy(arrays[name]))
+        if self._attached is not None:
+            self._attached[1].detach()
+            self._attached = None
+        if version.weights != self.weights:
+            arrays = self._versions[version.weights].arrays
+            assert arrays is not None
+            _write(plain_state(self.backbone.core), arrays)
+            self.weights = version.weights
+        if version.module is not None:
+            self._attach(version.module)
         set_mode(self.backbone.body, False, version.norm_statistics)
         self.loaded = number
-        self._features.clear()
+        self._prefix = None
+        self._forget()
+
+
+def _write(tensors: Mapping[str, Tensor], arrays: Arrays) -> None:
+    """Write arrays into tensors of the same names, in place."""
+    import torch
+
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            tensor.copy_(torch.from_numpy(np.asarray(arrays[name])))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from headstart.errors import HeadstartError, MessageError
-from headstart.recipe import ClosedForm, Rounds
+from headstart.stages import ClosedForm, Rounds
 
 
 def check_on_time(stage: ClosedForm | Rounds, seconds: float) -> None:

@@ -7,7 +7,9 @@ import io
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +17,34 @@ import numpy as np
 import numpy.typing as npt
 from safetensors.numpy import save_file
 
-from headstart.engine.body import Body, Version
+from headstart.engine.body import PRETRAINED, Body, Module, Version
+from headstart.engine.store import ClientStore
 from headstart.errors import HeadstartError
 from headstart.files import write_atomically, write_json, write_text
 from headstart.heads import LinearHead
 from headstart.ledger import Ledger
 from headstart.recipe import Recipe
 from headstart.statistics import Ints
-from headstart.wire import Message, Scalar
+from headstart.wire import Array, Message, Scalar
 
 Arrays = Mapping[str, np.ndarray]
 
 _COSTS = ("bytes_up", "bytes_down", "forward_passes", "last_round")
+
+
+@dataclass(frozen=True, eq=False)
+class Handed:
+    """What a stage hands on: the head of each task, the number of the stage that made its body, and what is the
+    clients' own, with the number of the stage that they keep it under."""
+
+    heads: tuple[LinearHead | None, ...]
+    body: int
+    store: ClientStore | None = None
+    clients_of: int = -1
+
+
+def _prefixed(head: LinearHead) -> dict[str, np.ndarray]:
+    return {f"head.{name}": array for name, array in head.arrays().items()}
 
 
 class RunDirectory:
@@ -114,49 +132,75 @@ class RunDirectory:
         write_text(self.path / "metrics.jsonl", "".join(lines))
         return Message(state, progress["state"]), ledger, slots, progress
 
-    def save_model(self, stage: int, head: LinearHead, body: int, version: Version | None) -> None:
-        """What a stage hands on: its head, the number of the stage that made its body, and the body where it is new."""
-        arrays = {f"head.{name}": array for name, array in head.arrays().items()}
-        facts: dict[str, Scalar] = {"body": body}
+    def save_model(self, stage: int, handed: Handed, version: Version | None) -> None:
+        """What a stage hands on: its heads, the number of the stage that made its body, the body where it is new, and
+        where clients keep what is their own."""
+        heads = [head.arrays() for head in handed.heads if head is not None]
+        arrays: dict[str, Array] = {f"head.{task}.{n}": a for task, each in enumerate(heads) for n, a in each.items()}
+        facts: dict[str, Scalar] = {"body": handed.body, "tasks": len(handed.heads)}
+        if handed.store is not None and handed.store.shapes:
+            arrays["slots"] = handed.store.slots
+            facts |= {"personal": json.dumps(handed.store.shapes), "clients_of": handed.clients_of}
         if version is not None:
-            arrays |= {f"body.{name}": array for name, array in version.arrays.items()}
-            facts |= {"norm_statistics": version.norm_statistics}
+            arrays |= {f"body.{name}": array for name, array in (version.arrays or {}).items()}
+            facts |= {"norm_statistics": version.norm_statistics, "weights": version.weights}
             if version.module is not None:
-                kind, settings, values = version.module
-                arrays |= {f"module.{name}": array for name, array in values.items()}
-                facts |= {"module": kind, "settings": json.dumps(dict(settings))}
+                for task, values in enumerate(version.module.values):
+                    arrays |= {f"module.{task}.{name}": array for name, array in values.items()}
+                facts |= {"module": version.module.kind, "settings": json.dumps(dict(version.module.settings))}
         data = Message(arrays, facts).to_bytes()
         write_atomically(self._model(stage), lambda file: file.write_bytes(data))
 
-    def load_model(self, stage: int) -> tuple[LinearHead, int, Version | None]:
+    def load_model(self, stage: int) -> tuple[Handed, Version | None]:
         """What `save_model` wrote."""
         saved = Message.from_bytes(self._model(stage).read_bytes())
-        head, body, values = (
-            {name.removeprefix(part): a for name, a in saved.arrays.items() if name.startswith(part)}
-            for part in ("head.", "body.", "module.")
-        )
-        facts, version = saved.scalars, None
+
+        def under(prefix: str) -> dict[str, np.ndarray]:
+            return {name.removeprefix(prefix): a for name, a in saved.arrays.items() if name.startswith(prefix)}
+
+        facts, version, store = saved.scalars, None, None
+        tasks = range(int(facts["tasks"]))
+        heads = tuple(LinearHead.of_arrays(under(f"head.{task}.")) for task in tasks)
         if "norm_statistics" in facts:
-            module = (str(facts["module"]), json.loads(str(facts["settings"])), values) if "module" in facts else None
-            version = Version(body, str(facts["norm_statistics"]), module)
-        return LinearHead.of_arrays(head), int(facts["body"]), version  # type: ignore[arg-type]
+            module = None
+            if "module" in facts:
+                values = tuple(under(f"module.{task}.") for task in tasks)
+                module = Module(str(facts["module"]), json.loads(str(facts["settings"])), values)
+            weights = int(facts["weights"])
+            arrays = under("body.") if weights == stage else None
+            version = Version(weights, str(facts["norm_statistics"]), arrays, module)
+        owner = int(facts.get("clients_of", stage))
+        if "personal" in facts and self.clients(owner).is_dir():  # gone once no later stage started from it
+            shapes = {name: tuple(shape) for name, shape in json.loads(str(facts["personal"])).items()}
+            slots = saved.arrays["slots"].astype(np.int64)
+            store = ClientStore(self.clients(owner), len(slots), shapes, slots)
+        return Handed(heads, int(facts["body"]), store, owner), version
+
+    def clients(self, stage: int) -> Path:
+        """Where the clients of a stage keep what they keep."""
+        return self.path / "checkpoint" / f"clients-{stage}"
 
     def _model(self, stage: int) -> Path:
         return self.path / "checkpoint" / f"stage-{stage}.safetensors"
 
-    def save_final(self, body: Body | None, head: LinearHead) -> None:
-        """The final head; with a body that was trained, or has a trained module, that too, under its own names."""
-        folder = self.path / "model"
-        head.save(folder / "head.safetensors")
-        if body is None:
-            return
-        heads = {f"head.{name}": array for name, array in head.arrays().items()}
-        name, arrays, facts, module = "model", {**body.arrays(), **heads}, {}, body.module()
-        if module is not None:
-            name, arrays = "module-default", {**module[2], **heads}
-            # One entry: safetensors writes several in any order, and files of the same model would differ.
-            facts = {"module": json.dumps({"kind": module[0], **module[1]})}
-        write_atomically(folder / f"{name}.safetensors", lambda file: save_file(dict(arrays), file, facts))
+    def save_final(
+        self, body: Body | None, heads: Sequence[LinearHead], tasks: Sequence[str], classes: Sequence[Sequence[str]]
+    ) -> None:
+        """The final head of each task, and the names of its classes; a trained body or module under its own names."""
+        folder, several = self.path / "model", len(tasks) > 1
+        write_json(folder / "classes.json", {task: list(names) for task, names in zip(tasks, classes, strict=True)})
+        module = body.module() if body else None
+        for number, (task, head) in enumerate(zip(tasks, heads, strict=True)):
+            head.save(folder / (f"head-{task}.safetensors" if several else "head.safetensors"))
+            if module is not None:
+                arrays = {**module.values[number], **_prefixed(head)}
+                # One entry: safetensors writes several in any order, and files of the same model would differ.
+                facts = {"module": json.dumps({"kind": module.kind, **module.settings})}
+                path = folder / f"module-{task}.safetensors"
+                write_atomically(path, partial(save_file, arrays, metadata=facts))
+        if body is not None and body.weights != PRETRAINED:
+            arrays = {**body.arrays(), **({} if several else _prefixed(heads[0]))}
+            write_atomically(folder / "model.safetensors", partial(save_file, arrays))
 
     def save_log(self, stage: int, log: Message) -> None:
         """The log of a stage that can be replayed: seeds and scalars."""

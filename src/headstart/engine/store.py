@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -12,22 +13,35 @@ import numpy.typing as npt
 
 from headstart.statistics import Ints
 
-Arrays = Mapping[str, npt.NDArray[np.float32]]
+Values = npt.NDArray[np.float32]
+Arrays = Mapping[str, Values]
 
 
 class ClientStore:
-    """One file of float32 values [2, K, …] per name; zeros, and no disk space, for clients that have kept nothing yet.
+    """One file of float32 values [2, K, …] per name; no disk space for clients that have kept nothing yet.
 
     Every client has two slots. What it wants to keep goes into the one that is not in use; a checkpoint that names the
     slots in use makes it count. A crash before that leaves what the client kept before. The files are read and written
     at their places rather than memory-mapped: mapped pages would count as memory of the process.
     """
 
-    def __init__(self, folder: Path, n_clients: int, shapes: Mapping[str, tuple[int, ...]], slots: Ints | None) -> None:
-        self._folder, self._shapes = folder, dict(shapes)
+    def __init__(
+        self,
+        folder: Path,
+        n_clients: int,
+        shapes: Mapping[str, tuple[int, ...]],
+        slots: Ints | None = None,
+        earlier: ClientStore | None = None,
+        inherits: Callable[[str], bool] = lambda name: True,
+    ) -> None:
+        """slots: [K] the slot in use of each client, -1 for none; earlier: where to look for what is not here yet;
+        inherits: the names that are looked for there."""
+        self._folder, self.shapes, self._earlier = folder, dict(shapes), earlier
+        self._inherited = {name for name in shapes if earlier and name in earlier.shapes and inherits(name)}
         self._files: dict[str, int] = {}
+        weakref.finalize(self, _close, self._files)
         self._changed: set[int] = set()
-        self.slots = np.zeros(n_clients, np.int64) if slots is None else slots
+        self.slots = np.full(n_clients, -1) if slots is None else slots
         if shapes:
             folder.mkdir(parents=True, exist_ok=True)
         for name in shapes:
@@ -36,37 +50,76 @@ class ClientStore:
             os.ftruncate(self._files[name], 2 * n_clients * self._nbytes(name))
 
     def _nbytes(self, name: str) -> int:
-        return 4 * int(np.prod(self._shapes[name], dtype=np.int64))
+        return 4 * int(np.prod(self.shapes[name], dtype=np.int64))
 
-    def read(self, name: str, clients: Ints) -> npt.NDArray[np.float32]:
-        """What these clients kept under a name [M, …]."""
-        values, size = np.empty((len(clients), *self._shapes[name]), np.float32), self._nbytes(name)
-        rows = values.reshape(len(clients), -1)
+    def read(self, name: str, start: Values | None, clients: Ints) -> Values:
+        """What these clients kept under a name [M, …]; ``start``, or zeros, for those that have kept nothing."""
+        if self._earlier is not None and name in self._inherited:
+            values = self._earlier.read(name, start, clients)
+        else:
+            values = np.empty((len(clients), *self.shapes[name]), np.float32)
+            values[...] = 0 if start is None else start
+        size = self._nbytes(name)
         for row, client in enumerate(clients):
-            place = (int(self.slots[client]) * len(self.slots) + int(client)) * size
-            rows[row] = np.frombuffer(os.pread(self._files[name], size, place), np.float32)
+            if (slot := int(self.slots[client])) >= 0:
+                place = (slot * len(self.slots) + int(client)) * size
+                found = np.frombuffer(os.pread(self._files[name], size, place), np.float32)
+                values[row] = found.reshape(self.shapes[name])
         return values
 
     def write(self, client: int, kept: Arrays) -> None:
         """What a client wants to keep from this round on."""
         for name, values in kept.items():
-            place = ((1 - int(self.slots[client])) * len(self.slots) + client) * self._nbytes(name)
+            place = (self._other(client) * len(self.slots) + client) * self._nbytes(name)
             os.pwrite(self._files[name], np.ascontiguousarray(values, np.float32).tobytes(), place)
         if kept:
             self._changed.add(client)
+
+    def _other(self, client: int) -> int:
+        """The slot of a client that is not in use."""
+        return 1 - int(self.slots[client]) if self.slots[client] >= 0 else 0
 
     def commit(self) -> None:
         """The round is over: everything written counts from now on, once a checkpoint holds `slots`."""
         for file in self._files.values() if self._changed else ():
             os.fsync(file)
-        changed = sorted(self._changed)
-        self.slots[changed] = 1 - self.slots[changed]
+        for client in self._changed:
+            self.slots[client] = self._other(client)
         self._changed.clear()
 
+    def has(self, client: int) -> bool:
+        """Whether a client has kept anything, in this stage or before."""
+        return bool(self.slots[client] >= 0) or (self._earlier is not None and self._earlier.has(client))
+
+    def settle(self, own: Callable[[int], Arrays]) -> bool:
+        """A stage is over: what is the clients' own stays, for later stages and for the user; the rest goes.
+
+        Clients that had something of their own before, and took no part in this stage, bring it along. own: all that
+        such a client has now, by the names of the files. Returns whether there was anybody.
+        """
+        if self._inherited:
+            for client in np.flatnonzero(self.slots < 0).tolist():
+                if self.has(client):
+                    self.write(client, own(client))
+        brought = bool(self._changed)
+        self.commit()
+        self._earlier = None
+        for name in [name for name in self._files if not name.startswith("personal.")]:
+            os.close(self._files.pop(name))
+            (self._folder / f"{name}.bin").unlink(missing_ok=True)
+            del self.shapes[name]
+        if not self._files and self._folder.is_dir() and not any(self._folder.iterdir()):
+            self._folder.rmdir()
+        return brought
+
     def discard(self) -> None:
-        """Forget everything, once a stage is over."""
-        for file in self._files.values():
-            os.close(file)
+        """Forget everything."""
         if self._files:  # otherwise the folder is not ours
-            self._files.clear()
+            _close(self._files)
             shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _close(files: dict[str, int]) -> None:
+    """Close what is still open."""
+    while files:
+        os.close(files.popitem()[1])

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -30,9 +30,25 @@ if TYPE_CHECKING:  # closed-form methods do not wait for torch
     from headstart.modules import Attached
 
 State = TypeVar("State")
-Kept = Callable[[str], npt.NDArray[np.float32]]
+Kept = Callable[[str, npt.NDArray[np.float32] | None], npt.NDArray[np.float32]]
+"""What clients kept under a name [M, …]; for those that have kept nothing yet, the value given, or zeros."""
+Arrays = Mapping[str, npt.NDArray[Any]]
 Heard = tuple[ClientStatistics, ...]
 """What a server of statistics has heard: one total, or, where every client's rows are kept, one entry per reply."""
+
+
+@dataclass(frozen=True)
+class TaskSetting:
+    """What is known of one task."""
+
+    name: str
+    n_classes: int
+    n_clients: int = 1
+    n_examples: int = 1
+    previous: LinearHead | None = None
+    """The head that an earlier stage hands on."""
+    module: Arrays | None = None
+    """Values of the module that an earlier stage hands on; None where it is new."""
 
 
 @dataclass(frozen=True)
@@ -51,11 +67,32 @@ class Setting:
     """The body that an earlier stage hands on, or the pre-trained one; None where the data are features."""
     module: Attached | None = None
     """The module on the body that is to be trained."""
+    tasks: tuple[TaskSetting, ...] = ()
+    """Where there are several; the numbers above are those of all of them together."""
+    moves: Literal["head", "body"] | None = None
+    """Of what the plan trains, the part that really moves; the rest is loaded, each client's own, and stays."""
+
+    @property
+    def each(self) -> tuple[TaskSetting, ...]:
+        """The tasks: one, or several."""
+        one = TaskSetting("", self.n_classes, self.n_clients, self.n_examples, self.previous)
+        return self.tasks or (one,)
+
+    def alone(self, task: TaskSetting) -> Setting:
+        """The setting of one of the tasks, as if it were the only one."""
+        return replace(
+            self,
+            n_classes=task.n_classes,
+            n_clients=task.n_clients,
+            n_examples=task.n_examples,
+            previous=task.previous,
+            tasks=(),
+        )
 
 
 @dataclass(frozen=True, eq=False)
 class Cohort:
-    """Clients that answer together: thousands in a simulation, one on a node of its own.
+    """Clients of one task that answer together: thousands in a simulation, one on a node of its own.
 
     source: features [N, d], or what a body that trains reads, of all clients and never copied; rows: [n] this cohort's
     examples, client after client; labels, owners: [n].
@@ -69,7 +106,8 @@ class Cohort:
     new: npt.NDArray[np.bool_]
     """[M] the clients that answer for the first time in this stage, and have no features yet."""
     kept: Kept
-    """What these clients kept to themselves the last time, by name [M, …]; zeros at first."""
+    task: int = 0
+    """The number of the task; labels are those of its own classes."""
 
     @property
     def features(self) -> Features:
@@ -94,6 +132,7 @@ class Reply:
     forward_passes: Ints
     kept: Mapping[str, npt.NDArray[np.float32]] = field(default_factory=dict)
     """What the client keeps to itself until its next round; it never travels."""
+    task: int = 0
 
 
 def weight_of(reply: Reply, weighting: str) -> float:
@@ -115,12 +154,14 @@ class Method(Protocol[State]):
     """What a client keeps to itself from one of its rounds to the next."""
     bytes_per_client: int
     """Memory that answering for one more client of a cohort takes, beyond its features."""
+    personal: bool
+    """Whether every client has a model of its own."""
 
     def open(self) -> State:
         """Server: what is known before round 1."""
 
-    def instruct(self, state: State, round: int, since: int) -> Message:
-        """Server to a client that took part in round ``since`` last, -1 for never."""
+    def instruct(self, state: State, round: int, since: int, task: int = 0) -> Message:
+        """Server to a client of a task that took part in round ``since`` last, -1 for never."""
 
     def answer(self, cohort: Cohort, message: Message) -> list[Reply]:
         """On the clients. A cohort says what its clients would say one by one."""
@@ -131,11 +172,17 @@ class Method(Protocol[State]):
     def close(self, state: State) -> State:
         """Server: what it makes of the round, once all replies are folded in."""
 
-    def head(self, state: State) -> LinearHead:
-        """Server: the head that the state amounts to."""
+    def refine(self, state: State, cohort: Cohort) -> State:
+        """Server: train on the examples that clients have given it, where the stage asks for that."""
 
-    def place(self, state: State) -> None:
-        """Server: write the state into the body, for evaluation; nothing to do where the body is left alone."""
+    def head(self, state: State, task: int = 0, own: Arrays | None = None) -> LinearHead:
+        """The head of a task that the state amounts to, with what is a client's own."""
+
+    def place(self, state: State, task: int = 0, own: Arrays | None = None) -> None:
+        """Write the state, and what is a client's own, into the body; nothing to do where the body is left alone."""
+
+    def own(self, kept: Kept, task: int = 0) -> Mapping[str, npt.NDArray[np.float32]]:
+        """What is each client's own [M, …] by the name of the parameter, from what they kept."""
 
     def published(self, state: State, counts: Ints) -> Published:
         """The cost as the papers count it; counts: [K, C] examples by class of the clients that were heard."""
@@ -160,6 +207,7 @@ class StatisticsMethod(ABC):
     bytes_per_client = 0
     moments: Moments | None = None
     keeps_rows = False
+    personal = False
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
@@ -178,7 +226,7 @@ class StatisticsMethod(ABC):
         """Nothing heard yet."""
         return (ClientStatistics.empty(self.setting.n_classes, self.dim, self.moments),)
 
-    def instruct(self, state: Heard, round: int, since: int) -> Message:
+    def instruct(self, state: Heard, round: int, since: int, task: int = 0) -> Message:
         """The number of the round: all that a client has to know."""
         return Message(scalars={"round": round})
 
@@ -197,7 +245,7 @@ class StatisticsMethod(ABC):
         rows = np.bincount(np.searchsorted(cohort.clients, owners), minlength=len(cohort.clients))
         sizes = np.bincount(np.searchsorted(cohort.clients, cohort.owners), minlength=len(cohort.clients))
         nbytes = np.array([message_nbytes(int(count), self.dim, self.moments) for count in rows])
-        return [Reply(cohort.clients, statistics.to_message(), nbytes, sizes)]
+        return [Reply(cohort.clients, statistics.to_message(), nbytes, sizes, task=cohort.task)]
 
     def parts(self, cohort: Cohort) -> Ints | None:
         """Random parts of a client's class, where each part is to speak for itself."""
@@ -212,13 +260,21 @@ class StatisticsMethod(ABC):
         """Nothing to do: the head is solved for when it is asked for."""
         return state
 
-    def head(self, state: Heard) -> LinearHead:
-        """Server: the head."""
+    def refine(self, state: Heard, cohort: Cohort) -> Heard:
+        """Statistics are not trained."""
+        return state
+
+    def head(self, state: Heard, task: int = 0, own: Arrays | None = None) -> LinearHead:
+        """The head."""
         return self.solve(state[0].merge(*state[1:]))
 
-    def place(self, state: Heard) -> None:
+    def place(self, state: Heard, task: int = 0, own: Arrays | None = None) -> None:
         """The body is left alone."""
         return None
+
+    def own(self, kept: Kept, task: int = 0) -> Mapping[str, npt.NDArray[np.float32]]:
+        """Nothing."""
+        return {}
 
     def freeze(self, state: Heard) -> Message:
         """Arrays of the state, at full precision."""

@@ -10,7 +10,7 @@ from headstart.ledger import Published
 from headstart.methods.base import Cohort
 from headstart.methods.solver import LocalResult, Objective, Stack
 from headstart.methods.training import TrainingMethod, TrainingState, difference
-from headstart.recipe import CentralisedStage
+from headstart.stages import CentralisedStage
 from headstart.statistics import Ints
 from headstart.wire import Message
 
@@ -18,7 +18,7 @@ from headstart.wire import Message
 class CentralisedMethod(TrainingMethod[CentralisedStage]):
     """FedAvg's skeleton with one client."""
 
-    personal = ("velocity",)
+    keeps = ("velocity",)
 
     def train(
         self, start: Stack, cohort: Cohort, message: Message, sizes: Ints

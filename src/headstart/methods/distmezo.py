@@ -13,7 +13,7 @@ from headstart.methods.network import Network
 from headstart.methods.solver import LocalResult, Objective, Solver, Stack, learning_rate
 from headstart.methods.training import TrainingMethod
 from headstart.methods.zeroth import ZerothOrder
-from headstart.recipe import DistMeZOStage
+from headstart.stages import DistMeZOStage
 from headstart.statistics import Ints
 
 

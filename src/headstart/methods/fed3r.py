@@ -13,7 +13,7 @@ import numpy as np
 from headstart.heads import LinearHead, RandomFeatures, ridge_head
 from headstart.ledger import Published
 from headstart.methods.base import Heard, Setting, StatisticsMethod
-from headstart.recipe import Fed3RStage
+from headstart.stages import Fed3RStage
 from headstart.statistics import ClientStatistics, Ints
 
 

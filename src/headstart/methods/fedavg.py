@@ -7,7 +7,7 @@ Travels down: what is trained. Travels up: the client's update and how many exam
 from __future__ import annotations
 
 from headstart.methods.training import TrainingMethod
-from headstart.recipe import FedAvgStage
+from headstart.stages import FedAvgStage
 
 
 class FedAvgMethod(TrainingMethod[FedAvgStage]):

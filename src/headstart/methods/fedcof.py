@@ -13,7 +13,7 @@ from headstart.heads import LinearHead, cof_head
 from headstart.heads.cof import MOMENTS_FOR
 from headstart.ledger import Published
 from headstart.methods.base import Cohort, Heard, Setting, StatisticsMethod
-from headstart.recipe import FedCOFStage
+from headstart.stages import FedCOFStage
 from headstart.statistics import ClientStatistics, Ints, random_parts
 
 

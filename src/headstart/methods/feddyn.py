@@ -13,8 +13,8 @@ import torch
 from headstart.methods.base import Cohort, Reply
 from headstart.methods.plan import Vectors
 from headstart.methods.solver import LocalResult, Objective, Stack, wide
-from headstart.methods.training import TrainingMethod, TrainingState, added, difference
-from headstart.recipe import FedDynStage
+from headstart.methods.training import Tally, TrainingMethod, TrainingState, added, difference
+from headstart.stages import FedDynStage
 from headstart.statistics import Ints
 from headstart.wire import Message
 
@@ -23,13 +23,16 @@ class FedDynMethod(TrainingMethod[FedDynStage]):
     """Local duals h_k; their mean over all clients on the server."""
 
     memories = ("dual",)
-    personal = ("dual",)
+    keeps = ("dual",)
 
     def train(
         self, start: Stack, cohort: Cohort, message: Message, sizes: Ints
     ) -> tuple[LocalResult, dict[str, Stack], dict[str, Stack]]:
         """SGD with the dynamic regulariser; the dual moves by the update."""
-        even = self.setting.n_examples / self.setting.n_clients
+        # An even share is one of all that minimise together: a task by itself where nothing is common to the tasks.
+        apart = all("@" in name for name in self.shapes)
+        group = self.tasks[cohort.task] if apart else self.setting
+        even = group.n_examples / group.n_clients
         factor = even / sizes if self.stage.adaptive else np.ones(len(sizes))
         pull = torch.from_numpy((self.stage.alpha_dyn * factor).astype(np.float32))
         dual = self.remembered("dual", cohort)
@@ -42,7 +45,7 @@ class FedDynMethod(TrainingMethod[FedDynStage]):
         """A plain mean over the clients heard, whatever their sizes."""
         return 1.0
 
-    def step(self, state: TrainingState, mean: Vectors) -> tuple[Vectors, dict[str, Vectors]]:
+    def step(self, state: TrainingState, mean: Vectors, tally: Tally) -> tuple[Vectors, dict[str, Vectors]]:
         """x ← mean of the models heard + mean of all duals, which have moved by the same updates."""
-        dual = added(state.memory["dual"], mean, state.replies / self.setting.n_clients)
+        dual = added(state.memory["dual"], mean, tally.replies / tally.clients)
         return added(added(state.parameters, mean, 1.0), dual, 1.0), {"dual": dual}

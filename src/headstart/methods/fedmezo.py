@@ -19,12 +19,12 @@ import torch
 from headstart.errors import MessageError
 from headstart.heads import LinearHead
 from headstart.ledger import Published
-from headstart.methods.base import Cohort, Reply, Setting, weight_of
+from headstart.methods.base import Arrays, Cohort, Kept, Reply, Setting, weight_of
 from headstart.methods.network import Network, set_mode
-from headstart.methods.plan import Plan, head_shapes, head_start
+from headstart.methods.plan import Plan, head_start
 from headstart.methods.solver import learning_rate
 from headstart.methods.zeroth import ZerothOrder
-from headstart.recipe import FedMeZOStage
+from headstart.stages import FedMeZOStage
 from headstart.statistics import Ints
 from headstart.wire import Array, Message
 
@@ -47,12 +47,13 @@ class FedMeZOMethod:
 
     hears_once = False
     catches_up = True
+    personal = False
     kept_shapes: Mapping[str, tuple[int, ...]] = {}
     bytes_per_client = 0
 
     def __init__(self, stage: FedMeZOStage, setting: Setting) -> None:
         self.stage, self.setting, self.plan = stage, setting, Plan.of(stage)
-        head = head_start(stage, setting, head_shapes(stage, setting.n_classes, setting.dim))
+        head = head_start(stage, setting, setting.each[0])
         tensors = {name: torch.from_numpy(value.astype(np.float32)) for name, value in head.items()}
         backbone = setting.backbone if self.plan.changes_features else None
         self.network = Network(backbone, setting.module, tensors, stage)
@@ -67,7 +68,7 @@ class FedMeZOMethod:
         directions = self.stage.num_directions
         return MeZOState(np.zeros(0, np.int64), np.zeros((0, directions), np.float32), np.zeros(directions))
 
-    def instruct(self, state: MeZOState, round: int, since: int) -> Message:
+    def instruct(self, state: MeZOState, round: int, since: int, task: int = 0) -> Message:
         """This round's seed, and the log since the last round that the client heard of."""
         first = max(since, 0)
         arrays: dict[str, Array] = {"seeds": state.seeds[first:], "slopes": state.slopes[first:]}
@@ -93,17 +94,25 @@ class FedMeZOMethod:
             np.append(state.seeds, self._seed(round)), np.vstack([state.slopes, slopes]), np.zeros_like(state.sums)
         )
 
-    def head(self, state: MeZOState) -> LinearHead:
+    def refine(self, state: MeZOState, cohort: Cohort) -> MeZOState:
+        """Nothing is trained on the server."""
+        return state
+
+    def head(self, state: MeZOState, task: int = 0, own: Arrays | None = None) -> LinearHead:
         """The head after every step of the log."""
         self._follow(0, state.seeds, state.slopes)
         heads = {n.removeprefix("head."): p for n, p in self.network.parameters.items() if n.startswith("head.")}
         return LinearHead.of_arrays({name: p.detach().cpu().numpy().copy() for name, p in heads.items()})
 
-    def place(self, state: MeZOState) -> None:
+    def place(self, state: MeZOState, task: int = 0, own: Arrays | None = None) -> None:
         """Take the steps of the log that the weights have not taken."""
         self._follow(0, state.seeds, state.slopes)
         if self.network.backbone:
             set_mode(self.network.backbone.body, False, "freeze")
+
+    def own(self, kept: Kept, task: int = 0) -> dict[str, npt.NDArray[np.float32]]:
+        """Nothing."""
+        return {}
 
     def published(self, state: MeZOState, counts: Ints) -> Published:
         """The thesis counts one byte for a seed and for a scalar."""

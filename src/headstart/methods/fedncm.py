@@ -10,7 +10,7 @@ from __future__ import annotations
 from headstart.heads import LinearHead, ncm_head
 from headstart.ledger import Published
 from headstart.methods.base import Heard, Setting, StatisticsMethod
-from headstart.recipe import FedNCMStage
+from headstart.stages import FedNCMStage
 from headstart.statistics import ClientStatistics, Ints
 
 

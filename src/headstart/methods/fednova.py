@@ -13,8 +13,8 @@ from headstart.errors import MessageError
 from headstart.methods.base import Cohort, Reply
 from headstart.methods.plan import Vectors
 from headstart.methods.solver import LocalResult, Objective, Stack, learning_rate
-from headstart.methods.training import TrainingMethod, TrainingState, added, difference
-from headstart.recipe import FedNovaStage
+from headstart.methods.training import Tally, TrainingMethod, TrainingState, added, difference
+from headstart.stages import FedNovaStage
 from headstart.statistics import Ints
 from headstart.wire import Message
 
@@ -40,9 +40,9 @@ class FedNovaMethod(TrainingMethod[FedNovaStage]):
         """What τ_eff averages."""
         return steps_of(reply) if self.stage.mu else self._reach(state, reply)
 
-    def step(self, state: TrainingState, mean: Vectors) -> tuple[Vectors, dict[str, Vectors]]:
+    def step(self, state: TrainingState, mean: Vectors, tally: Tally) -> tuple[Vectors, dict[str, Vectors]]:
         """x ← x + v with v ← β v + τ_eff Σ p_k Δ_k / a_k."""
-        effective = state.effort / state.weight
+        effective = tally.effort / tally.weight
         previous = state.memory["momentum"]
         momentum = {n: self.stage.server_momentum * previous[n] + effective * delta for n, delta in mean.items()}
         return added(state.parameters, momentum, 1.0), {"momentum": momentum}

@@ -10,12 +10,12 @@ import torch
 from headstart.methods.base import Cohort
 from headstart.methods.solver import LocalResult, Objective, Stack
 from headstart.methods.training import TrainingMethod, difference
-from headstart.recipe import FedProxStage
+from headstart.stages import FedBABUStage, FedProxStage
 from headstart.statistics import Ints
 from headstart.wire import Message
 
 
-class FedProxMethod(TrainingMethod[FedProxStage]):
+class FedProxMethod(TrainingMethod[FedProxStage | FedBABUStage]):
     """FedAvg with a proximal term."""
 
     def train(

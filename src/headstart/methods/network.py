@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from headstart.backbones import Backbone, run_body
+from headstart.backbones import Backbone, moved, run_body
 from headstart.methods.base import Cohort
 from headstart.methods.plan import Plan
-from headstart.methods.solver import LocalResult, Objective, Stack, batches, layers_of, learning_rate
+from headstart.methods.solver import LocalResult, Objective, Stack, batches, decaying, layers_of, learning_rate
 from headstart.modules import Attached, plain_parameters
-from headstart.recipe import Rounds, Training
+from headstart.stages import Rounds, Training
 
 
 class Network:
@@ -38,12 +38,12 @@ class Network:
             self.parameters |= {f"module.{name}": parameter for name, parameter in module.parameters.items()}
         self.parameters |= {name: nn.Parameter(value.to(self.device)) for name, value in head.items()}
         shapes = {name: tuple(parameter.shape) for name, parameter in self.parameters.items()}
-        self.trained = {name: self.parameters[name] for name in plan.shared(shapes)}
+        self.trained = {name: self.parameters[name] for name in plan.trained(shapes)}
         self.head_layers = layers_of(list(head))
         counts = [norm.num_batches_tracked for norm in self.norms.values()]
         self._counts = [(count, count.clone()) for count in counts if count is not None]
         self.statistics: dict[str, Tensor] = {}
-        if plan.statistics == "shared":
+        if plan.statistics != "frozen":
             for name, norm in self.norms.items():
                 for what in ("running_mean", "running_var"):
                     if getattr(norm, what) is not None:
@@ -61,7 +61,10 @@ class Network:
         for count, found in self._counts:
             count.copy_(found)
         for name, value in arrays.items():
-            (self.statistics[name] if name in self.statistics else self.parameters[name]).copy_(value)
+            here = self.statistics[name] if name in self.statistics else self.parameters[name]
+            if here.shape != value.shape:  # heads of tasks with other classes
+                here.data = torch.empty_like(value, device=here.device)
+            here.copy_(value)
 
     def scores(self, batch: tuple[Tensor, ...]) -> Tensor:
         """The inputs of a batch, or its features where there is no body → scores [B, C]."""
@@ -69,7 +72,7 @@ class Network:
         with torch.autocast(device, torch.bfloat16, enabled=self.stage.precision == "bfloat16"):
             values: Tensor = batch[0].to(self.device)
             if self.backbone is not None:
-                values = run_body(self.backbone.body, tuple(tensor.to(self.device) for tensor in batch))
+                values = run_body(self.backbone.body, moved(batch, self.device))
         values = values.float()
         for layer in self.head_layers:
             values = functional.linear(values, self.parameters[f"{layer}.weight"], self.parameters[f"{layer}.bias"])
@@ -100,15 +103,26 @@ class BodySolver:
         (client,) = cohort.clients
         begin = {name: value[0].to(network.device) for name, value in start.items()}
         network.load(begin)
-        # A module's training leaves the body alone, its running statistics too.
-        frozen = Plan.of(stage).body == "frozen" and stage.norm_statistics == "aggregate"
+        moving = {n: p for n, p in network.trained.items() if objective.moves is None or n in objective.moves}
+        # What trains a module or a head leaves the body alone, its running statistics too.
+        frozen = not any(name.startswith("body.") for name in moving) and stage.norm_statistics == "aggregate"
         set_mode(network.backbone.body, True, "freeze" if frozen else stage.norm_statistics)
-        names, parameters = list(network.trained), list(network.trained.values())
+        for name, parameter in network.trained.items():
+            parameter.requires_grad_(name in moving)
+        names, parameters = list(moving), list(moving.values())
+        anchor = begin
+        if objective.anchor is not None:
+            anchor = {name: objective.anchor[name][0].to(network.device) for name in names}
         velocity = _of(objective.velocity, names, network.device)
         drift = _of(objective.drift, names, network.device)
         pull = 0.0 if objective.pull is None else float(objective.pull[0])
-        plan = [row[row >= 0] for row in batches(cohort, stage, round, self.seed)[0]]
-        rng = np.random.default_rng([*self.seed, round, int(client), 0xF11])
+        plan = [row[row >= 0] for row in batches(cohort, stage, round, self.seed, objective)[0]]
+        if objective.inner_lr is not None:
+            plan = plan[: len(plan) // 2 * 2]
+        rng = np.random.default_rng(
+            [*self.seed, round, int(client), 0xF11, *([objective.phase] if objective.phase else [])]
+        )
+        origin: list[Tensor] = []
         with torch.random.fork_rng():
             torch.manual_seed(int(rng.integers(2**62)))  # for dropout, where the body has it
             for rows, inputs in zip(plan, cohort.inputs.batches(cohort.rows[rows] for rows in plan), strict=True):
@@ -121,15 +135,25 @@ class BodySolver:
                 with torch.no_grad():
                     for number, (name, parameter) in enumerate(zip(names, parameters, strict=True)):
                         if stage.weight_decay:
-                            gradients[number] = gradients[number].add(parameter, alpha=stage.weight_decay)
+                            gradients[number] = gradients[number].add(
+                                decaying(name, parameter), alpha=stage.weight_decay
+                            )
                         if pull:
-                            gradients[number] = gradients[number].add(parameter - begin[name], alpha=pull)
+                            gradients[number] = gradients[number].add(parameter - anchor[name], alpha=pull)
                         if drift:
                             gradients[number] = gradients[number] + drift[number]
                     if stage.clip is not None:
                         norm = torch.linalg.vector_norm(torch.stack([gradient.norm() for gradient in gradients]))
                         factor = (stage.clip / norm.clamp(min=1e-12)).clamp(max=1.0)
                         gradients = [gradient * factor for gradient in gradients]
+                    if objective.inner_lr is not None and not origin:
+                        origin = [parameter.clone() for parameter in parameters]
+                        for parameter, gradient in zip(parameters, gradients, strict=True):
+                            parameter.sub_(gradient, alpha=objective.inner_lr)
+                        continue
+                    for parameter, before in zip(parameters, origin, strict=False):
+                        parameter.copy_(before)
+                    origin = []
                     if stage.momentum and velocity:
                         pairs = zip(velocity, gradients, strict=True)
                         velocity = [before.mul_(stage.momentum).add_(gradient) for before, gradient in pairs]
@@ -139,8 +163,9 @@ class BodySolver:
                         parameter.sub_(change, alpha=rate)
         return LocalResult(
             {name: parameter.detach().cpu()[None] for name, parameter in network.trained.items()},
-            np.array([len(plan)]),
-            {name: value.cpu()[None] for name, value in zip(names, velocity, strict=True)},
+            np.array([len(plan) if objective.inner_lr is None else len(plan) // 2]),
+            # None where a client is too small for a step.
+            {name: value.cpu()[None] for name, value in zip(names, velocity, strict=bool(velocity))},
             {name: value.cpu()[None].clone() for name, value in network.statistics.items()},
         )
 

@@ -1,24 +1,22 @@
 """Plans: for every parameter and buffer of a model, whether it is frozen, shared or personal.
 
 Names start with the part they belong to: `body.`, `module.` or `head.`. What is shared is trained and travels; what is
-frozen stays as the stage found it, bit for bit. What is personal stays with the client from round to round: a method
-names it beside its plan (`TrainingMethod.personal`), and no message holds it.
+personal is trained and stays with the client from round to round: no message holds it. What is frozen stays as the
+stage found it, bit for bit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 
 from headstart.errors import HeadstartError
-from headstart.methods.base import Setting
-from headstart.recipe import MODULES, Rounds
+from headstart.methods.base import Setting, TaskSetting
+from headstart.stages import MODULES, PersonaliseStage, Role, Rounds
 from headstart.statistics import Floats
 
-Role = Literal["frozen", "shared"]
 Shapes = dict[str, tuple[int, ...]]
 Vectors = dict[str, Floats]
 """Arrays by the name of the parameter they belong to, in float64: the server adds and steps in double precision."""
@@ -26,33 +24,50 @@ Vectors = dict[str, Floats]
 
 @dataclass(frozen=True)
 class Plan:
-    """The role of each part of a model; ``statistics`` are the running means and variances of batch norm."""
+    """The role of each part of a model.
+
+    ``hidden`` are the layers before the last one of an MLP head; ``statistics`` are the running means and variances of
+    batch norm.
+    """
 
     body: Role
     module: Role
+    hidden: Role
     head: Role
     statistics: Role
 
     @classmethod
     def of(cls, stage: Rounds) -> Plan:
-        """The plan that a stage's ``train`` and ``norm_statistics`` name."""
-        body: Role = "shared" if stage.train in ("all", "body") else "frozen"
-        module: Role = "shared" if stage.train in MODULES else "frozen"
-        head: Role = "frozen" if stage.train == "body" else "shared"
-        return cls(body, module, head, body if stage.norm_statistics == "aggregate" else "frozen")
+        """The plan that a stage's ``train`` and ``norm_statistics`` name, with the roles that its method gives."""
+        body: Role = stage.representation if stage.train in ("all", "body") else "frozen"
+        module: Role = stage.representation if stage.train in MODULES else "frozen"
+        hidden: Role = "frozen" if stage.train == "body" else stage.representation
+        head: Role = "frozen" if stage.train == "body" else stage.classifier
+        return cls(body, module, hidden, head, body if stage.norm_statistics == "aggregate" else "frozen")
 
     @property
     def changes_features(self) -> bool:
         """Whether training changes the features, so that they cannot be computed once."""
-        return "shared" in (self.body, self.module)
+        return {self.body, self.module} != {"frozen"}
 
-    def shared(self, shapes: Mapping[str, tuple[int, ...]]) -> Shapes:
-        """The parameters that are trained and travel."""
-        return {name: shape for name, shape in shapes.items() if getattr(self, name.split(".")[0]) == "shared"}
+    def role(self, name: str) -> Role:
+        """The role of a parameter by its name."""
+        part = "hidden" if name.startswith("head.hidden.") else name.partition(".")[0]
+        role: Role = getattr(self, part)
+        return role
+
+    def trained(self, shapes: Mapping[str, tuple[int, ...]]) -> Shapes:
+        """The parameters that change."""
+        return {name: shape for name, shape in shapes.items() if self.role(name) != "frozen"}
 
 
-def head_shapes(stage: Rounds, n_classes: int, dim: int) -> Shapes:
+def head_shapes(stage: Rounds, task: TaskSetting, dim: int) -> Shapes:
     """Parameters of a head on features of ``dim``: a linear layer, behind two hidden layers where it is an MLP."""
+    n_classes = task.n_classes
+    if isinstance(stage, PersonaliseStage):  # whatever head there is
+        if task.previous is not None:
+            return {f"head.{name}": array.shape for name, array in task.previous.arrays().items()}
+        return {"head.weight": (n_classes, dim), "head.bias": (n_classes,)}
     if stage.head == "linear":
         return {"head.weight": (n_classes, dim), "head.bias": (n_classes,)}
     width = stage.hidden
@@ -66,22 +81,23 @@ def head_shapes(stage: Rounds, n_classes: int, dim: int) -> Shapes:
     }
 
 
-def head_start(stage: Rounds, setting: Setting, shapes: Shapes) -> Vectors:
-    """The head to start from: that of an earlier stage, zeros, or random values."""
-    previous = setting.previous
+def head_start(stage: Rounds, setting: Setting, task: TaskSetting) -> Vectors:
+    """The head of a task to start from: that of an earlier stage, zeros, or random values."""
+    previous, shapes = task.previous, head_shapes(stage, task, setting.dim)
     if stage.head_init == "previous" and previous is not None:
         # A class that was masked because nobody had been heard about it may be learned now.
         given = previous.arrays()
         arrays = {f"head.{name}": np.nan_to_num(given[name].astype(np.float64), neginf=0) for name in given}
         if {name: array.shape for name, array in arrays.items()} != shapes:
             raise HeadstartError(
-                f"stages.{setting.seed[1]}.head_init: the earlier stage's head has other layers than this stage's "
-                f"({stage.head}); set head_init to random, or start to another stage"
+                f"stages.{setting.seed[1]}.head_init: the earlier stage's head has other layers than this stage's; "
+                "set head_init to random, or start to another stage"
             )
         return arrays
     if stage.head_init == "zeros":
         return {name: np.zeros(shape) for name, shape in shapes.items()}
-    rng = np.random.default_rng([*setting.seed, 0x1417])
+    number = [each.name for each in setting.each].index(task.name)
+    rng = np.random.default_rng([*setting.seed, 0x1417, number] if number else [*setting.seed, 0x1417])
     # Torch's own initialisation of a linear layer.
     widths = {name: shapes[name.replace("bias", "weight")][1] for name in shapes}
     return {name: rng.uniform(-1, 1, shape) / np.sqrt(widths[name]) for name, shape in shapes.items()}

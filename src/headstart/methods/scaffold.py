@@ -12,8 +12,8 @@ import torch
 from headstart.methods.base import Cohort, Reply
 from headstart.methods.plan import Vectors
 from headstart.methods.solver import LocalResult, Objective, Stack, learning_rate, wide
-from headstart.methods.training import TrainingMethod, TrainingState, added, difference
-from headstart.recipe import ScaffoldStage
+from headstart.methods.training import Tally, TrainingMethod, TrainingState, added, difference
+from headstart.stages import ScaffoldStage
 from headstart.statistics import Ints
 from headstart.wire import Message
 
@@ -23,7 +23,7 @@ class ScaffoldMethod(TrainingMethod[ScaffoldStage]):
 
     memories = ("control",)
     travels = ("update", "control")
-    personal = ("control",)
+    keeps = ("control",)
 
     def broadcasts(self) -> tuple[str, ...]:
         """The server's control variate."""
@@ -35,20 +35,21 @@ class ScaffoldMethod(TrainingMethod[ScaffoldStage]):
         """Local steps along g − c_k + c, then the client's new control variate."""
         round = int(message.scalars["round"])
         mine = self.remembered("control", cohort)
-        server = {name: torch.from_numpy(message.arrays[f"control.{name}"].copy()) for name in self.shapes}
-        correction = {name: server[name] - mine[name] for name in self.shapes}
+        names = self.shared_names(cohort.task)
+        server = {name: torch.from_numpy(message.arrays[f"control.{full}"].copy()) for name, full in names.items()}
+        correction = {name: server[name] - mine[name] for name in names}
         result = self.solve(start, cohort, round, Objective(drift=correction))
         update = difference(result.parameters, start)
         scale = torch.from_numpy(result.steps) * learning_rate(self.stage, round)
         change = {name: -server[name] - moved / wide(scale, moved) for name, moved in update.items()}
-        kept = {name: mine[name] + change[name] for name in self.shapes}
+        kept = {name: mine[name] + change[name] for name in names}
         return result, {"update": update, "control": change}, {"control": kept}
 
     def factor(self, what: str, weight: float, state: TrainingState, reply: Reply) -> float:
         """Updates are averaged by weight; control variates count once each, over all clients."""
         return weight if what == "update" else 1.0
 
-    def step(self, state: TrainingState, mean: Vectors) -> tuple[Vectors, dict[str, Vectors]]:
+    def step(self, state: TrainingState, mean: Vectors, tally: Tally) -> tuple[Vectors, dict[str, Vectors]]:
         """x ← x + η_g Δ̄; c ← c + (1/K) Σ (c_k⁺ − c_k)."""
-        control = added(state.memory["control"], state.sums["control"], 1 / self.setting.n_clients)
+        control = added(state.memory["control"], state.sums["control"], 1 / tally.clients)
         return added(state.parameters, mean, self.stage.server_lr), {"control": control}

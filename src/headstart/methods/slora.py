@@ -10,16 +10,16 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 
 from headstart.heads import LinearHead
 from headstart.ledger import Published
-from headstart.methods.base import Cohort, Reply, Setting
+from headstart.methods.base import Arrays, Cohort, Kept, Reply, Setting
 from headstart.methods.plan import Vectors
 from headstart.methods.training import TrainingMethod, TrainingState
 from headstart.modules import attach
-from headstart.modules.blocks import projections_of
 from headstart.modules.mask import entries
-from headstart.recipe import SLoRAStage
+from headstart.stages import SLoRAStage
 from headstart.statistics import Floats, Ints
 from headstart.wire import Message
 
@@ -37,12 +37,13 @@ class SLoRAMethod:
 
     hears_once = False
     catches_up = False
+    personal = False
 
     def __init__(self, stage: SLoRAStage, setting: Setting) -> None:
         assert setting.backbone is not None
         self.stage, self.setting = stage, setting
         self.seed = setting.seed[0] * 1000 + setting.seed[1]
-        self.mask = attach("mask", setting.backbone, {"density": stage.density}, self.seed)
+        self.mask = attach("mask", setting.backbone, {"density": stage.density, "blocks": stage.blocks}, self.seed)
         self.priming = TrainingMethod(stage, replace(setting, module=self.mask))
         self.tuning = TrainingMethod(stage, setting)
         self.switch = max(1, round(stage.priming * stage.rounds))
@@ -56,7 +57,7 @@ class SLoRAMethod:
         """Nothing primed yet."""
         return SLoRAState(False, self.priming.open())
 
-    def instruct(self, state: SLoRAState, round: int, since: int) -> Message:
+    def instruct(self, state: SLoRAState, round: int, since: int, task: int = 0) -> Message:
         """The masked values or the factors, and the head."""
         return self._part(state).instruct(state.inner, round, since)
 
@@ -83,10 +84,8 @@ class SLoRAMethod:
 
     def _factors(self, state: TrainingState) -> Vectors:
         """LoRA's factors of every matrix: the best approximation of its change of that rank."""
-        assert self.setting.backbone is not None
         scale, found = self.stage.alpha_lora / self.stage.rank, {}
-        for number, name in enumerate(projections_of(self.setting.backbone.core)):
-            name = name.removesuffix(".base_layer")
+        for number, name in enumerate(self.mask.parameters):
             change = np.zeros(self._shape(name))
             values = state.parameters[f"module.{name}"]
             change.ravel()[entries(change.size, self.stage.density, self.seed, number)] = values
@@ -98,13 +97,21 @@ class SLoRAMethod:
         begin = self.tuning.shapes
         return begin[f"module.{name}.lora_B.weight"][0], begin[f"module.{name}.lora_A.weight"][1]
 
-    def head(self, state: SLoRAState) -> LinearHead:
+    def refine(self, state: SLoRAState, cohort: Cohort) -> SLoRAState:
+        """As FedAvg."""
+        return replace(state, inner=self._part(state).refine(state.inner, cohort))
+
+    def head(self, state: SLoRAState, task: int = 0, own: Arrays | None = None) -> LinearHead:
         """The head as it is."""
         return self._part(state).head(state.inner)
 
-    def place(self, state: SLoRAState) -> None:
+    def place(self, state: SLoRAState, task: int = 0, own: Arrays | None = None) -> None:
         """Write the masked values or the factors into their modules."""
         self._part(state).place(state.inner)
+
+    def own(self, kept: Kept, task: int = 0) -> dict[str, npt.NDArray[np.float32]]:
+        """Nothing."""
+        return {}
 
     def published(self, state: SLoRAState, counts: Ints) -> Published:
         """The thesis's Eq. 7 with the sizes of this model: one direction, without the head."""

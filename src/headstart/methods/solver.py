@@ -8,6 +8,7 @@ no step left does not move. A cohort of one client is the same code.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -18,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from headstart.methods.base import Cohort
-from headstart.recipe import Rounds, Training
+from headstart.stages import Rounds, Training
 from headstart.statistics import Ints
 
 Stack = dict[str, Tensor]
@@ -27,14 +28,26 @@ Stack = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Objective:
-    """What a method adds to each client's loss: pull/2 ‖w − start‖² + ⟨drift, w⟩; and the velocity it starts with.
+    """What a method adds to each client's loss: pull/2 ‖w − anchor‖² + ⟨drift, w⟩; and how it is minimised.
 
-    pull: [M]; drift: a gradient added at every step. Both are part of the objective, so momentum sees them.
+    pull: [M]; drift: a gradient added at every step. Both are part of the objective, so momentum sees them. A client
+    may train several times in a round, in phases: on some of the parameters, for other epochs, at another rate.
     """
 
     pull: Tensor | None = None
     drift: Stack | None = None
     velocity: Stack | None = None
+    """The velocity to start with; zero where it is None."""
+    anchor: Stack | None = None
+    """What the pull is towards; the start where it is None."""
+    moves: frozenset[str] | None = None
+    """The parameters that are trained; None: all that the plan trains."""
+    epochs: int | None = None
+    phase: int = 0
+    """Batches of another phase are drawn anew."""
+    inner_lr: float | None = None
+    """Where it is set, batches go in pairs: the gradient of a step is that of the second batch, after a step of this
+    size along the gradient of the first."""
 
 
 @dataclass(frozen=True)
@@ -70,35 +83,47 @@ def learning_rate(stage: Rounds, round: int) -> float:
 class HeadSolver:
     """Local SGD on the stacked heads of a cohort, over features that were computed once."""
 
-    def __init__(self, stage: Training, seed: tuple[int, ...]) -> None:
-        self.stage, self.seed = stage, seed
+    def __init__(self, stage: Training, seed: tuple[int, ...], trained: Iterable[str]) -> None:
+        self.stage, self.seed, self.trained = stage, seed, frozenset(trained)
 
     def __call__(self, start: Stack, cohort: Cohort, round: int, objective: Objective) -> LocalResult:
         """start: stacked parameters [M, …] of the heads."""
         stage, rate = self.stage, learning_rate(self.stage, round)
-        index = torch.from_numpy(batches(cohort, stage, round, self.seed))  # [M, S, B], -1 where there is no example
+        # [M, S, B], -1 where there is no example
+        index = torch.from_numpy(batches(cohort, stage, round, self.seed, objective))
         features = torch.from_numpy(np.asarray(cohort.features[cohort.rows], np.float32))
         labels = torch.from_numpy(cohort.labels)
         parameters = {name: value.clone() for name, value in start.items()}
-        velocity = dict(objective.velocity or {name: torch.zeros_like(value) for name, value in start.items()})
-        for step in range(index.shape[1]):
+        moves = objective.moves if objective.moves is not None else self.trained
+        velocity = {name: torch.zeros_like(value) for name, value in start.items()} | (objective.velocity or {})
+        anchor = objective.anchor or start
+        inner, origin = objective.inner_lr, parameters
+        for step in range(index.shape[1] if inner is None else index.shape[1] // 2 * 2):
             batch = index[:, step]
             present = batch >= 0
             active = present.any(dim=1)
             gradients = _gradients(parameters, features[batch.clamp(min=0)], labels[batch.clamp(min=0)], present, stage)
+            gradients = {name: gradient for name, gradient in gradients.items() if name in moves}
             for name, gradient in gradients.items():
                 if stage.weight_decay:
-                    gradient += stage.weight_decay * parameters[name]
+                    gradient += stage.weight_decay * decaying(name, parameters[name])
                 if objective.pull is not None:
-                    gradient += wide(objective.pull, gradient) * (parameters[name] - start[name])
+                    gradient += wide(objective.pull, gradient) * (parameters[name] - anchor[name])
                 if objective.drift is not None:
                     gradient += objective.drift[name]
             if stage.clip is not None:
                 _clip(gradients, stage.clip)
+            if inner is not None and step % 2 == 0:
+                origin = parameters
+                parameters = origin | {name: origin[name] - inner * gradient for name, gradient in gradients.items()}
+                continue
+            parameters = dict(origin) if inner is not None else parameters
             for name, gradient in gradients.items():
                 moving = wide(active, gradient)
                 velocity[name] = torch.where(moving, stage.momentum * velocity[name] + gradient, velocity[name])
                 parameters[name] = torch.where(moving, parameters[name] - rate * velocity[name], parameters[name])
+        if inner is not None:
+            index = index[:, 1::2]
         steps = (index >= 0).any(dim=2).sum(dim=1).numpy().astype(np.int64)
         return LocalResult(parameters, steps, velocity)
 
@@ -138,26 +163,40 @@ def _clip(gradients: Stack, largest: float) -> None:
         gradient *= wide(factor, gradient)
 
 
+def decaying(name: str, value: Tensor) -> Tensor:
+    """What weight decay pulls at: the bias of a masked class is minus infinity, and stays there."""
+    return value.masked_fill(value.isneginf(), 0.0) if name == "head.bias" else value
+
+
 def wide(values: Tensor, like: Tensor) -> Tensor:
     """Values [M] shaped to multiply a stack [M, …]."""
     return values.view(-1, *([1] * (like.dim() - 1)))
 
 
-def batches(cohort: Cohort, stage: Training, round: int, seed: tuple[int, ...]) -> npt.NDArray[np.int64]:
+def batches(
+    cohort: Cohort,
+    stage: Training,
+    round: int,
+    seed: tuple[int, ...],
+    objective: Objective = Objective(),  # noqa: B008
+) -> npt.NDArray[np.int64]:
     """Positions in the cohort's examples [M, S, B] of every batch of every client, padded with -1."""
     plans = []
     starts = np.searchsorted(cohort.owners, cohort.clients)
     sizes = np.searchsorted(cohort.owners, cohort.clients, side="right") - starts
     for client, start, size in zip(cohort.clients, starts, sizes, strict=True):
-        rng = np.random.default_rng([*seed, round, int(client)])
-        width = int(size) if stage.batch_size == "full" else min(stage.batch_size, int(size))
+        key = [*seed, round, int(client)]
+        rng = np.random.default_rng([*key, objective.phase] if objective.phase else key)
+        whole = int(size) if objective.inner_lr is None else -(-int(size) // 2)  # a pair has two batches
+        width = whole if stage.batch_size == "full" else min(stage.batch_size, whole)
         per_epoch = -(-int(size) // width)
         steps = stage.local_steps or per_epoch * (stage.local_epochs or 1)
+        steps = steps if objective.epochs is None else per_epoch * objective.epochs
         epochs = [
             np.pad(start + rng.permutation(size), (0, per_epoch * width - size), constant_values=-1)
             for _ in range(-(-steps // per_epoch))
         ]
-        plans.append(np.concatenate(epochs).reshape(-1, width)[:steps])
+        plans.append(np.concatenate([*epochs, np.zeros(0, np.int64)]).astype(np.int64).reshape(-1, width)[:steps])
     longest, widest = (max(plan.shape[axis] for plan in plans) for axis in (0, 1))
     batches = np.full((len(plans), longest, widest), -1, np.int64)
     for row, plan in zip(batches, plans, strict=True):

@@ -12,11 +12,11 @@ import torch
 from headstart.errors import MessageError
 from headstart.heads import LinearHead
 from headstart.ledger import Published
-from headstart.methods.base import Cohort, Reply, Setting, weight_of
+from headstart.methods.base import Arrays, Cohort, Kept, Reply, Setting, weight_of
 from headstart.methods.network import BodySolver, Network, set_mode
-from headstart.methods.plan import Plan, Shapes, Vectors, head_shapes, head_start
+from headstart.methods.plan import Plan, Shapes, Vectors, head_start
 from headstart.methods.solver import HeadSolver, LocalResult, Objective, Solver, Stack
-from headstart.recipe import DistMeZOStage, Training
+from headstart.stages import DistMeZOStage, PersonaliseStage, Training
 from headstart.statistics import Ints
 from headstart.wire import Message
 
@@ -29,6 +29,17 @@ StageT = TypeVar("StageT", bound=Training | DistMeZOStage)
 
 
 @dataclass(frozen=True)
+class Tally:
+    """What the server has heard in a round about a group of parameters: those of all clients, or those of a task."""
+
+    clients: int
+    """All clients of the group, heard or not."""
+    weight: float = 0.0
+    effort: float = 0.0
+    replies: int = 0
+
+
+@dataclass(frozen=True)
 class TrainingState:
     """The server between two replies: the model, what its optimiser remembers, and the sums of this round so far."""
 
@@ -38,13 +49,16 @@ class TrainingState:
     """Running statistics of batch norm, where they are shared."""
     round: int = 0
     sums: dict[str, Vectors] = field(default_factory=dict)
-    weight: float = 0.0
-    effort: float = 0.0
-    replies: int = 0
+    tallies: dict[str, Tally] = field(default_factory=dict)
+    """By the name of the group, which is empty for what all clients share."""
 
 
 class TrainingMethod(Generic[StageT]):
-    """FedAvg's skeleton. A method changes what the solver minimises, what else travels, and the server's step."""
+    """FedAvg's skeleton. A method changes what the solver minimises, what else travels, and the server's step.
+
+    Where there are several tasks, each has a head and a module of its own, and the names of their parameters end in
+    `@TASK` wherever those of several tasks are together. On a client, which has one task, names are plain.
+    """
 
     hears_once = False
     catches_up = False
@@ -54,47 +68,96 @@ class TrainingMethod(Generic[StageT]):
     """What a client sends, one array per parameter each."""
     needs_network = False
     """Whether the solver works on one network at a time where only heads train, too."""
-    personal: tuple[str, ...] = ()
-    """What stays with a client from one of its rounds to the next, one array per parameter; zero before its first."""
+    keeps: tuple[str, ...] = ()
+    """What else stays with a client from one of its rounds to the next, one array per shared parameter; zero before its
+    first."""
+    copies = False
+    """Whether a client has its own copy of what is shared, too."""
 
     def __init__(self, stage: StageT, setting: Setting) -> None:
         self.stage, self.setting, self.plan = stage, setting, Plan.of(stage)
-        head = head_start(stage, setting, head_shapes(stage, setting.n_classes, setting.dim))
-        self._initial, self._frozen_head = (head, Vectors()) if self.plan.head == "shared" else (Vectors(), head)
-        self._statistics = Vectors()
+        self.tasks = setting.each
+        heads = [head_start(stage, setting, task) for task in self.tasks]
         self.network: Network | None = None
+        body, module = Vectors(), Vectors()
+        self._statistics = Vectors()
         if self.plan.changes_features or self.needs_network:
-            tensors = {name: torch.from_numpy(value.astype(np.float32)) for name, value in head.items()}
+            tensors = {name: torch.from_numpy(value.astype(np.float32)) for name, value in heads[0].items()}
             backbone = setting.backbone if self.plan.changes_features else None
             self.network = Network(backbone, setting.module, tensors, stage)
-            trained = {n: p.detach().cpu().double().numpy() for n, p in self.network.trained.items()}
-            self._initial = trained | self._initial
+            body, module = (
+                {n: p.detach().cpu().double().numpy() for n, p in self.network.trained.items() if n.startswith(part)}
+                for part in ("body.", "module.")
+            )
             self._statistics = {n: b.cpu().double().numpy() for n, b in self.network.statistics.items()}
+        self._start: list[Vectors] = []
+        """Of each task: what a client starts from before it has heard or kept anything; the frozen body is not here."""
+        for task, head in zip(self.tasks, heads, strict=True):
+            given = {f"module.{name}": np.asarray(array, np.float64) for name, array in (task.module or {}).items()}
+            self._start.append({**body, **(module | {n: v for n, v in given.items() if n in module}), **head})
+        everything = [(self._full(n, t), n, v) for t in range(len(self.tasks)) for n, v in self._start[t].items()]
+        self._initial = {full: value for full, name, value in everything if self.plan.role(name) == "shared"}
         self.solve = self.solver()
         self.shapes: Shapes = {name: value.shape for name, value in self._initial.items()}
-        kept = {f"{what}.{name}": shape for what in self.personal for name, shape in self.shapes.items()}
-        self.kept_shapes: Mapping[str, tuple[int, ...]] = kept
+        mine = {full: v.shape for full, n, v in everything if self.plan.role(n) == "personal" or self._is_copied(n)}
+        if self.plan.statistics == "personal" or (self.copies and self.plan.statistics == "shared"):
+            mine |= {name: value.shape for name, value in self._statistics.items()}
+        self._mine = mine
+        kept = {f"{what}.{name}": shape for what in self.keeps for name, shape in self.kept_with(what).items()}
+        self.kept_shapes: Mapping[str, tuple[int, ...]] = kept | {f"personal.{n}": shape for n, shape in mine.items()}
         # Of a head: parameters, start, velocity, gradient, and what is kept and corrected by, in float32.
-        values = sum(int(np.prod(shape)) for shape in self.shapes.values())
+        values = max(sum(value.size for value in start.values()) for start in self._start)
         self.bytes_per_client = _ALONE if self.network else 4 * 8 * values
+
+    @property
+    def personal(self) -> bool:
+        """Whether every client has a model of its own."""
+        return bool(self._mine)
+
+    def kept_with(self, what: str) -> Shapes:
+        """The parameters, by their full names, that clients keep something with."""
+        return self.shapes
+
+    def _is_copied(self, name: str) -> bool:
+        return self.copies and self.plan.role(name) == "shared"
+
+    def _full(self, name: str, task: int) -> str:
+        """The name of a task's parameter where those of several tasks are together."""
+        return name if len(self.tasks) == 1 or name.startswith("body.") else f"{name}@{self.tasks[task].name}"
+
+    def _of(self, task: int, shapes: Mapping[str, object]) -> dict[str, str]:
+        """Plain names of those parameters that a client of the task has, and what they are called in ``shapes``."""
+        names = {**self._start[task], **self._statistics}
+        return {name: full for name in names if (full := self._full(name, task)) in shapes}
+
+    def shared_names(self, task: int) -> dict[str, str]:
+        """Plain names of what a client of the task shares, and their full names."""
+        return self._of(task, self.shapes)
 
     def solver(self) -> Solver:
         """What the clients do: SGD, on stacked heads or on the network."""
-        stage = self.stage
+        stage, seed = self.stage, self.setting.seed
         assert not isinstance(stage, DistMeZOStage)
-        return (
-            BodySolver(self.network, stage, self.setting.seed) if self.network else HeadSolver(stage, self.setting.seed)
-        )
+        if self.network:
+            return BodySolver(self.network, stage, seed)
+        return HeadSolver(stage, seed, [name for name in self._start[0] if self.plan.role(name) != "frozen"])
 
     # ------------------------------------------------------------------------------------------------ on the server
 
     def open(self) -> TrainingState:
         """The model to start from."""
-        return TrainingState(self._initial, {name: self._zeros() for name in self.memories}, self._statistics)
+        memory = {name: self._zeros() for name in self.memories}
+        return TrainingState(self._initial, memory, self._shared_statistics)
 
-    def instruct(self, state: TrainingState, round: int, since: int) -> Message:
-        """What is shared, in float32, and what else clients need."""
+    @property
+    def _shared_statistics(self) -> Vectors:
+        return self._statistics if self.plan.statistics == "shared" else Vectors()
+
+    def instruct(self, state: TrainingState, round: int, since: int, task: int = 0) -> Message:
+        """What is shared with a client of the task, in float32, and what else it needs."""
+        names = list(self.shapes if self.stage.hide_task else self.shared_names(task).values())
         sent = {"model": state.parameters, **{name: state.memory[name] for name in self.broadcasts()}}
+        sent = {what: {name: vectors[name] for name in names} for what, vectors in sent.items()}
         return Message(_named(sent | {"statistics": state.statistics}, np.float32), {"round": round})
 
     def broadcasts(self) -> tuple[str, ...]:
@@ -103,25 +166,47 @@ class TrainingMethod(Generic[StageT]):
 
     def fold(self, state: TrainingState, reply: Reply) -> TrainingState:
         """Add a weighted update to the sums of the round; an update that cannot be right is refused."""
-        arrays = {what: _checked(reply.message, what, self.shapes) for what in self.travels}
+        mine = self.shared_names(reply.task).values()
+        shapes = {name: self.shapes[name] for name in (self.shapes if self.stage.hide_task else mine)}
+        arrays = {what: _checked(reply.message, what, shapes) for what in self.travels}
         moved = {name: value.shape for name, value in state.statistics.items()}
         arrays["statistics"] = _checked(reply.message, "statistics", moved)
-        norm, largest = norm_of(arrays["update"]), _EXPLODED * (1 + norm_of(state.parameters))
+        norm, largest = norm_of(arrays["update"]), _EXPLODED * (1 + norm_of({n: state.parameters[n] for n in shapes}))
         if norm > largest:
             raise MessageError(f"the update has exploded: its norm is {norm:.1e}, more than {largest:.1e}")
         for name, value in arrays["statistics"].items():
             if name.endswith("running_var") and value.min(initial=0) < 0:
                 raise MessageError(f"array 'statistics.{name}' holds a negative variance")
         weight = self.weight_of(reply)
-        sums = {}
+        sums = {what: dict(vectors) for what, vectors in state.sums.items()}
         for what, vectors in arrays.items():
             factor = weight if what == "statistics" else self.factor(what, weight, state, reply)
-            before = state.sums.get(what)
-            # An array without dimensions times a number is a number, which nothing can be added to in place.
-            scaled = {name: np.asarray(factor * array.astype(np.float64)) for name, array in vectors.items()}
-            sums[what] = scaled if before is None else {n: np.add(before[n], v, out=v) for n, v in scaled.items()}
-        effort = state.effort + weight * self.effort(state, reply)
-        return replace(state, sums=sums, weight=state.weight + weight, effort=effort, replies=state.replies + 1)
+            into = sums.setdefault(what, {})
+            for name, array in vectors.items():
+                # An array without dimensions times a number is a number, which nothing can be added to in place.
+                scaled = np.asarray(factor * array.astype(np.float64))
+                into[name] = np.add(into[name], scaled, out=scaled) if name in into else scaled
+        tallies = dict(state.tallies)
+        for group, share in self._groups(reply):
+            before = tallies.get(group) or Tally(self._clients_of(group))
+            effort = before.effort + share * weight * self.effort(state, reply)
+            tallies[group] = Tally(before.clients, before.weight + share * weight, effort, before.replies + 1)
+        return replace(state, sums=sums, tallies=tallies)
+
+    def _groups(self, reply: Reply) -> list[tuple[str, float]]:
+        """The groups of parameters that a reply is about: all clients', and its task's."""
+        if len(self.tasks) == 1:
+            return [("", 1.0)]
+        if not self.stage.hide_task:
+            return [("", 1.0), (self.tasks[reply.task].name, 1.0)]
+        # What a server of secure sums would see the total of: one for the client's task, zero for the others.
+        present = reply.message.array("present", "float32", (len(self.tasks),))
+        if not np.isin(present, (0, 1)).all() or present.sum() != 1:
+            raise MessageError("a client says that it has no task, or more than one")
+        return [("", 1.0), *((task.name, 1.0) for task, share in zip(self.tasks, present, strict=True) if share)]
+
+    def _clients_of(self, group: str) -> int:
+        return sum(task.n_clients for task in self.tasks if group in ("", task.name))
 
     def weight_of(self, reply: Reply) -> float:
         """How much a client counts in the mean."""
@@ -136,44 +221,85 @@ class TrainingMethod(Generic[StageT]):
         return 1.0
 
     def close(self, state: TrainingState) -> TrainingState:
-        """The step of the server, once all replies of the round are in; without any, the model stays as it is.
+        """The step of the server, once all replies of the round are in, for each group of parameters by itself.
 
-        Statistics are averaged as they are: they are estimates, not parameters that an optimiser steps along.
+        What nobody was heard about stays as it is. Statistics are averaged as they are: they are estimates, not
+        parameters that an optimiser steps along.
         """
-        if state.replies:
-            mean = {name: total / state.weight for name, total in state.sums["update"].items()}
-            parameters, memory = self.step(state, mean)
-            statistics = {name: total / state.weight for name, total in state.sums["statistics"].items()}
-            state = replace(state, parameters=parameters, memory=memory, statistics=statistics)
-        return TrainingState(state.parameters, state.memory, state.statistics, state.round + 1)
+        parameters, memory, statistics = state.parameters, state.memory, state.statistics
+        for group, tally in state.tallies.items():
+            names = [name for name in parameters if name.partition("@")[2] == group]
+            mean = {name: state.sums["update"][name] / tally.weight for name in names}
+            part = replace(
+                state,
+                parameters={name: parameters[name] for name in names},
+                memory={what: {name: vectors[name] for name in names} for what, vectors in memory.items()},
+            )
+            moved, remembered = self.step(part, mean, tally)
+            parameters = parameters | moved
+            memory = {what: vectors | remembered[what] for what, vectors in memory.items()}
+            if not group:
+                statistics = {name: total / tally.weight for name, total in state.sums["statistics"].items()}
+        return TrainingState(parameters, memory, statistics, state.round + 1)
 
-    def step(self, state: TrainingState, mean: Vectors) -> tuple[Vectors, dict[str, Vectors]]:
-        """New parameters and memories from the mean update of the round."""
+    def refine(self, state: TrainingState, cohort: Cohort) -> TrainingState:
+        """The server trains the model of the round as a client would, on the examples that it was given."""
+        assert not isinstance(self.stage, DistMeZOStage | PersonaliseStage)
+        whole = self.stage.share_train == "all"
+        moves = frozenset(name for name in self.model(state) if whole or not name.startswith("head."))
+        start = {name: value[None] for name, value in _tensors(self.model(state)).items()}
+        result = self.solve(start, cohort, state.round - 1, Objective(moves=moves))
+        found = {name: value[0].double().numpy().copy() for name, value in result.parameters.items()}
+        statistics = {name: result.statistics[name][0].double().numpy() for name in state.statistics}
+        moved = {name: found[name] for name in state.parameters if name in moves}
+        return replace(state, parameters=state.parameters | moved, statistics=statistics)
+
+    def step(self, state: TrainingState, mean: Vectors, tally: Tally) -> tuple[Vectors, dict[str, Vectors]]:
+        """New parameters and memories of a group from the mean update of the round."""
         return added(state.parameters, mean, getattr(self.stage, "server_lr", 1.0)), state.memory
 
-    def head(self, state: TrainingState) -> LinearHead:
+    def model(self, state: TrainingState, task: int = 0, own: Arrays | None = None) -> dict[str, np.ndarray]:
+        """Every parameter but the frozen body's, by its plain name: as the state has it, or as a client has."""
+        shared = {name: state.parameters[full] for name, full in self.shared_names(task).items()}
+        return {**self._start[task], **shared, **self._statistics, **state.statistics, **(own or {})}
+
+    def head(self, state: TrainingState, task: int = 0, own: Arrays | None = None) -> LinearHead:
         """The head as it is."""
-        values = self._frozen_head or state.parameters
+        values = self.model(state, task, own)
         heads = {n.removeprefix("head."): v.astype(np.float32) for n, v in values.items() if n.startswith("head.")}
         return LinearHead.of_arrays(heads)
 
-    def place(self, state: TrainingState) -> None:
+    def place(self, state: TrainingState, task: int = 0, own: Arrays | None = None) -> None:
         """Write what the state says into the body, and put it into evaluation mode."""
         if self.network and self.network.backbone:
-            self.network.load(_tensors({**state.parameters, **state.statistics}))
+            self.network.load(_tensors(self.model(state, task, own)))
             set_mode(self.network.backbone.body, False, self.stage.norm_statistics)
+
+    def own(self, kept: Kept, task: int = 0) -> dict[str, np.ndarray]:
+        """What is each client's own: what it kept, or what it would start from."""
+        start = {**self._start[task], **self._statistics}
+        names = self._of(task, self._mine)
+        return {name: kept(f"personal.{full}", start[name].astype(np.float32)) for name, full in names.items()}
 
     def published(self, state: TrainingState, counts: Ints) -> Published:
         """The FedNCM paper's count: both directions, without the bias of the head; every example in every round.
 
         A step on the body counts as three forward passes.
         """
-        values = sum(int(np.prod(shape)) for shape in self.shapes.values())
-        values -= self.setting.n_classes if self.plan.head == "shared" else 0
+        biases = sum(task.n_classes * task.n_clients for task in self.tasks) if self.plan.head == "shared" else 0
+        values = self.travelling - biases / self.setting.n_clients
         per_round = self.stage.sampled(self.setting.n_clients)
         what = "(C · d + P)" if self.plan.changes_features else "C · d"
         formula = f"FedNCM paper, appendix A: 2 · {what} · K · R · 4 bytes, up and down"
-        return Published(2 * values * per_round * state.round * 4, state.round * self.round_passes(counts), formula)
+        total = round(2 * values * per_round * state.round * 4)
+        return Published(total, state.round * self.round_passes(counts), formula)
+
+    @property
+    def travelling(self) -> float:
+        """Shared parameters of a client; the mean over all clients, where tasks differ."""
+        sizes = {name: int(np.prod(shape)) for name, shape in self.shapes.items()}
+        each = (t.n_clients * sum(sizes[n] for n in self.shared_names(i).values()) for i, t in enumerate(self.tasks))
+        return sum(each) / sum(task.n_clients for task in self.tasks)
 
     def round_passes(self, counts: Ints) -> int:
         """The paper's count of a round's forward passes."""
@@ -191,28 +317,47 @@ class TrainingMethod(Generic[StageT]):
             what: {name: message.arrays[f"{what}.{name}"].astype(np.float64) for name in self.shapes}
             for what in ("model", *self.memories)
         }
-        statistics = {name: message.arrays[f"statistics.{name}"].astype(np.float64) for name in self._statistics}
+        statistics = {name: message.arrays[f"statistics.{name}"].astype(np.float64) for name in self._shared_statistics}
         return TrainingState(vectors.pop("model"), vectors, statistics, int(message.scalars["round"]))
 
     # ----------------------------------------------------------------------------------------------- on the clients
 
     def answer(self, cohort: Cohort, message: Message) -> list[Reply]:
         """Train every client's model; each sends its update and keeps its own."""
-        clients = len(cohort.clients)
-        given = {n.removeprefix("model."): a for n, a in message.arrays.items() if n.startswith("model.")}
+        clients, task = len(cohort.clients), cohort.task
+        shared, mine = self.shared_names(task), self._of(task, self._mine)
+        given: dict[str, np.ndarray] = {**self._start[task]}
+        given |= {name: message.arrays[f"model.{full}"] for name, full in shared.items()}
         given |= {n.removeprefix("statistics."): a for n, a in message.arrays.items() if n.startswith("statistics.")}
         start = {name: value.expand(clients, *value.shape) for name, value in _tensors(given).items()}
+        if not self.copies:
+            start |= _tensors(self.own(cohort.kept, task))
         sizes = np.searchsorted(cohort.owners, cohort.clients, "right") - np.searchsorted(cohort.owners, cohort.clients)
         result, sent, kept = self.train(start, cohort, message, sizes)
-        sent["statistics"] = result.statistics
+        if not self.copies:
+            everything = {**result.parameters, **result.statistics}
+            kept = {**kept, "personal": {name: everything[name] for name in mine}}
+        sent = {what: {self._full(n, task): v for n, v in each.items() if n in shared} for what, each in sent.items()}
+        kept = {what: {self._full(n, task): v for n, v in each.items()} for what, each in kept.items()}
+        sent["statistics"] = result.statistics if self.plan.statistics == "shared" else {}
         replies = []
         for row, client in enumerate(cohort.clients):
             arrays = {f"{what}.{name}": each[name][row].numpy() for what, each in sent.items() for name in each}
-            mine = {f"{what}.{name}": each[name][row].numpy() for what, each in kept.items() for name in each}
+            if self.stage.hide_task and len(self.tasks) > 1:
+                arrays |= self._padding(arrays, task)
+            # A copy: where there is a network, its memory is the next client's.
+            keeps = {f"{what}.{name}": each[name][row].numpy().copy() for what, each in kept.items() for name in each}
             reply = Message(arrays, {"examples": int(sizes[row]), "steps": int(result.steps[row])})
             passes = self.passes(int(sizes[row]), int(result.steps[row]), bool(cohort.new[row]))
-            replies.append(Reply(np.array([client]), reply, np.array([reply.nbytes]), np.array([passes]), mine))
+            nbytes = np.array([reply.nbytes])
+            replies.append(Reply(np.array([client]), reply, nbytes, np.array([passes]), keeps, task))
         return replies
+
+    def _padding(self, arrays: Mapping[str, np.ndarray], task: int) -> dict[str, np.ndarray]:
+        """Zeros for the parameters of other tasks, and which task is the client's own."""
+        names = {f"{what}.{name}": shape for what in self.travels for name, shape in self.shapes.items()}
+        zeros = {name: np.zeros(shape, np.float32) for name, shape in names.items() if name not in arrays}
+        return {**zeros, "present": np.eye(len(self.tasks), dtype=np.float32)[task]}
 
     def train(
         self, start: Stack, cohort: Cohort, message: Message, sizes: Ints
@@ -233,7 +378,8 @@ class TrainingMethod(Generic[StageT]):
 
     def remembered(self, what: str, cohort: Cohort) -> Stack:
         """What each client of a cohort kept under this name [M, …]."""
-        return {name: torch.from_numpy(cohort.kept(f"{what}.{name}")) for name in self.shapes}
+        names = self._of(cohort.task, self.kept_with(what))
+        return {name: torch.from_numpy(cohort.kept(f"{what}.{full}", None)) for name, full in names.items()}
 
     def _zeros(self) -> Vectors:
         return {name: np.zeros(shape) for name, shape in self.shapes.items()}

@@ -20,22 +20,29 @@ from headstart.modules.prompts import prompts
 
 @dataclass(frozen=True, eq=False)
 class Attached:
-    """A module on a body: its parameters by name, and how to take it off."""
+    """A module on a body: its parameters by name, how to take it off, and how many blocks come before it."""
 
     kind: str
     parameters: Mapping[str, nn.Parameter]
     detach: Callable[[], None]
+    depth: int
 
 
 def attach(kind: str, backbone: Backbone, settings: Mapping[str, Any], seed: int) -> Attached:
     """Put a new module on the body; its parameters depend on the seed alone, and its outputs are the body's own.
 
-    settings: rank and alpha_lora of LoRA, the bottleneck of adapters, the number of tokens of prompts.
+    settings: rank and alpha_lora of LoRA, the bottleneck of adapters, the number of tokens of prompts. ``blocks``
+    puts the module on so many of the last blocks; None, or nothing, on all.
     """
     blocks = blocks_of(backbone.core)
     if not blocks:
         raise HeadstartError(f"{backbone.name} has no transformer blocks for a {kind}; set train to 'all' or 'head'")
     targets = projections_of(backbone.core)
+    depth = _depth(backbone, len(blocks), settings.get("blocks"))
+    if depth:
+        blocks = blocks[depth:]
+        inside = {id(module) for block in blocks for module in block.modules()}
+        targets = [name for name in targets if id(backbone.core.get_submodule(name)) in inside]
     first = backbone.core.get_submodule(targets[0])
     assert isinstance(first, nn.Linear)
     width = first.in_features
@@ -44,14 +51,22 @@ def attach(kind: str, backbone: Backbone, settings: Mapping[str, Any], seed: int
         if kind == "lora":
             parameters, detach = lora(backbone.core, targets, settings["rank"], settings["alpha_lora"])
         elif kind == "mask":
-            parameters, detach = masks(
-                backbone.body, backbone.core, projections_of(backbone.core), settings["density"], seed
-            )
+            parameters, detach = masks(backbone.body, backbone.core, targets, settings["density"], seed)
         elif kind == "adapter":
             parameters, detach = adapters(backbone.body, blocks, width, settings["bottleneck"])
         else:
             parameters, detach = prompts(backbone.body, blocks, width, settings["tokens"])
-    return Attached(kind, parameters, detach)
+    return Attached(kind, parameters, detach, depth)
+
+
+def _depth(backbone: Backbone, count: int, wanted: int | None) -> int:
+    """How many of a body's blocks come before the last ``wanted``."""
+    if wanted is not None and not 1 <= wanted <= count:
+        raise HeadstartError(
+            f"{backbone.name} has {count} blocks, and the module is to be on the last {wanted}; set blocks to a number "
+            f"from 1 to {count}, or leave it out for all"
+        )
+    return 0 if wanted is None else count - wanted
 
 
 def plain_parameters(core: nn.Module) -> dict[str, nn.Parameter]:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from headstart.files import write_text
 from headstart.recipe import Recipe
 from headstart.report.figures import cost_figure, curve_figure, partition_figure, svg
-from headstart.report.tables import COLUMNS, human_bytes, stage_cells
+from headstart.report.tables import COLUMNS, human_bytes, remarks, stage_cells
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1c2330; --paper: #fff; --line: #d8dde6; --soft: #f4f6fa; }
@@ -42,12 +42,7 @@ def write_report(
     stages, curves = summary["stages"], curve_figure(metrics)
     unused = f", {summary['unused_examples']:,} left unused" if summary["unused_examples"] else ""
     formulas = "".join(f"<li>{escape(s['method'])}: {escape(s['published_formula'])}</li>" for s in stages)
-    best = "".join(
-        f"<li>{escape(s['method'])}: validation chooses round {s['best_round']}, {100 * s['best_accuracy']:.2f} % on "
-        f"the test split; the last round has {100 * s['accuracy']:.2f} %</li>"
-        for s in stages
-        if "best_round" in s
-    )
+    said = "".join(f"<li>{escape(remark)}</li>" for stage in stages for remark in remarks(stage))
     dropped = [f"{s['method']}, round {d['round']}: {d['clients']}: {d['why']}" for s in stages for d in s["dropped"]]
     left_out = f"<h2>Left out</h2><ul>{''.join(f'<li>{escape(line)}</li>' for line in dropped)}</ul>" if dropped else ""
     versions = ", ".join(f"{name} {number}" for name, number in summary["versions"].items())
@@ -57,14 +52,14 @@ def write_report(
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{escape(recipe.name)} · headstart</title><style>{_STYLE}</style></head><body>
 <h1>{escape(recipe.name)}</h1>
-<p>{escape(recipe.data.dataset)} through {escape(recipe.model.backbone)}: {summary["clients"]:,} clients,
+<p>{escape(recipe.datasets)} through {escape(recipe.model.backbone)}: {summary["clients"]:,} clients,
 {summary["examples"]:,} training examples{unused}, {summary["classes"]:,} classes.
 Peak memory {human_bytes(summary["peak_rss_bytes"])}.</p>
 <h2>Accuracy and cost</h2>
 {_table(COLUMNS, [stage_cells(stage) for stage in stages])}
 <p><small>Bytes are those of the serialised messages; beside them, as the papers count:</small></p>
 <ul><small>{formulas}</small></ul>
-{f"<p>The table shows the last round of each stage.</p><ul>{best}</ul>" if best else ""}
+{f"<ul>{said}</ul>" if said else ""}
 <figure>{svg(cost_figure(stages))}</figure>
 {f"<figure>{svg(curves)}</figure>" if curves else ""}
 <h2>Who holds which class</h2>

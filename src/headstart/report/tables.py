@@ -37,6 +37,39 @@ def stage_cells(stage: dict[str, Any]) -> list[str]:
     ]
 
 
+def remarks(stage: dict[str, Any]) -> list[str]:
+    """What else is to be said of a stage: its tasks, its clients' own models, the round that validation chooses."""
+    found = []
+    if "tasks" in stage:
+        tasks = ", ".join(f"{name} {100 * part['accuracy']:.2f} %" for name, part in stage["tasks"].items())
+        found.append(f"by task: {tasks}")
+    if "initial_accuracy_mean" in stage:
+        initial, own = _spread(stage, "initial_accuracy"), _spread(stage, "personalised_accuracy")
+        found.append(
+            f"on clients' own examples: {initial} at first, {own} personalised (mean and deviation over clients)"
+        )
+    if "headless_accuracy_mean" in stage:
+        initial, own = _spread(stage, "initial_headless_accuracy"), _spread(stage, "headless_accuracy")
+        found.append(
+            f"without a head, by the nearest mean of a client's classes: {initial} at first, {own} personalised"
+        )
+    if "forgetting_ratio" in stage:
+        found.append(
+            f"on the whole test split: {100 * stage['initial_whole_accuracy']:.2f} % at first, "
+            f"{100 * stage['whole_accuracy']:.2f} % personalised; forgetting ratio {stage['forgetting_ratio']:.3f}"
+        )
+    if "feature_similarity" in stage:
+        found.append(f"cosine of features before and after: {stage['feature_similarity']:.4f}")
+    if "best_round" in stage:
+        best = f"round {stage['best_round']}, {100 * stage['best_accuracy']:.2f} % on the test split"
+        found.append(f"validation chooses {best}; the table shows the last round")
+    return [f"{stage['method']}: {remark}" for remark in found]
+
+
+def _spread(stage: dict[str, Any], name: str) -> str:
+    return f"{100 * stage[f'{name}_mean']:.2f} ± {100 * stage[f'{name}_std']:.2f} %"
+
+
 COLUMNS = ("method", "accuracy", "rounds", "bytes up", "bytes down", "bytes (paper)", "forward passes", "seconds")
 
 

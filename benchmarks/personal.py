@@ -1,0 +1,212 @@
+"""The FedBABU protocol on CIFAR-10: initial and personalised accuracy of every method, and what personalising costs."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from itertools import pairwise
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.common import SHARED, THREADS, alternate, in_fresh_process, show
+from headstart.data import Federation
+from headstart.engine import Body, ClientStore, play
+from headstart.ledger import Ledger
+from headstart.methods import Setting, build
+from headstart.methods.solver import batches
+from headstart.recipe import Recipe
+from headstart.runner import run
+from headstart.stages import FedAvgStage, PersonaliseStage
+
+CLIENTS = 100
+SHARDS = (2, 5, 10)
+METHODS = ("fedavg", "fedbabu", "fedprox+babu", "fedper", "fedrep", "lg-fedavg", "per-fedavg", "ditto", "local-only")
+TUNING = {"method": "personalise", "epochs": 5, "lr": 1e-3, "momentum": 0.9, "batch_size": 50}
+COMPUTED = ("fedncm", "fed3r", "fedcof")
+NETS: dict[str, dict[str, Any]] = {
+    # A fifth of the images' number and rounds of one epoch: what two cores can do.
+    "conv4": {
+        "data": {"dataset": "cifar10", "train_examples": 20_000, "test_examples": 5_000},
+        "model": {"backbone": "conv4", "weights": "random"},
+        "local": {"lr": 0.1, "rounds": 60, "precision": "bfloat16"},
+        "below": {"train": "body"},
+        "both": {"train": "all"},
+        "tuned": {"update": "all", "precision": "bfloat16"},
+    },
+    # Hidden layers of an MLP are what is below the head.
+    "features": {
+        "data": {"dataset": "cifar10"},
+        "model": {
+            "backbone": "squeezenet1_1",
+            "weights": str(SHARED / "weights" / "squeezenet1_1-caffe.safetensors"),
+            "preprocess": "caffe",
+        },
+        "local": {"lr": 0.01, "rounds": 80},
+        "below": {"train": "head", "head": "mlp"},
+        "both": {"train": "head", "head": "mlp"},
+        "tuned": {"update": "head"},
+    },
+}
+
+
+def stages_of(method: str, net: str) -> list[dict[str, Any]]:
+    """A method's own stages, then five epochs of fine-tuning, then computed heads in their place."""
+    made = NETS[net]
+    local = {"participation": 0.1, "momentum": 0.9, "schedule": "step", "batch_size": 50, **made["local"]}
+    local["evaluate_every"] = local["rounds"]
+    both, rounds = {**local, **made["both"]}, local["rounds"]
+    own: dict[str, list[dict[str, Any]]] = {
+        "fedavg": [{"method": "fedavg", **both}],
+        "fedbabu": [{"method": "fedbabu", **local, **made["below"]}],
+        "fedprox+babu": [{"method": "fedbabu", "mu": 0.01, **local, **made["below"]}],
+        "fedper": [{"method": "fedper", **both}],
+        "fedrep": [{"method": "fedrep", "head_epochs": 1, **both}],
+        # As in its paper it starts from FedAvg, and goes on for a quarter of the rounds at the last rate.
+        "lg-fedavg": [
+            {"method": "fedavg", **both},
+            {"method": "lg-fedavg", **both, "rounds": rounds // 4, "evaluate_every": rounds // 4,
+             "lr": made["local"]["lr"] / 100, "schedule": "constant"},
+        ],
+        "per-fedavg": [{"method": "per-fedavg", "inner_lr": made["local"]["lr"] / 10, **both}],
+        "ditto": [{"method": "ditto", "lambda_ditto": 0.75, **both}],
+        # A client of the others takes part in a tenth of the rounds; alone it can use twice that.
+        "local-only": [
+            {"method": "local-only", **both, "participation": 1.0, "rounds": rounds // 5, "evaluate_every": rounds // 5}
+        ],
+    }  # fmt: skip
+    stages = own[method]
+    last = len(stages) - 1
+    stages = [*stages, {**TUNING, **made["tuned"], "without_head": True}]
+    if method in ("fedavg", "fedbabu"):
+        stages += [{"method": "personalise", "compute": kind, "update": "head", "start": last} for kind in COMPUTED]
+    return stages
+
+
+def one(method: str, net: str, shards: str, lr: str = "") -> None:
+    """One run in a process of its own; prints every evaluation of its personalising stages."""
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", THREADS)))
+    os.environ.setdefault("HEADSTART_DATA", str(SHARED / "data"))
+    made = NETS[net]
+    partition = {"kind": "shards", "clients": CLIENTS, "shards_per_client": int(shards), "test": "follow"}
+    stages = stages_of(method, net)
+    if lr:
+        stages[0]["lr"] = float(lr)
+    lines: list[dict[str, Any]] = []
+    run(
+        Recipe.parse({"data": {**made["data"], "partition": partition}, "model": made["model"], "stages": stages}),
+        on_metrics=lines.append,
+    )
+    print(json.dumps({"method": method, "net": net, "shards": int(shards), "lr": lr, "lines": lines}))
+
+
+def figures(found: dict[str, Any]) -> list[str]:
+    """Cells of a row: at first, after one and five epochs, without the head; and computed heads where there are."""
+    lines = [line for line in found["lines"] if line["method"] == "personalise"]
+    first = min(line["stage"] for line in lines)
+    tuned = {line["round"]: line for line in lines if line["stage"] == first}
+    cells = [cell(tuned[epoch], "personalised_accuracy") for epoch in (0, 1, 5)]
+    cells.append(cell(tuned[0], "initial_headless_accuracy"))
+    computed = [line for line in lines if line["stage"] > first and line["round"] == 1]
+    return cells + [cell(line, "personalised_accuracy") for line in computed] + [""] * (3 - len(computed))
+
+
+def cell(line: dict[str, Any], name: str) -> str:
+    """Mean ± standard deviation over clients, in per cent."""
+    return f"{100 * line[f'{name}_mean']:.1f} ± {100 * line[f'{name}_std']:.1f}"
+
+
+def show_all(found: list[dict[str, Any]]) -> None:
+    """A table for each network and number of shards."""
+    for net, shards in sorted({(each["net"], each["shards"]) for each in found}):
+        rows = [(e["method"], *figures(e)) for e in found if (e["net"], e["shards"]) == (net, shards)]
+        show(
+            f"CIFAR-10, {net}, {CLIENTS} clients, {shards} shards each: accuracy on clients' own test examples",
+            ("method", "at first", "1 epoch", "5 epochs", "without head", "NCM head", "ridge head", "COF head"),
+            rows,
+        )
+
+
+def cost() -> None:
+    """Five epochs of fine-tuning for all 100 clients beside the same steps in a plain loop."""
+    torch.set_num_threads(THREADS)
+    os.environ.setdefault("HEADSTART_DATA", str(SHARED / "data"))
+    show(
+        f"Personalising {CLIENTS} clients of 50 images, five epochs, {THREADS} threads, median of 3",
+        ("network", "headstart, s", "a plain loop, s", "ratio"),
+        [cost_of(net) for net in NETS],
+    )
+
+
+def cost_of(net: str) -> tuple[str, ...]:
+    """A row: the network, seconds here, seconds of the loop, and their ratio."""
+    made, changes = NETS[net], net == "conv4"
+    data = {**made["data"], "train_examples": 5_000, "test_examples": 1_000}
+    partition = {"kind": "shards", "clients": CLIENTS, "shards_per_client": 2, "test": "follow"}
+    stages = [{"method": "fedavg", **made["both"]}, {**TUNING, **made["tuned"], "precision": "float32"}]
+    recipe = Recipe.parse({"data": {**data, "partition": partition}, "model": made["model"], "stages": stages})
+    first, stage = recipe.stages
+    assert isinstance(first, FedAvgStage)
+    assert isinstance(stage, PersonaliseStage)
+    federation = Federation.of(recipe)
+    body = Body(recipe.model, federation.dataset)
+    random = build(first, Setting(10, body.dim, (0, 0), backbone=body.backbone))
+    setting = Setting(10, body.dim, (0, 1), CLIENTS, 5_000, random.head(random.open()), body.backbone)
+    method = build(stage, setting)
+    source: Any = body.inputs() if changes else body.features("train")
+
+    def tune() -> None:
+        with TemporaryDirectory() as folder:
+            store = ClientStore(Path(folder) / "clients", CLIENTS, method.kept_shapes)
+            play(method, stage, federation, source, (0, 1), Ledger.open(CLIENTS), store, lambda *_: None)
+            store.discard()
+
+    plans = []
+    for client in range(CLIENTS):
+        mine, owners = federation.rows_of(np.array([client]))
+        labels = federation.dataset.train.labels[mine]
+        given: Any = SimpleNamespace(clients=np.array([client]), owners=owners)
+        rows = [row[row >= 0] for epoch in range(5) for row in batches(given, stage, epoch, (0, 1))[0]]
+        plans.append([(mine[each], torch.from_numpy(labels[each])) for each in rows])
+
+    def plain() -> None:
+        for plan in plans:
+            widths = [body.dim, 10] if changes else [body.dim, 256, 256, 10]
+            layers: list[torch.nn.Module] = [body.backbone.body] if changes and body.backbone else []
+            for wide, narrow in pairwise(widths):
+                layers += [torch.nn.Linear(wide, narrow), torch.nn.ReLU()]
+            network = torch.nn.Sequential(*layers[:-1]).train().requires_grad_(True)
+            optimiser = torch.optim.SGD(network.parameters(), lr=1e-9, momentum=0.9)
+            inputs_of = (
+                source.batches(r for r, _ in plan) if changes else ((torch.from_numpy(source[r]),) for r, _ in plan)
+            )
+            for inputs, (_, labels) in zip(inputs_of, plan, strict=True):
+                optimiser.zero_grad()
+                torch.autograd.backward(torch.nn.functional.cross_entropy(network(*inputs), labels))
+                optimiser.step()
+
+    found = alternate({"headstart": tune, "plain": plain}, 3)
+    ratio = found["headstart"] / found["plain"]
+    return net, f"{found['headstart']:.2f}", f"{found['plain']:.2f}", f"{ratio:.2f}"
+
+
+def main() -> None:
+    """Everything; the convolutional net takes an hour or two on two cores."""
+    cost()
+    show_all(
+        [
+            in_fresh_process("benchmarks.personal", "one", method, net, shards)
+            for net in NETS
+            for shards in SHARDS
+            for method in METHODS
+        ]
+    )
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]](*sys.argv[2:])

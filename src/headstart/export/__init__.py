@@ -1,0 +1,6 @@
+"""The model of a finished run put to use: predictions for new inputs, and files that other libraries read."""
+
+from headstart.export.files import export
+from headstart.export.model import Model, Predictions
+
+__all__ = ["Model", "Predictions", "export"]

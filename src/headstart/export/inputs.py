@@ -1,0 +1,133 @@
+"""New inputs for a model: images, texts or features, from files and folders."""
+
+from __future__ import annotations
+
+import csv
+import zipfile
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from headstart.data import KNOWN
+from headstart.data.examples import Examples, Kind
+from headstart.data.tables import IMAGE_SUFFIXES
+from headstart.errors import HeadstartError
+from headstart.recipe import Data
+
+_KINDS: Mapping[str, Kind] = {".txt": "text", ".csv": "text", ".npz": "features"}
+_READS = {
+    "image": "images; give image files, or folders of them",
+    "text": "texts; give .txt files with a text on every line, or .csv files",
+    "features": "features; give .npz files with X [N, d]",
+}
+
+
+def read(paths: Sequence[Path], kind: Kind, data: Data, width: int) -> tuple[list[str], Examples]:
+    """Inputs of a kind from files and folders, in their order: how each is to be shown, and all as examples.
+
+    data: says which columns texts are in; width: of feature vectors.
+    """
+    names: list[str] = []
+    values: list[Any] = []
+    for path in paths:
+        if not path.exists():
+            raise HeadstartError(f"{path}: there is no such file or folder")
+        if kind != ("image" if path.is_dir() else _KINDS.get(path.suffix.lower(), "image")):
+            raise HeadstartError(f"{path}: the model reads {_READS[kind]}")
+        if kind == "image":
+            files = _images(path)
+            names += map(str, files)
+            values += [{"bytes": None, "path": str(file)} for file in files]
+        elif kind == "text":
+            texts = _texts(path, data)
+            names += [text if isinstance(text, str) else " | ".join(text) for text in texts]
+            values += texts
+        else:
+            matrix = _matrix(path, width)
+            names += [f"{path}:{row}" for row in range(len(matrix))]
+            values += list(matrix)
+    if not values:
+        raise HeadstartError(f"{', '.join(map(str, paths))}: there is nothing to predict for")
+    count = len(values)
+    source = np.stack(values) if kind == "features" else np.fromiter(values, object, count)
+    return names, Examples(kind, source, (), np.arange(count), np.zeros(count, np.int64))
+
+
+def _images(path: Path) -> list[Path]:
+    """An image file, or all of a folder and those inside it, sorted."""
+    if not path.is_dir():
+        return [path]
+    files = (file for file in path.rglob("*") if file.suffix.lower() in IMAGE_SUFFIXES)
+    return sorted(file for file in files if not file.name.startswith("."))
+
+
+def _texts(path: Path, data: Data) -> list[Any]:
+    """Texts from the lines that are not blank, or texts or pairs of texts from the columns of a table."""
+    known = KNOWN[data.dataset].inputs if data.dataset in KNOWN else ()
+    usual = [data.input_column, *known, "text", "sentence"]
+    wanted = [names if isinstance(names, tuple) else (names,) for names in usual if names]
+    wanted = [names for names in wanted if len(names) == len(wanted[0])]
+    try:
+        if path.suffix.lower() == ".csv":
+            with path.open(newline="", encoding="utf-8-sig") as file:
+                return _columns(path, list(csv.reader(file, strict=True)), wanted)
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise HeadstartError(f"cannot read texts from {path}: {error}") from None
+    if len(wanted[0]) == 2:
+        raise HeadstartError(f"{path}: the model reads pairs of texts; give a .csv file with {' and '.join(wanted[0])}")
+    return [line for line in lines if line.strip()]
+
+
+def _columns(path: Path, rows: list[list[str]], wanted: Sequence[tuple[str, ...]]) -> list[Any]:
+    """The first columns asked for that are there, or the only ones that hold text."""
+    columns, rows = (rows[0], [row for row in rows[1:] if row]) if rows else ([], [])
+    for number, row in enumerate(rows, 1):
+        if len(row) != len(columns):
+            fix = "quote texts that hold a comma"
+            raise HeadstartError(f"{path}: row {number} has {len(row)} fields under {len(columns)} columns; {fix}")
+    chosen = next((names for names in wanted if set(names) <= set(columns)), None)
+    if chosen is None:
+        chosen = tuple(name for place, name in enumerate(columns) if not all(_is_number(row[place]) for row in rows))
+        if len(chosen) != len(wanted[0]):
+            expected = " and ".join(map(repr, wanted[0]))
+            raise HeadstartError(f"{path}: there is no {expected}; the columns are {', '.join(columns) or 'none'}")
+    places = [columns.index(name) for name in chosen]
+    return [row[places[0]] if len(places) == 1 else tuple(row[place] for place in places) for row in rows]
+
+
+def _is_number(value: str) -> bool:
+    try:
+        float(value)
+    except ValueError:
+        return False
+    return True
+
+
+def _matrix(path: Path, width: int) -> npt.NDArray[np.float32]:
+    """X [N, d] of a features file."""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            X = np.asarray(file["X"])
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        EOFError,
+        zipfile.BadZipFile,
+        zlib.error,
+        TypeError,
+        AttributeError,
+    ) as error:
+        raise HeadstartError(f"cannot read features X [N, d] from {path}: {error}") from None
+    if X.ndim != 2 or X.dtype.kind not in "fiu" or X.shape[1] != width:
+        raise HeadstartError(f"{path}: X must be numbers [N, {width}], as in training; it is {X.dtype} {list(X.shape)}")
+    with np.errstate(over="ignore"):
+        X = X.astype(np.float32, copy=False)
+    if not np.isfinite(X).all():
+        raise HeadstartError(f"{path}: X holds NaN, infinity or values beyond float32")
+    return X

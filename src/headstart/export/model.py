@@ -1,0 +1,248 @@
+"""The model of a finished run: rebuilt from its directory, and asked for predictions."""
+
+from __future__ import annotations
+
+import csv
+import difflib
+import io
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import load_file
+from scipy.special import softmax
+
+from headstart.data.examples import Examples, Kind, numbered
+from headstart.engine import PRETRAINED, Body, Handed, RunDirectory
+from headstart.engine.body import Module, Version
+from headstart.errors import HeadstartError, nearest
+from headstart.export.inputs import read
+from headstart.files import write_text
+from headstart.heads import LinearHead
+from headstart.recipe import Data, Recipe
+from headstart.statistics import Ints
+
+Arrays = dict[str, npt.NDArray[Any]]
+
+_FEW = 256  # a compiled body, a cache and a progress bar do not pay for fewer examples
+
+
+@dataclass(frozen=True, eq=False)
+class Predictions:
+    """What a model says of some inputs: the class [n] with the highest score, and all probabilities [n, C]."""
+
+    inputs: list[str]
+    classes: tuple[str, ...]
+    labels: Ints
+    probabilities: npt.NDArray[np.float64]
+
+    def best(self) -> list[tuple[str, str, float]]:
+        """Each input with its class and the probability of that."""
+        found = zip(self.inputs, self.labels, self.probabilities, strict=True)
+        return [(each, self.classes[label], float(row[label])) for each, label, row in found]
+
+    def write(self, path: Path) -> None:
+        """A CSV file: the input, the class, and a column of probabilities for every class."""
+        text = io.StringIO()
+        rows = csv.writer(text, lineterminator="\n")
+        rows.writerow(["input", "predicted", *self.classes])
+        for (each, name, _), row in zip(self.best(), self.probabilities, strict=True):
+            rows.writerow([each, name, *(f"{value:.6g}" for value in row)])
+        try:
+            write_text(path, text.getvalue())
+        except OSError as error:
+            raise HeadstartError(f"--out {path}: cannot write there: {error.strerror or error}") from None
+
+
+@dataclass(frozen=True, eq=False)
+class Model:
+    """The model of a finished run: the one of all clients, or a client's own."""
+
+    recipe: Recipe
+    data: Data
+    """The data of the task: they say which columns its inputs are in."""
+    classes: tuple[str, ...]
+    head: LinearHead
+    body: Body
+    retrained: bool
+    """Whether the body has other weights than those that the backbone's name stands for."""
+
+    @classmethod
+    def of(cls, run: Path, task: str | None = None, client: str | None = None, module: Path | None = None) -> Model:
+        """Rebuild it from the run's directory; ``module``: a file to put on the body instead, with the head in it."""
+        if client is not None and module is not None:
+            raise HeadstartError("--client and --module: a client's own model has its own module; give one of the two")
+        recipe, named = _finished(run)
+        last = len(recipe.stages) - 1
+        handed = _handed(run, last)
+        own: Arrays = {}
+        if client is not None:
+            task, own = _client(run, last, handed, client, task, named)
+        if task is None and len(named) > 1 and module is None:
+            raise HeadstartError(f"{run} has several tasks: {', '.join(named)}; choose one with --task")
+        task = task or next(iter(named))
+        if task not in named:
+            raise HeadstartError(f"--task: {task!r} is no task of {run}; {nearest(task, named)}")
+        folder, classes = run / "model", tuple(named[task])
+        head = _arrays(folder / (f"head-{task}.safetensors" if len(named) > 1 else "head.safetensors"))
+        weights = _arrays(folder / "model.safetensors") if (folder / "model.safetensors").is_file() else Arrays()
+        file, made = module or folder / f"module-{task}.safetensors", None
+        if module is not None or file.is_file():
+            made, head = _module(file)
+            classes = classes if module is None else _classes_beside(file, len(head["bias"]))
+        body = Body(recipe.model, None)
+        if any(name.startswith("body.") for name in own):
+            weights = weights or dict(body.arrays())
+        parts = {"head": head, "module": dict(made.values[0]) if made else {}, "body": weights}
+        for name, array in own.items():
+            part, _, plain = name.partition(".")
+            parts[part][plain] = array
+        made = made and Module(made.kind, made.settings, (parts["module"],))
+        stage = recipe.stages[handed.body] if handed.body != PRETRAINED else None
+        norm_statistics = getattr(stage, "norm_statistics", "freeze")
+        _build(body, Version(0 if weights else PRETRAINED, norm_statistics, weights or None, made), file, _width(head))
+        data = recipe.data or next(each for each in recipe.tasks if each.name == task)
+        retrained = bool(weights) or recipe.model.weights is not None
+        return cls(recipe, data, classes, LinearHead.of_arrays(parts["head"]), body, retrained)
+
+    @property
+    def kind(self) -> Kind:
+        """What the model reads."""
+        return self.body.backbone.kind if self.body.backbone else "features"
+
+    @property
+    def cloze(self) -> bool:
+        """Whether the body is a masked language model under a prompt."""
+        return self.recipe.model.prompt is not None
+
+    def scores(self, examples: Examples) -> npt.NDArray[np.float32]:
+        """Scores [n, C]; minus infinity for a class that is masked."""
+        if self.body.backbone is None:
+            return self.head.scores(examples.features())
+        from headstart.backbones import embed, extract
+
+        features = (embed if len(examples) < _FEW else extract)(self.body.backbone, examples, "inputs")
+        return self.head.scores(features)
+
+    def predict(self, paths: Sequence[Path]) -> Predictions:
+        """The classes of what is in files and folders."""
+        inputs, examples = self.read(paths)
+        scores = self.scores(examples)
+        return Predictions(inputs, self.classes, scores.argmax(axis=1), softmax(scores.astype(np.float64), axis=1))
+
+    def read(self, paths: Sequence[Path]) -> tuple[list[str], Examples]:
+        """Inputs from files and folders: how each is to be shown, and all as examples."""
+        return read(paths, self.kind, self.data, self.width)
+
+    @property
+    def width(self) -> int:
+        """Length of the feature vectors that the head reads."""
+        return _width(self.head.arrays())
+
+
+def _finished(run: Path) -> tuple[Recipe, dict[str, list[str]]]:
+    """The recipe of a finished run, and the classes of each of its tasks."""
+    if not (run / "recipe.toml").is_file():
+        raise HeadstartError(f"{run} holds no run: there is no recipe.toml")
+    if not (run / "summary.json").is_file():
+        raise HeadstartError(f"the run in {run} is not finished; go on with it by headstart run --resume --out {run}")
+    return Recipe.load(run / "recipe.toml"), _json(run / "model" / "classes.json")
+
+
+def _json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise HeadstartError(f"cannot read {path}: {error}") from None
+
+
+def _arrays(path: Path) -> Arrays:
+    try:
+        return dict(load_file(path))
+    except (OSError, SafetensorError) as error:
+        raise HeadstartError(f"cannot read {path}: {error}") from None
+
+
+def _handed(run: Path, last: int) -> Handed:
+    """What the last stage left."""
+    try:
+        return RunDirectory(run).load_model(last)[0]
+    except OSError as error:
+        raise HeadstartError(f"cannot read {run / 'checkpoint'}: {error}") from None
+
+
+def _module(path: Path) -> tuple[Module, Arrays]:
+    """A module from its file, and the head beside it."""
+    arrays = _arrays(path)
+    with safe_open(path, "np") as file:
+        facts = file.metadata() or {}
+    heads = {name.removeprefix("head."): arrays.pop(name) for name in [*arrays] if name.startswith("head.")}
+    if "module" not in facts or not {"weight", "bias"} <= heads.keys():
+        raise HeadstartError(f"{path} is no module with its head; give a run's model/module-TASK.safetensors")
+    settings: dict[str, Any] = json.loads(facts["module"])
+    return Module(settings.pop("kind"), settings, (arrays,)), heads
+
+
+def _classes_beside(module: Path, count: int) -> tuple[str, ...]:
+    """Names of a module's classes, where its run or its export says them; otherwise numbers."""
+    beside = module.with_name("classes.json")
+    named = _json(beside) if beside.is_file() else []
+    names = named.get(module.stem.removeprefix("module-"), []) if isinstance(named, dict) else named
+    return tuple(names) if len(names) == count else numbered(count)
+
+
+def _build(body: Body, version: Version, file: Path, width: int) -> None:
+    """Put weights and a module, of this file, under a head of this width; batch norm is as the version says."""
+    if body.backbone is None and version.module is not None:
+        raise HeadstartError(f"--module {file}: the run's data are features, and there is no body to put it on")
+    if body.backbone is None:
+        return
+    body.remember(0, version)
+    try:
+        body.load(0)
+        fits = body.module_values().keys() == (version.module.values[0] if version.module else {}).keys()
+    except (KeyError, RuntimeError):  # parameters that are not there, or of other shapes
+        fits = False
+    if not fits or width != body.backbone.dim:
+        raise HeadstartError(f"{file} does not fit on {body.backbone.name}: it was made for another network")
+
+
+def _width(head: Mapping[str, npt.NDArray[Any]]) -> int:
+    """Length of the feature vectors that a head reads."""
+    first = next(name for name in ("projection", "hidden.0.weight", "weight") if name in head)
+    return int(head[first].shape[1])
+
+
+def _client(
+    run: Path, last: int, handed: Handed, client: str, task: str | None, tasks: Iterable[str]
+) -> tuple[str, Arrays]:
+    """The task of a client, given by its name or number, and what is its own, by the name of the parameter.
+
+    Nothing is its own where it has not taken part: it has everybody's model.
+    """
+    store = handed.store
+    if store is None or not (store.slots >= 0).any():
+        raise HeadstartError(f"--client: in {run} no client has a model of its own; leave it out for everybody's")
+    with (run / "clients.csv").open(newline="", encoding="utf-8") as file:
+        names = [row["client"] for row in csv.DictReader(file) if row["stage"] == str(last)]
+    if client not in names and not (client.isdecimal() and int(client) < len(names)):
+        alike = difflib.get_close_matches(client, names, n=20, cutoff=0)  # there may be thousands
+        raise HeadstartError(
+            f"--client: {client!r} is no client of {run}; {nearest(client, alike)}, or a number below {len(names)}"
+        )
+    number = names.index(client) if client in names else int(client)
+    first, *others = tasks
+    theirs = names[number].partition("/")[0] if others else first
+    if task not in (None, theirs):
+        raise HeadstartError(f"--client {client}: its task is {theirs}, not {task}; leave --task out")
+    own: Arrays = {}
+    for name in store.shapes if store.has(number) else ():
+        plain, _, of = name.removeprefix("personal.").partition("@")
+        if of in ("", theirs):
+            own[plain] = store.read(name, None, np.array([number]))[0]
+    return theirs, own

@@ -1,0 +1,37 @@
+"""Per-FedAvg: a model from which one step of SGD makes a good model for each client (Fallah et al., "Personalized
+federated learning with theoretical guarantees", NeurIPS 2020, first-order variant).
+
+A local step takes two batches D and D': w̃ = w − α ∇f(w; D), then w ← w − β ∇f(w̃; D'). α is ``inner_lr``, β is ``lr``.
+What travels is FedAvg's. To use the model, let each client take a step: `personalise` with batch_size = "full" and one
+epoch takes exactly one.
+"""
+
+from __future__ import annotations
+
+from headstart.methods.base import Cohort
+from headstart.methods.solver import LocalResult, Objective, Stack
+from headstart.methods.training import TrainingMethod, difference
+from headstart.stages import PerFedAvgStage
+from headstart.statistics import Ints
+from headstart.wire import Message
+
+
+class PerFedAvgMethod(TrainingMethod[PerFedAvgStage]):
+    """FedAvg with meta steps."""
+
+    def train(
+        self, start: Stack, cohort: Cohort, message: Message, sizes: Ints
+    ) -> tuple[LocalResult, dict[str, Stack], dict[str, Stack]]:
+        """Gradients at the model after an inner step."""
+        objective = Objective(inner_lr=self.stage.inner_lr)
+        result = self.solve(start, cohort, int(message.scalars["round"]), objective)
+        return result, {"update": difference(result.parameters, start)}, {}
+
+    def passes(self, size: int, steps: int, new: bool) -> int:
+        """Every step takes two batches, and an epoch has two at least."""
+        if not self.plan.changes_features:
+            return super().passes(size, steps, new)
+        half = -(-size // 2)
+        width = half if self.stage.batch_size == "full" else min(self.stage.batch_size, half)
+        epochs, rest = divmod(2 * steps, -(-size // width))
+        return 3 * (epochs * size + rest * width)

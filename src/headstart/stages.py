@@ -1,0 +1,467 @@
+"""The stages of a recipe: one table per method, with the defaults of its keys."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+)
+
+Auto = Literal["auto"]
+Role = Literal["frozen", "shared", "personal"]
+"""Of a parameter: it stays as it is; it is trained and travels; it is trained and stays with the client."""
+MODULES = ("lora", "adapter", "vpt")
+
+
+class Table(BaseModel):
+    """A table of the recipe: unknown keys are refused, values do not change after validation."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+
+class _Stage(Table):
+    pools: ClassVar[bool] = False
+    """Whether one machine holds everybody's examples."""
+    silent: ClassVar[bool] = False
+    """Whether nothing travels from round to round."""
+    one_task: ClassVar[bool] = False
+    """Whether the method is defined for a single task only."""
+    head_init: Literal["previous", "zeros", "random"] = "previous"
+    """Where a trained head starts from; a closed-form head is computed and starts from nothing."""
+    evaluate_every: PositiveInt = 1
+    eval_split: Literal["test", "validation"] = "test"
+    start: Literal["previous", "pretrained"] | NonNegativeInt = "previous"
+    """The model to start from: that of the stage before, the pre-trained one, or that of a stage by its number."""
+    min_replies: PositiveInt = 1
+    """A round with fewer usable answers stops the run; its checkpoint stays good for --resume."""
+    deadline: PositiveFloat | None = None
+    """Seconds after which a client's answer no longer counts in its round."""
+
+
+class _Sampled(_Stage):
+    clients_per_round: PositiveInt | None = None
+    participation: float | None = Field(default=None, gt=0, le=1)
+    """Share of the clients in a round; everybody where neither key is set."""
+    sampling: Literal["clients", "tasks"] = "clients"
+    """With several tasks, a round draws from all clients alike, or as many from each task, in turn where it must."""
+
+    def sampled(self, n_clients: int) -> int:
+        """Clients in a round."""
+        share = 1.0 if self.participation is None else self.participation
+        return min(self.clients_per_round or max(1, round(share * n_clients)), n_clients)
+
+
+class _ClosedForm(_Sampled):
+    rounds: PositiveInt | None = None
+    """None: as many as it takes to hear every client once."""
+
+
+class FedNCMStage(_ClosedForm):
+    """Nearest class mean (Legate et al., NeurIPS 2023)."""
+
+    method: Literal["fedncm"]
+    distance: Literal["cosine", "euclidean"] = "cosine"
+
+
+class Fed3RStage(_ClosedForm):
+    """Federated recursive ridge regression (Fanì et al., ICML 2024)."""
+
+    method: Literal["fed3r"]
+    ridge: NonNegativeFloat | Auto = "auto"
+    """"auto": generalised cross-validation on the server; the papers use 0.01."""
+    bias: bool = True
+    """True: a ones column, as the official code; False: as in the FedCOF paper."""
+    random_features: NonNegativeInt = 0
+    """So many random Fourier features of the unit-length features; 0 for none."""
+    random_features_width: PositiveFloat = 1.0
+    """Width of the Gaussian kernel that the random features approximate."""
+
+
+class FedCOFStage(_ClosedForm):
+    """Covariances estimated from class means (Goswami et al., 2025)."""
+
+    method: Literal["fedcof"]
+    shrinkage: NonNegativeFloat | Auto = "auto"
+    """"auto": follows the estimated within-class variance; the papers use 1 (0.1 for MobileNetV2)."""
+    means_per_client: PositiveInt = 1
+    covariance: Literal["estimated", "full", "diagonal", "spherical"] = "estimated"
+
+
+class _Optimiser(_Stage):
+    """Steps along slopes of the loss, over batches of a client's examples."""
+
+    representation: ClassVar[Role] = "shared"
+    """Of what is trained below the last linear layer: body, module, hidden layers."""
+    classifier: ClassVar[Role] = "shared"
+    """Of the last linear layer, where it is trained."""
+    batch_size: PositiveInt | Literal["full"] = 64
+    lr: PositiveFloat = 0.1
+    weight_decay: NonNegativeFloat = 0.0
+    temperature: PositiveFloat = 1.0
+    """Scores are divided by it: heads with rows of length one need less than 1."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """Arithmetic of the body where it trains; parameters stay in float32."""
+
+
+class _SGD(_Optimiser):
+    momentum: float = Field(default=0.0, ge=0, lt=1)
+    clip: PositiveFloat | None = None
+    """Largest norm of a gradient."""
+    norm_statistics: Literal["aggregate", "freeze", "batch"] = "aggregate"
+    """Running statistics of batch norm where the body trains: averaged like the parameters; those of the pre-trained
+    model, in training too; or none, every batch being normalised by its own, in evaluation too."""
+    augment: Literal["flip", "none"] = "flip"
+    """Random horizontal flips where the body trains on images."""
+
+
+Part = Literal["head", "body", "all", "lora", "adapter", "vpt"]
+
+
+class _Rounds(_Sampled, _Optimiser):
+    """Anything that is trained round after round."""
+
+    train: Part
+    """What is trained: the head, on cached features of the frozen body; the body under a frozen head; both; or the head
+    and a small module on a frozen transformer: low-rank updates, adapters, or prompts."""
+    head: Literal["linear", "mlp"] = "linear"
+    """"mlp": two hidden layers of rectified units before the linear one (the FedNCM paper's three-layer head)."""
+    hidden: PositiveInt = 256
+    """Width of the hidden layers."""
+    rounds: PositiveInt = 100
+    schedule: Literal["constant", "step", "cosine"] = "constant"
+    """"step": a tenth after half and after three quarters of the rounds."""
+    warmup_rounds: NonNegativeInt = 0
+    """Rounds over which the learning rate rises to its value."""
+    weighting: Literal["examples", "uniform"] = "examples"
+    rank: PositiveInt = 8
+    """Of LoRA's updates."""
+    alpha_lora: PositiveFloat = 16.0
+    """LoRA's updates are scaled by alpha_lora / rank."""
+    bottleneck: PositiveInt = 8
+    """Width of adapters."""
+    tokens: PositiveInt = 8
+    """Prompts at every block."""
+    blocks: PositiveInt | None = None
+    """The module sits in the last so many blocks, and what comes before is computed once (not where images are flipped:
+    set augment to "none"); None: in all of them."""
+
+
+class _Training(_Rounds, _SGD):
+    """Local SGD on the clients, an average on the server, round after round."""
+
+    local_epochs: PositiveInt | None = None
+    """Passes over the local examples; 1 unless local_steps says otherwise."""
+    local_steps: PositiveInt | None = None
+    hide_task: bool = False
+    """With several tasks, a client sends zeros for those that are not its own, and receives them all: the server does
+    not learn its task from what it sends."""
+    share: float = Field(default=0.0, ge=0, le=1)
+    """The server holds this share of every client's examples and trains on them after each round (the motivation
+    experiment of the FedBABU paper)."""
+    share_train: Literal["body", "all"] = "all"
+    """What the server trains on its share."""
+
+
+class FedAvgStage(_Training):
+    """Local SGD, then the mean (McMahan et al., AISTATS 2017)."""
+
+    method: Literal["fedavg"]
+    server_lr: PositiveFloat = 1.0
+
+
+class FedProxStage(_Training):
+    """FedAvg with a pull towards the global model (Li et al., MLSys 2020)."""
+
+    method: Literal["fedprox"]
+    mu: NonNegativeFloat = 0.01
+    server_lr: PositiveFloat = 1.0
+
+
+class FedAvgMStage(_Training):
+    """FedAvg with momentum on the server (Hsu et al., 2019)."""
+
+    method: Literal["fedavgm"]
+    server_lr: PositiveFloat = 1.0
+    server_momentum: float = Field(default=0.9, ge=0, lt=1)
+
+
+class _Adaptive(_Training):
+    server_lr: PositiveFloat = 0.01
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    beta2: float = Field(default=0.99, ge=0, lt=1)
+    tau: PositiveFloat = 1e-3
+    """Adaptivity: added to the square root of the second moment, which starts at its square."""
+    bias_correction: bool = False
+    """False: Reddi et al.; true, with beta2 = 0.999 and tau = 1e-8: Adam of torch, as FLSim and the FedNCM paper."""
+
+
+class FedAdamStage(_Adaptive):
+    """Adam on the mean update (Reddi et al., ICLR 2021)."""
+
+    method: Literal["fedadam"]
+
+
+class FedYogiStage(_Adaptive):
+    """Yogi on the mean update (Reddi et al., ICLR 2021)."""
+
+    method: Literal["fedyogi"]
+
+
+class FedAdagradStage(_Training):
+    """Adagrad on the mean update (Reddi et al., ICLR 2021)."""
+
+    method: Literal["fedadagrad"]
+    server_lr: PositiveFloat = 0.01
+    tau: PositiveFloat = 1e-3
+
+
+class FedDynStage(_Training):
+    """A dynamic regulariser that aligns local and global optima (Acar et al., ICLR 2021)."""
+
+    method: Literal["feddyn"]
+    alpha_dyn: PositiveFloat = 0.01
+    adaptive: bool = True
+    """Divide alpha by a client's share of the examples, as the official code does."""
+
+
+class ScaffoldStage(_Training):
+    """Control variates against client drift, option II (Karimireddy et al., ICML 2020)."""
+
+    method: Literal["scaffold"]
+    server_lr: PositiveFloat = 1.0
+
+
+class FedNovaStage(_Training):
+    """Updates normalised by the local steps behind them (Wang et al., NeurIPS 2020)."""
+
+    method: Literal["fednova"]
+    mu: NonNegativeFloat = 0.0
+    server_momentum: float = Field(default=0.0, ge=0, lt=1)
+
+
+class CentralisedStage(_Training):
+    """The oracle: one machine holds everybody's examples; a round is so many epochs over all of them."""
+
+    pools: ClassVar[bool] = True
+    silent: ClassVar[bool] = True
+    one_task: ClassVar[bool] = True
+    method: Literal["centralised"]
+
+
+class FedYoloStage(_Training):
+    """A module and a head for each task on one frozen transformer, averaged per task (Zhang et al., 2023)."""
+
+    method: Literal["fedyolo"]
+    train: Literal["lora", "adapter", "vpt"] = "lora"
+    rounds: PositiveInt = 150
+    batch_size: PositiveInt | Literal["full"] = 32
+    momentum: float = Field(default=0.9, ge=0, lt=1)
+    schedule: Literal["constant", "step", "cosine"] = "cosine"
+    weighting: Literal["examples", "uniform"] = "uniform"
+
+
+class FedBABUStage(_Training):
+    """The body under a head that stays as it starts; clients fine-tune afterwards (Oh et al., ICLR 2022)."""
+
+    classifier: ClassVar[Role] = "frozen"
+    method: Literal["fedbabu"]
+    train: Part = "body"
+    """What is trained below the head: the body, a module, or, with "head", the hidden layers of an MLP."""
+    mu: NonNegativeFloat = 0.0
+    """Pull towards the global model: FedProx+BABU where it is not 0."""
+
+
+class FedPerStage(_Training):
+    """The body is averaged, every client keeps a head of its own (Arivazhagan et al., 2019)."""
+
+    classifier: ClassVar[Role] = "personal"
+    method: Literal["fedper"]
+    train: Part = "all"
+
+
+class FedRepStage(_Training):
+    """As FedPer, but each client trains its head first, then the body (Collins et al., ICML 2021)."""
+
+    classifier: ClassVar[Role] = "personal"
+    method: Literal["fedrep"]
+    train: Part = "all"
+    head_epochs: NonNegativeInt = 10
+    """Epochs on the head, before local_epochs on the body."""
+
+
+class LGFedAvgStage(_Training):
+    """The head is averaged, every client keeps a body of its own (Liang et al., 2020)."""
+
+    representation: ClassVar[Role] = "personal"
+    method: Literal["lg-fedavg"]
+    train: Part = "all"
+
+
+class PerFedAvgStage(_Training):
+    """A model that one step of a client makes good, first-order variant (Fallah et al., NeurIPS 2020)."""
+
+    method: Literal["per-fedavg"]
+    train: Part = "all"
+    inner_lr: PositiveFloat = 0.01
+    """Of the step whose result the meta step looks at."""
+
+
+class DittoStage(_Training):
+    """FedAvg, and beside it a model of each client's own that is pulled towards the global one (Li et al., 2021)."""
+
+    method: Literal["ditto"]
+    train: Part = "all"
+    lambda_ditto: NonNegativeFloat = 1.0
+    """Strength of the pull."""
+
+
+class LocalOnlyStage(_Training):
+    """Every client trains for itself, and nothing travels."""
+
+    silent: ClassVar[bool] = True
+    representation: ClassVar[Role] = "personal"
+    classifier: ClassVar[Role] = "personal"
+    method: Literal["local-only"]
+    train: Part = "all"
+
+
+class PersonaliseStage(_SGD):
+    """Every client makes the model that it is handed its own, and nothing travels: fine-tuned, or a computed head."""
+
+    silent: ClassVar[bool] = True
+    local_epochs: ClassVar[int] = 1
+    local_steps: ClassVar[None] = None
+    schedule: ClassVar[Literal["constant"]] = "constant"
+    warmup_rounds: ClassVar[int] = 0
+    weighting: ClassVar[Literal["uniform"]] = "uniform"
+    hide_task: ClassVar[bool] = False
+    share: ClassVar[float] = 0.0
+    representation: ClassVar[Role] = "personal"
+    classifier: ClassVar[Role] = "personal"
+    method: Literal["personalise"]
+    update: Part = "all"
+    """What a client changes; a module is the one that an earlier stage has left on the body."""
+    epochs: NonNegativeInt = 5
+    """Of fine-tuning; the model is evaluated after each, and before the first."""
+    compute: Literal["fedncm", "fed3r", "fedcof"] | None = None
+    """Instead of fine-tuning: a head in closed form from the client's own examples, blended with the one it has."""
+    blend: Annotated[float, Field(ge=0, le=1)] | Auto = "auto"
+    """Share of the computed head; "auto": each client chooses by cross-validation on its own examples."""
+    without_head: bool = False
+    """Evaluate without the head too, by the nearest mean of a client's own classes, before the first epoch and after
+    the last."""
+    forgetting: bool = False
+    """Evaluate every client's model on the whole test split too, before the first epoch and after the last."""
+    batch_size: PositiveInt | Literal["full"] = 50
+    lr: PositiveFloat = 1e-3
+    momentum: float = Field(default=0.9, ge=0, lt=1)
+
+    @property
+    def train(self) -> Part:
+        """What changes."""
+        return "head" if self.compute else self.update
+
+    @property
+    def rounds(self) -> int:
+        """A round is an epoch; a head is computed in one."""
+        return 1 if self.compute else self.epochs
+
+    def sampled(self, n_clients: int) -> int:
+        """Everybody."""
+        return n_clients
+
+
+class SLoRAStage(_Training):
+    """Sparse fine-tuning, whose low-rank part LoRA then starts from (Babakniya et al., 2023)."""
+
+    one_task: ClassVar[bool] = True
+    method: Literal["slora"]
+    train: Literal["lora"] = "lora"
+    rank: PositiveInt = 16
+    alpha_lora: PositiveFloat = 32.0
+    density: float = Field(default=0.1, gt=0, le=1)
+    """Share of the entries that priming trains."""
+    priming: float = Field(default=0.2, ge=0, lt=1)
+    """Share of the rounds that prime."""
+    server_lr: PositiveFloat = 1.0
+
+
+class _ZerothOrder(_Rounds):
+    """Slopes along random directions instead of gradients; batch norm and dropout as in evaluation."""
+
+    one_task: ClassVar[bool] = True
+    norm_statistics: ClassVar[Literal["freeze"]] = "freeze"
+    hide_task: ClassVar[bool] = False
+    share: ClassVar[float] = 0.0
+    train: Literal["head", "body", "all", "lora", "adapter"]
+    lr: PositiveFloat = 1e-4
+    epsilon: PositiveFloat = 1e-3
+    """How far a probe goes along a direction, both ways."""
+    num_directions: PositiveInt = 1
+    """Directions, and so scalars, of a step."""
+
+
+class FedMeZOStage(_ZerothOrder):
+    """One seed and a few scalars per round (thesis, chapter 4)."""
+
+    method: Literal["fedmezo"]
+    batch_size: PositiveInt | Literal["full"] = "full"
+    """Examples of each client that a round looks at: all of them, or so many."""
+
+
+class DistMeZOStage(_ZerothOrder):
+    """Every client takes MeZO steps of its own, with seeds of its own; then the mean of the weights."""
+
+    method: Literal["distmezo"]
+    local_steps: PositiveInt = 10
+    server_lr: PositiveFloat = 1.0
+
+
+Training = (
+    FedAvgStage | FedProxStage | FedAvgMStage | FedAdamStage | FedYogiStage | FedAdagradStage | FedDynStage
+    | ScaffoldStage | FedNovaStage | CentralisedStage | SLoRAStage | FedYoloStage | FedBABUStage | FedPerStage
+    | FedRepStage | LGFedAvgStage | PerFedAvgStage | DittoStage | LocalOnlyStage | PersonaliseStage
+)  # fmt: skip
+"""Local SGD."""
+Rounds = Training | FedMeZOStage | DistMeZOStage
+"""Anything that is trained round after round."""
+ClosedForm = FedNCMStage | Fed3RStage | FedCOFStage
+Stage = Annotated[ClosedForm | Rounds, Field(discriminator="method")]
+
+
+STAGES: dict[str, type[_Stage]] = {
+    "fedncm": FedNCMStage,
+    "fed3r": Fed3RStage,
+    "fedcof": FedCOFStage,
+    "fedavg": FedAvgStage,
+    "fedprox": FedProxStage,
+    "fedavgm": FedAvgMStage,
+    "fedadam": FedAdamStage,
+    "fedyogi": FedYogiStage,
+    "fedadagrad": FedAdagradStage,
+    "feddyn": FedDynStage,
+    "scaffold": ScaffoldStage,
+    "fednova": FedNovaStage,
+    "centralised": CentralisedStage,
+    "slora": SLoRAStage,
+    "fedyolo": FedYoloStage,
+    "fedbabu": FedBABUStage,
+    "fedper": FedPerStage,
+    "fedrep": FedRepStage,
+    "lg-fedavg": LGFedAvgStage,
+    "per-fedavg": PerFedAvgStage,
+    "ditto": DittoStage,
+    "local-only": LocalOnlyStage,
+    "personalise": PersonaliseStage,
+    "fedmezo": FedMeZOStage,
+    "distmezo": DistMeZOStage,
+}
