@@ -84,7 +84,8 @@ def stages_of(kind: str, tasks: int) -> list[dict[str, Any]]:
         "fedprox": [{"method": "fedprox", "mu": 0.1, "train": "all", "lr": LR["all"], **FEDERATED, **sampled}],
         "head": [{"method": "fedavg", "train": "head", "lr": LR["head"], **FEDERATED, **sampled}],
         "local": [
-            {"method": "local-only", "train": "lora", "lr": LR["lora"], **COMMON, "rounds": 3, "evaluate_every": 3}
+            {"method": "local-only", "train": "lora", "lr": LR["lora"], **COMMON, "rounds": 3, "evaluate_every": 3},
+            {"method": "personalise", "update": "lora", "epochs": 0, "forgetting": True},  # on the whole test split
         ],
     }[kind]  # fmt: skip
 

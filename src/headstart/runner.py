@@ -71,7 +71,8 @@ def run(
         directory = RunDirectory.reopen(path, recipe) if resume else RunDirectory.create(path, recipe)
     try:
         returns = any(stage.start != "previous" for stage in recipe.stages)
-        body = Body(recipe.model, federation.dataset, keep_pretrained=returns)
+        owners = {"train": federation.owners, "test": federation.test_owners}
+        body = Body(recipe.model, federation.dataset, returns, owners)
         return _Run(recipe, federation, body, directory, on_metrics or (lambda line: None)).play()
     except BaseException:
         if directory is not None and not resume and not directory.metrics():

@@ -51,8 +51,15 @@ class Version:
 class Body:
     """A backbone and the weights that stages have given it, by the number of the stage; or features, and no body."""
 
-    def __init__(self, model: Model, dataset: Dataset | None, keep_pretrained: bool = False) -> None:
-        self._data = dataset
+    def __init__(
+        self,
+        model: Model,
+        dataset: Dataset | None,
+        keep_pretrained: bool = False,
+        owners: Mapping[str, Ints | None] | None = None,
+    ) -> None:
+        """owners: by split, who holds each example, where that is known."""
+        self._data, self._owners = dataset, owners or {}
         if dataset is not None and (dataset.kind == "features") != (model.backbone == "features"):
             kind = "already features" if dataset.kind == "features" else f"{dataset.kind}s, not features"
             fix = '"features"' if dataset.kind == "features" else "a backbone that reads them (see headstart backbones)"
@@ -98,8 +105,22 @@ class Body:
         """
         if split not in self._features:
             examples: Examples = getattr(self._dataset, split)
-            self._features[split] = examples.features() if self.backbone is None else self._extracted(examples, split)
+            if self.backbone is None:
+                self._features[split] = examples.features()
+            elif self._by_client(split) is not None:  # the cache knows nothing of clients
+                self._features[split] = self.known(split)
+            else:
+                self._features[split] = self._extracted(examples, split)
         return self._features[split]
+
+    def _by_client(self, split: str) -> Ints | None:
+        """Whose examples are to be seen apart: where layers normalise by the batch, no batch may mix clients."""
+        from torch.nn.modules.batchnorm import _BatchNorm
+
+        assert self.backbone is not None
+        norms = [module for module in self.backbone.body.modules() if isinstance(module, _BatchNorm)]
+        by_batch = any(norm.training or norm.running_mean is None for norm in norms)
+        return self._owners.get(split) if by_batch else None
 
     def _extracted(self, examples: Examples, split: str) -> Features:
         from headstart.backbones import extract
@@ -133,9 +154,17 @@ class Body:
 
         assert self.backbone is not None
         examples, what = getattr(self._dataset, split), f"{self._dataset.name} {split}"
-        if rows is None and self._prefix is None:
+        owners = self._by_client(split)
+        if rows is None and self._prefix is None and owners is None:
             return embed(self.backbone, examples, what)
-        return embed_rows(self.backbone, self.inputs(split), np.arange(len(examples)) if rows is None else rows, what)
+        rows = np.arange(len(examples)) if rows is None else rows
+        if owners is None:
+            return embed_rows(self.backbone, self.inputs(split), rows, what)
+        features = np.empty((len(rows), self.dim), np.float32)
+        for owner in np.unique(owners[rows]):
+            mine = owners[rows] == owner
+            features[mine] = embed_rows(self.backbone, self.inputs(split), rows[mine], what)
+        return features
 
     def inputs(self, split: str = "train") -> Inputs:
         """Batches of a split, for a body that trains."""

@@ -16,13 +16,16 @@ from headstart.statistics import Ints
 Values = npt.NDArray[np.float32]
 Arrays = Mapping[str, Values]
 
+_OWN, _KEPT = "personal.bin", "kept.bin"
+
 
 class ClientStore:
-    """One file of float32 values [2, K, …] per name; no disk space for clients that have kept nothing yet.
+    """A record of float32 values for every client, in two files: what is the client's own, and what else it keeps.
 
-    Every client has two slots. What it wants to keep goes into the one that is not in use; a checkpoint that names the
-    slots in use makes it count. A crash before that leaves what the client kept before. The files are read and written
-    at their places rather than memory-mapped: mapped pages would count as memory of the process.
+    Records take no disk space before a client has kept anything. Every client has two slots. What it wants to keep goes
+    into the one that is not in use; a checkpoint that names the slots in use makes it count. A crash before that leaves
+    what the client kept before. The files are read and written at their places rather than memory-mapped: mapped pages
+    would count as memory of the process.
     """
 
     def __init__(
@@ -38,40 +41,50 @@ class ClientStore:
         inherits: the names that are looked for there."""
         self._folder, self.shapes, self._earlier = folder, dict(shapes), earlier
         self._inherited = {name for name in shapes if earlier and name in earlier.shapes and inherits(name)}
-        self._files: dict[str, int] = {}
-        weakref.finalize(self, _close, self._files)
         self._changed: set[int] = set()
         self.slots = np.full(n_clients, -1) if slots is None else slots
+        self._places: dict[str, int] = {}
+        """Where a name's values begin in a record, in bytes."""
+        self._records: dict[str, int] = {}
+        """Bytes of a record in each file."""
+        for name, shape in shapes.items():
+            file = _file_of(name)
+            self._places[name] = self._records.get(file, 0)
+            self._records[file] = self._places[name] + 4 * int(np.prod(shape, dtype=np.int64))
+        self._files: dict[str, int] = {}
+        weakref.finalize(self, _close, self._files)
         if shapes:
             folder.mkdir(parents=True, exist_ok=True)
-        for name in shapes:
+        for file, record in self._records.items():
             fresh = os.O_TRUNC if slots is None else 0
-            self._files[name] = os.open(folder / f"{name}.bin", os.O_RDWR | os.O_CREAT | fresh, 0o666)
-            os.ftruncate(self._files[name], 2 * n_clients * self._nbytes(name))
+            self._files[file] = os.open(folder / file, os.O_RDWR | os.O_CREAT | fresh, 0o666)
+            os.ftruncate(self._files[file], 2 * n_clients * record)
 
-    def _nbytes(self, name: str) -> int:
-        return 4 * int(np.prod(self.shapes[name], dtype=np.int64))
+    def _place(self, name: str, slot: int, client: int) -> tuple[int, int]:
+        """The file of a name, and where a client's values begin in it."""
+        file = _file_of(name)
+        return self._files[file], (slot * len(self.slots) + client) * self._records[file] + self._places[name]
 
     def read(self, name: str, start: Values | None, clients: Ints) -> Values:
         """What these clients kept under a name [M, …]; ``start``, or zeros, for those that have kept nothing."""
+        shape = self.shapes[name]
         if self._earlier is not None and name in self._inherited:
             values = self._earlier.read(name, start, clients)
         else:
-            values = np.empty((len(clients), *self.shapes[name]), np.float32)
+            values = np.empty((len(clients), *shape), np.float32)
             values[...] = 0 if start is None else start
-        size = self._nbytes(name)
-        for row, client in enumerate(clients):
+        for row, client in enumerate(clients.tolist()):
             if (slot := int(self.slots[client])) >= 0:
-                place = (slot * len(self.slots) + int(client)) * size
-                found = np.frombuffer(os.pread(self._files[name], size, place), np.float32)
-                values[row] = found.reshape(self.shapes[name])
+                file, place = self._place(name, slot, client)
+                found = os.pread(file, 4 * int(np.prod(shape, dtype=np.int64)), place)
+                values[row] = np.frombuffer(found, np.float32).reshape(shape)
         return values
 
     def write(self, client: int, kept: Arrays) -> None:
         """What a client wants to keep from this round on."""
         for name, values in kept.items():
-            place = (self._other(client) * len(self.slots) + client) * self._nbytes(name)
-            os.pwrite(self._files[name], np.ascontiguousarray(values, np.float32).tobytes(), place)
+            file, place = self._place(name, self._other(client), client)
+            os.pwrite(file, np.ascontiguousarray(values, np.float32).tobytes(), place)
         if kept:
             self._changed.add(client)
 
@@ -104,10 +117,10 @@ class ClientStore:
         brought = bool(self._changed)
         self.commit()
         self._earlier = None
-        for name in [name for name in self._files if not name.startswith("personal.")]:
-            os.close(self._files.pop(name))
-            (self._folder / f"{name}.bin").unlink(missing_ok=True)
-            del self.shapes[name]
+        if _KEPT in self._files:
+            os.close(self._files.pop(_KEPT))
+            (self._folder / _KEPT).unlink(missing_ok=True)
+            self.shapes = {name: shape for name, shape in self.shapes.items() if _file_of(name) == _OWN}
         if not self._files and self._folder.is_dir() and not any(self._folder.iterdir()):
             self._folder.rmdir()
         return brought
@@ -117,6 +130,10 @@ class ClientStore:
         if self._files:  # otherwise the folder is not ours
             _close(self._files)
             shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _file_of(name: str) -> str:
+    return _OWN if name.startswith("personal.") else _KEPT
 
 
 def _close(files: dict[str, int]) -> None:

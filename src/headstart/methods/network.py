@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from headstart.backbones import Backbone, moved, run_body
 from headstart.methods.base import Cohort
 from headstart.methods.plan import Plan
-from headstart.methods.solver import LocalResult, Objective, Stack, batches, decaying, layers_of, learning_rate
+from headstart.methods.solver import LocalResult, Objective, Stack, batches, layers_of, learning_rate, pulled
 from headstart.modules import Attached, plain_parameters
 from headstart.stages import Rounds, Training
 
@@ -135,11 +135,11 @@ class BodySolver:
                 with torch.no_grad():
                     for number, (name, parameter) in enumerate(zip(names, parameters, strict=True)):
                         if stage.weight_decay:
-                            gradients[number] = gradients[number].add(
-                                decaying(name, parameter), alpha=stage.weight_decay
-                            )
+                            gradients[number] = gradients[number].add(pulled(name, parameter), alpha=stage.weight_decay)
                         if pull:
-                            gradients[number] = gradients[number].add(parameter - anchor[name], alpha=pull)
+                            gradients[number] = gradients[number].add(
+                                pulled(name, parameter - anchor[name]), alpha=pull
+                            )
                         if drift:
                             gradients[number] = gradients[number] + drift[number]
                     if stage.clip is not None:

@@ -85,9 +85,10 @@ def head_start(stage: Rounds, setting: Setting, task: TaskSetting) -> Vectors:
     """The head of a task to start from: that of an earlier stage, zeros, or random values."""
     previous, shapes = task.previous, head_shapes(stage, task, setting.dim)
     if stage.head_init == "previous" and previous is not None:
-        # A class that was masked because nobody had been heard about it may be learned now.
+        # A class that was masked because nobody had been heard about it may be learned now; not by a client alone.
+        mask = -np.inf if isinstance(stage, PersonaliseStage) else 0.0
         given = previous.arrays()
-        arrays = {f"head.{name}": np.nan_to_num(given[name].astype(np.float64), neginf=0) for name in given}
+        arrays = {f"head.{name}": np.nan_to_num(given[name].astype(np.float64), neginf=mask) for name in given}
         if {name: array.shape for name, array in arrays.items()} != shapes:
             raise HeadstartError(
                 f"stages.{setting.seed[1]}.head_init: the earlier stage's head has other layers than this stage's; "

@@ -106,9 +106,9 @@ class HeadSolver:
             gradients = {name: gradient for name, gradient in gradients.items() if name in moves}
             for name, gradient in gradients.items():
                 if stage.weight_decay:
-                    gradient += stage.weight_decay * decaying(name, parameters[name])
+                    gradient += stage.weight_decay * pulled(name, parameters[name])
                 if objective.pull is not None:
-                    gradient += wide(objective.pull, gradient) * (parameters[name] - anchor[name])
+                    gradient += wide(objective.pull, gradient) * pulled(name, parameters[name] - anchor[name])
                 if objective.drift is not None:
                     gradient += objective.drift[name]
             if stage.clip is not None:
@@ -163,9 +163,9 @@ def _clip(gradients: Stack, largest: float) -> None:
         gradient *= wide(factor, gradient)
 
 
-def decaying(name: str, value: Tensor) -> Tensor:
-    """What weight decay pulls at: the bias of a masked class is minus infinity, and stays there."""
-    return value.masked_fill(value.isneginf(), 0.0) if name == "head.bias" else value
+def pulled(name: str, value: Tensor) -> Tensor:
+    """What decay and proximal terms pull at: the bias of a masked class is minus infinity, and stays there."""
+    return value.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0) if name == "head.bias" else value
 
 
 def wide(values: Tensor, like: Tensor) -> Tensor:
@@ -190,7 +190,8 @@ def batches(
         whole = int(size) if objective.inner_lr is None else -(-int(size) // 2)  # a pair has two batches
         width = whole if stage.batch_size == "full" else min(stage.batch_size, whole)
         per_epoch = -(-int(size) // width)
-        steps = stage.local_steps or per_epoch * (stage.local_epochs or 1)
+        each = 1 if objective.inner_lr is None else 2  # batches of a step
+        steps = each * stage.local_steps if stage.local_steps else per_epoch * (stage.local_epochs or 1)
         steps = steps if objective.epochs is None else per_epoch * objective.epochs
         epochs = [
             np.pad(start + rng.permutation(size), (0, per_epoch * width - size), constant_values=-1)
