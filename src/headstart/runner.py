@@ -17,7 +17,7 @@ import numpy as np
 from headstart.data import Federation
 from headstart.engine import PRETRAINED, Body, ClientStore, Handed, RunDirectory, play, rounds_of
 from headstart.errors import HeadstartError
-from headstart.evaluation import Examiner, similarity
+from headstart.evaluation import Evaluation, Examiner, similarity
 from headstart.heads import LinearHead
 from headstart.ledger import Ledger, peak_memory
 from headstart.methods import Method, Setting, TaskSetting, build
@@ -25,6 +25,7 @@ from headstart.methods.plan import Plan
 from headstart.recipe import Recipe
 from headstart.report import write_report
 from headstart.stages import FedMeZOStage, PersonaliseStage, Rounds, Stage
+from headstart.statistics import Features
 from headstart.wire import Message
 
 COSTS = ("bytes_up", "bytes_down", "forward_passes", "seconds")
@@ -149,7 +150,7 @@ class _Run:
                 self.body.features(split)
         ledger, state, played, slots = Ledger.open(federation.n_clients), None, 0, None
         metrics: dict[str, Any] = {}
-        best: dict[str, Any] = {}  # the round that validation chooses, and what the test says of it
+        best: dict[str, Any] = {}
         if saved is not None:
             message, ledger, slots, progress = saved
             state, played = method.thaw(message), progress["round"]
@@ -161,39 +162,7 @@ class _Run:
         store = ClientStore(folder, federation.n_clients, method.kept_shapes, slots, begin.store, inherits)
         look = Examiner(self.federation, self.body, method, store, changes)
         rounds, _ = rounds_of(stage, federation.n_clients)
-
-        def after_round(index: int, state: Any) -> None:
-            done = index + 1
-            if done == rounds or done % stage.evaluate_every == 0:
-                found, by_task = look(state, stage.eval_split)
-                metrics.update(found.metrics())
-                if len(by_task) > 1:
-                    metrics["tasks"] = {name: part.metrics() for name, part in by_task.items()}
-                if isinstance(stage, PersonaliseStage):
-                    metrics.update(look.personalised(stage, state, done, found, metrics))
-                if before is not None and done == rounds and done:
-                    metrics["feature_similarity"] = similarity(before, look.features(state, stage.eval_split))
-                if validates:
-                    metrics["validation_accuracy"] = look(state, "validation")[0].accuracy
-                    if metrics["validation_accuracy"] > best.get("best_validation_accuracy", -1.0):
-                        best["best_validation_accuracy"] = metrics["validation_accuracy"]
-                        best["best_accuracy"], best["best_round"] = metrics["accuracy"], done
-                ledger.tick()
-                costs = {name: round(self.spent[name] + cost, 3) for name, cost in ledger.totals().items()}
-                line = {"stage": number, "method": stage.method, "round": done, **metrics, **costs}
-                self.evaluations += 1
-                if self.directory:
-                    self.directory.log(line)
-                    if done == rounds:
-                        self.directory.write_clients(number, federation.names, ledger, found.client_accuracy)
-                self.on_metrics(line)
-            save(done, state)
-
-        def save(done: int, state: Any) -> None:
-            if self.directory:
-                where = {"stage": number, "round": done, "stages": self.stages, "spent": self.spent}
-                where |= {"evaluations": self.evaluations, "metrics": metrics, "best": best}
-                self.directory.save_checkpoint(method.freeze(state), ledger, store.slots, where)
+        watch = _Watch(self, number, stage, rounds, method, look, ledger, store, before, validates, metrics, best)
 
         def own(client: int) -> dict[str, Any]:
             task = int(federation.tasks_of(np.array([client]))[0])
@@ -203,11 +172,11 @@ class _Run:
 
         if isinstance(stage, PersonaliseStage) and state is None:
             state = method.open()
-            after_round(-1, state)
+            watch(-1, state)
         source = self.body.inputs() if changes else self.body.features("train")
-        state = play(method, stage, federation, source, seed, ledger, store, after_round, state, played, needs)
+        state = play(method, stage, federation, source, seed, ledger, store, watch, state, played, needs)
         if store.settle(own):  # to go on from here, what earlier stages have left with the clients is not needed
-            save(rounds, state)
+            watch.save(rounds, state)
         self._hand_on(number, stage, method, state, begin, store, changes)
         published = method.published(state, federation.counts[ledger.forward_passes > 0])
         self.stages.append(
@@ -347,6 +316,68 @@ class _Run:
             write_report(report, self.recipe, summary, metrics, federation.dataset.classes, federation.counts)
             self.directory.finish(summary)
         return Result(summary, heads[0], federation, self.directory.path if self.directory else None)
+
+
+@dataclass(eq=False)
+class _Watch:
+    """What is noted after each round of a stage: how good the model is, what it has cost, and a checkpoint."""
+
+    run: _Run
+    number: int
+    stage: Stage
+    rounds: int
+    method: Method[Any]
+    look: Examiner
+    ledger: Ledger
+    store: ClientStore
+    before: Features | None
+    """Features of the evaluated split before the stage, where it changes those of all clients."""
+    validates: bool
+    metrics: dict[str, Any]
+    best: dict[str, Any]
+    """The round that validation chooses, and what the test says of it."""
+
+    def __call__(self, index: int, state: Any) -> None:
+        """After the round with this number, from 0."""
+        done = index + 1
+        if done == self.rounds or done % self.stage.evaluate_every == 0:
+            found = self._evaluate(done, state)
+            self.ledger.tick()
+            spent = self.run.spent
+            costs = {name: round(spent[name] + cost, 3) for name, cost in self.ledger.totals().items()}
+            line = {"stage": self.number, "method": self.stage.method, "round": done, **self.metrics, **costs}
+            self.run.evaluations += 1
+            if self.run.directory:
+                self.run.directory.log(line)
+                if done == self.rounds:
+                    names = self.run.federation.pooled().names if self.stage.pools else self.run.federation.names
+                    self.run.directory.write_clients(self.number, names, self.ledger, found.client_accuracy)
+            self.run.on_metrics(line)
+        self.save(done, state)
+
+    def _evaluate(self, done: int, state: Any) -> Evaluation:
+        stage, metrics, best = self.stage, self.metrics, self.best
+        found, by_task = self.look(state, stage.eval_split)
+        metrics.update(found.metrics())
+        if len(by_task) > 1:
+            metrics["tasks"] = {name: part.metrics() for name, part in by_task.items()}
+        if isinstance(stage, PersonaliseStage):
+            metrics.update(self.look.personalised(stage, state, done, found, metrics))
+        if self.before is not None and done == self.rounds:
+            metrics["feature_similarity"] = similarity(self.before, self.look.features(state, stage.eval_split))
+        if self.validates:
+            metrics["validation_accuracy"] = self.look(state, "validation")[0].accuracy
+            if metrics["validation_accuracy"] > best.get("best_validation_accuracy", -1.0):
+                best["best_validation_accuracy"] = metrics["validation_accuracy"]
+                best["best_accuracy"], best["best_round"] = metrics["accuracy"], done
+        return found
+
+    def save(self, done: int, state: Any) -> None:
+        """A checkpoint to go on from."""
+        if self.run.directory:
+            where = {"stage": self.number, "round": done, "stages": self.run.stages, "spent": self.run.spent}
+            where |= {"evaluations": self.run.evaluations, "metrics": self.metrics, "best": self.best}
+            self.run.directory.save_checkpoint(self.method.freeze(state), self.ledger, self.store.slots, where)
 
 
 def replay(path: Path, out: Path) -> list[str]:
