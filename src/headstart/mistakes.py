@@ -63,13 +63,13 @@ def contradictions(table: Mapping[str, Any]) -> list[str]:
             problems.append(f"stages.{number}.{key}: the data are features, there is no body to train; use 'head'")
         if stage.get("method") == "fedbabu" and train == "all":
             problems.append(f"stages.{number}.train: fedbabu's head stays as it is; use 'body'")
-        splits = ("fedbabu", "fedper", "fedrep", "lg-fedavg")
-        if stage.get("method") in splits and train == "head" and stage.get("head") != "mlp":
+        if stage.get("method") == "fedbabu" and train == "head" and stage.get("head") != "mlp":
             problems.append(
-                f"stages.{number}.train: {stage['method']} tells the head from what is below it; with 'head' alone, "
-                "set head to 'mlp', whose hidden layers are what is below"
+                f"stages.{number}.train: fedbabu trains what is below the head; with 'head' alone, set head to 'mlp', "
+                "whose hidden layers are what is below"
             )
-        if stage.get("method") in splits[1:] and train == "body":
+        splits = ("fedper", "fedrep", "lg-fedavg")
+        if stage.get("method") in splits and train == "body":
             problems.append(f"stages.{number}.train: {stage['method']} trains a head too; use 'all'")
         if stage.get("head") == "mlp" and stage.get("head_init") == "zeros":
             problems.append(f"stages.{number}.head_init: an MLP of zeros has no gradient; use 'random'")
@@ -78,7 +78,7 @@ def contradictions(table: Mapping[str, Any]) -> list[str]:
         for one, other in (("clients_per_round", "participation"), ("local_epochs", "local_steps")):
             if {one, other} <= stage.keys():
                 problems.append(f"stages.{number}: set {one} or {other}, not both")
-        if stage.get("share") and (tasks or stage.get("method") in ("local-only", "centralised", *splits[1:])):
+        if stage.get("share") and (tasks or stage.get("method") in ("local-only", "centralised", *splits)):
             problems.append(f"stages.{number}.share: a server that trains on a share is for one task and one model")
         elif stage.get("share") and stage.get("share_train") == "body" and train == "head":
             problems.append(f"stages.{number}.share_train: no body is trained; use 'all'")

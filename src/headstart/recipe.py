@@ -17,7 +17,7 @@ from pydantic import (
 )
 
 from headstart.errors import RecipeError
-from headstart.stages import Stage, Table
+from headstart.stages import STAGES, Stage, Table
 
 ONE_TASK = "default"
 """The name of the task where a recipe has one."""
@@ -158,6 +158,7 @@ class Recipe(Table):
         """Validate a table, or raise one `RecipeError` that lists every problem."""
         from headstart.mistakes import contradictions, sentences
 
+        table = _on_features(table)
         problems = contradictions(table)
         try:
             recipe = cls.model_validate(table)
@@ -203,6 +204,21 @@ PARTITIONS: dict[str, type[_Partition]] = {
     "natural": Natural,
     "domains": Domains,
 }
+
+
+def _on_features(table: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Where the data are features, what a stage trains by default is the head: there is nothing else."""
+    model, stages = table.get("model"), table.get("stages")
+    if not isinstance(model, dict) or model.get("backbone") != "features" or not isinstance(stages, list):
+        return table
+    changed = []
+    for stage in stages:
+        kind = STAGES.get(str(stage.get("method"))) if isinstance(stage, dict) else None
+        fields = kind.model_fields if kind else {}
+        usual = {key: fields[key].default for key in ("train", "update") if key in fields}
+        heads = {key: "head" for key, default in usual.items() if default in ("all", "body")}
+        changed.append({**heads, **stage} if isinstance(stage, dict) else stage)
+    return {**table, "stages": changed}
 
 
 def _apply(table: dict[str, Any], setting: str) -> str | None:

@@ -1091,9 +1091,9 @@ def test_thousands_of_clients_cost_disk_where_they_were_heard_and_no_memory(tmp_
         ({"method": "lg-fedavg", "train": "body"}, "stages.0.train: lg-fedavg trains a head too; use 'all'"),
         ({"method": "fedbabu", "train": "all"}, "stages.0.train: fedbabu's head stays as it is; use 'body'"),
         (
-            {"method": "fedper", "train": "head"},
-            "stages.0.train: fedper tells the head from what is below it; with 'head' alone, set head to 'mlp', whose "
-            "hidden layers are what is below",
+            {"method": "fedbabu", "train": "head"},
+            "stages.0.train: fedbabu trains what is below the head; with 'head' alone, set head to 'mlp', whose hidden "
+            "layers are what is below",
         ),
         (
             {"method": "fedper", "share": 0.1},
@@ -1118,8 +1118,22 @@ def test_a_mistake_is_one_sentence(stage: dict[str, Any], sentence: str) -> None
 def test_features_have_no_body() -> None:
     for stage, key in (({"method": "fedper"}, "train"), ({"method": "personalise"}, "update")):
         with pytest.raises(RecipeError, match=rf"stages\.0\.{key}: the data are features, there is no body to train"):
-            digits(stage)
+            digits(stage | {key: "all"})
+        (made,) = digits(stage).stages  # what is trained by default is what there is
+        assert made.train == "head"  # type: ignore[union-attr]
     digits({"method": "personalise", "compute": "fedncm"})
+
+
+@pytest.mark.parametrize("method", ["fedper", "fedrep"])
+def test_a_personal_linear_head_over_features_is_local_training(method: str) -> None:
+    keys = {"rounds": 3, "lr": 0.002, "batch_size": 20}
+    epochs = {"head_epochs": 1} if method == "fedrep" else {}
+    alone = run(digits({"method": "local-only", **keys})).summary
+    found = run(digits({"method": method, **keys, **epochs})).summary
+    if method == "fedper":  # FedRep draws the batches of its head anew
+        assert found["accuracy"] == alone["accuracy"]
+    assert abs(found["accuracy"] - alone["accuracy"]) < 0.05
+    assert found["stages"][0]["local_accuracy_mean"] > 0.5
 
 
 def test_a_head_cannot_be_computed_on_bodies_of_the_clients_own() -> None:
