@@ -1080,6 +1080,17 @@ def test_thousands_of_clients_cost_disk_where_they_were_heard_and_no_memory(tmp_
     assert many[3] - few[3] < 40e6
 
 
+def test_no_batch_of_a_network_that_normalises_by_the_batch_mixes_clients() -> None:
+    lines: list[dict[str, Any]] = []
+    stages = [CONV | {"method": "fedavg", "train": "all"}]
+    stages += [{"method": "personalise", "start": 0, "update": part, "epochs": 0} for part in ("all", "body", "head")]
+    found = run(images(*stages), on_metrics=lines.append)
+    assert len({(line["local_accuracy_mean"], line["local_accuracy_std"], line["loss"]) for line in lines}) == 1
+    # The loss is that of each client's examples by themselves.
+    assert found.federation.test_owners is not None
+    assert np.bincount(found.federation.test_owners).tolist() == [4] * 5
+
+
 # ------------------------------------------------------------------------------------------------------------- mistakes
 
 
