@@ -300,6 +300,12 @@ def test_the_head_of_the_first_task_is_that_of_the_task_alone(
         assert found == {name: expected[name] for name in found}
 
 
+def test_whom_a_task_sends_does_not_depend_on_other_tasks() -> None:
+    both = watch(digits(head_stage("fedavg", clients_per_round=4)))
+    alone = watch(digits(head_stage("fedavg", clients_per_round=2), tasks=[LOW]))
+    same_head(both.stages[0].head(0), alone.stages[0].head())
+
+
 @pytest.mark.parametrize("method", [name for name in METHODS if name != "per-fedavg"])  # which draws halves of examples
 def test_the_head_of_the_second_task_is_that_of_the_task_alone(method: str) -> None:
     """Where neither batches nor the start are drawn, up to the order of sums."""

@@ -117,7 +117,7 @@ def _sample(
 ) -> Ints:
     """Clients of a round, without replacement; where a client is heard once, those that were not heard before."""
     key = [*seed, 0x0DE] if method.hears_once else [*seed, 0x0DE, number]
-    if getattr(stage, "sampling", "clients") == "clients" or len(federation.tasks) == 1:
+    if getattr(stage, "sampling", "clients") == "clients":
         order = np.random.default_rng(key).permutation(federation.n_clients)
     else:  # from each task in turn; whom a task sends does not depend on the other tasks
         ranks, turns, clients = [], [], []
