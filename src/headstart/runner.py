@@ -275,7 +275,7 @@ class _Run:
                 values.append(self.body.module_values())
             trained = Plan.of(stage).body == "shared"
             version, body = self.body.keep(number, stage.norm_statistics, values[::-1], trained), number
-        self.handed.append(Handed(heads, body, store if store.shapes else None, number))
+        self.handed.append(Handed(heads, body, store if store.shapes else None))
         if self.directory:
             self.directory.save_model(number, self.handed[-1], version)
             if method.catches_up:

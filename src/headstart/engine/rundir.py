@@ -35,12 +35,11 @@ _COSTS = ("bytes_up", "bytes_down", "forward_passes", "last_round")
 @dataclass(frozen=True, eq=False)
 class Handed:
     """What a stage hands on: the head of each task, the number of the stage that made its body, and what is the
-    clients' own, with the number of the stage that they keep it under."""
+    clients' own."""
 
     heads: tuple[LinearHead | None, ...]
     body: int
     store: ClientStore | None = None
-    clients_of: int = -1
 
 
 def _prefixed(head: LinearHead) -> dict[str, np.ndarray]:
@@ -140,7 +139,7 @@ class RunDirectory:
         facts: dict[str, Scalar] = {"body": handed.body, "tasks": len(handed.heads)}
         if handed.store is not None and handed.store.shapes:
             arrays["slots"] = handed.store.slots
-            facts |= {"personal": json.dumps(handed.store.shapes), "clients_of": handed.clients_of}
+            facts |= {"personal": json.dumps(handed.store.shapes)}
         if version is not None:
             arrays |= {f"body.{name}": array for name, array in (version.arrays or {}).items()}
             facts |= {"norm_statistics": version.norm_statistics, "weights": version.weights}
@@ -169,12 +168,11 @@ class RunDirectory:
             weights = int(facts["weights"])
             arrays = under("body.") if weights == stage else None
             version = Version(weights, str(facts["norm_statistics"]), arrays, module)
-        owner = int(facts.get("clients_of", stage))
-        if "personal" in facts and self.clients(owner).is_dir():  # gone once no later stage started from it
+        if "personal" in facts and self.clients(stage).is_dir():  # gone once no later stage started from it
             shapes = {name: tuple(shape) for name, shape in json.loads(str(facts["personal"])).items()}
             slots = saved.arrays["slots"].astype(np.int64)
-            store = ClientStore(self.clients(owner), len(slots), shapes, slots)
-        return Handed(heads, int(facts["body"]), store, owner), version
+            store = ClientStore(self.clients(stage), len(slots), shapes, slots)
+        return Handed(heads, int(facts["body"]), store), version
 
     def clients(self, stage: int) -> Path:
         """Where the clients of a stage keep what they keep."""

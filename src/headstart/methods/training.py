@@ -187,23 +187,23 @@ class TrainingMethod(Generic[StageT]):
                 scaled = np.asarray(factor * array.astype(np.float64))
                 into[name] = np.add(into[name], scaled, out=scaled) if name in into else scaled
         tallies = dict(state.tallies)
-        for group, share in self._groups(reply):
+        for group in self._groups(reply):
             before = tallies.get(group) or Tally(self._clients_of(group))
-            effort = before.effort + share * weight * self.effort(state, reply)
-            tallies[group] = Tally(before.clients, before.weight + share * weight, effort, before.replies + 1)
+            effort = before.effort + weight * self.effort(state, reply)
+            tallies[group] = Tally(before.clients, before.weight + weight, effort, before.replies + 1)
         return replace(state, sums=sums, tallies=tallies)
 
-    def _groups(self, reply: Reply) -> list[tuple[str, float]]:
+    def _groups(self, reply: Reply) -> list[str]:
         """The groups of parameters that a reply is about: all clients', and its task's."""
         if len(self.tasks) == 1:
-            return [("", 1.0)]
+            return [""]
         if not self.stage.hide_task:
-            return [("", 1.0), (self.tasks[reply.task].name, 1.0)]
+            return ["", self.tasks[reply.task].name]
         # What a server of secure sums would see the total of: one for the client's task, zero for the others.
         present = reply.message.array("present", "float32", (len(self.tasks),))
         if not np.isin(present, (0, 1)).all() or present.sum() != 1:
             raise MessageError("a client says that it has no task, or more than one")
-        return [("", 1.0), *((task.name, 1.0) for task, share in zip(self.tasks, present, strict=True) if share)]
+        return ["", self.tasks[int(present.argmax())].name]
 
     def _clients_of(self, group: str) -> int:
         return sum(task.n_clients for task in self.tasks if group in ("", task.name))
