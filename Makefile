@@ -8,7 +8,7 @@ install: .venv/installed
 
 .venv/installed: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --editable '.[openvino,efficientnet,dev]'
+	$(BIN)/pip install --quiet --editable '.[openvino,efficientnet,federation,dev]'
 	touch $@
 
 demo: install

@@ -15,6 +15,7 @@ ROOMS = [
     "wire",
     "statistics",
     "ledger",
+    "privacy",
     "data",
     "backbones",
     "heads",
@@ -24,6 +25,8 @@ ROOMS = [
     "evaluation",
     "report",
     "runner",
+    "apps",
+    "deploy",
     "export",
     "cli",
 ]

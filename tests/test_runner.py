@@ -371,7 +371,7 @@ def test_every_bar_is_over_before_the_next_begins(tmp_path: Path, monkeypatch: p
         yield lambda steps: None
         open_bars[0] -= 1
 
-    monkeypatch.setattr("headstart.engine.local.progress", counting)
+    monkeypatch.setattr("headstart.engine.rounds.progress", counting)
     monkeypatch.setattr(import_module("headstart.backbones.extract"), "progress", counting)
     part = {"train_examples": 20, "test_examples": 10, "partition": {"kind": "iid", "clients": 2}}
     table = {

@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from headstart.backbones import Backbone, load_backbone
 from headstart.data import Federation
-from headstart.engine import Body, local
+from headstart.engine import Body, local, rounds
 from headstart.engine.rundir import RunDirectory
 from headstart.engine.store import ClientStore
 from headstart.errors import HeadstartError, MessageError
@@ -115,7 +115,7 @@ def watch(recipe: Recipe, out: Path | None = None, **keys: Any) -> Watched:
         seed, ledger, store, after_round, *more = rest
         seen = Stage(method, store, ledger, [method.open()])
         stages.append(seen)
-        answer, sample = method.answer, local._sample
+        answer, sample = method.answer, rounds._sample
 
         def heard(*arguments: Any) -> list[Reply]:
             replies: list[Reply] = answer(*arguments)
@@ -134,7 +134,7 @@ def watch(recipe: Recipe, out: Path | None = None, **keys: Any) -> Watched:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(method, "answer", heard, raising=False)
-            patch.setattr(local, "_sample", drawn)
+            patch.setattr(rounds, "_sample", drawn)
             return local.play(method, stage, federation, source, seed, ledger, store, after, *more)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -154,12 +154,12 @@ def head_stage(method: str, **keys: Any) -> dict[str, Any]:
     return HEAD | METHODS[method] | {"method": method} | keys
 
 
-def sampling(patch: pytest.MonkeyPatch, *rounds: list[int]) -> None:
+def sampling(patch: pytest.MonkeyPatch, *asked: list[int]) -> None:
     """Rounds with these clients, over and over, as far as there are so many."""
     patch.setattr(
-        local, "_sample",
-        lambda method, stage, seed, number, per_round, federation: np.array(
-            [client for client in rounds[number % len(rounds)] if client < federation.n_clients]
+        rounds, "_sample",
+        lambda method, stage, seed, number, per_round, federation, present: np.array(
+            [client for client in asked[number % len(asked)] if client < federation.n_clients]
         ),
     )  # fmt: skip
 

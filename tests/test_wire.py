@@ -15,10 +15,11 @@ ARRAYS = hnp.arrays(
     hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=7),
     elements={"allow_nan": False, "allow_infinity": False},
 )
+NUMBERS = st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False, allow_infinity=False) | st.booleans()
 MESSAGES = st.builds(
     Message,
     st.dictionaries(st.text("abcxyz.é", min_size=1, max_size=5), ARRAYS, max_size=5),
-    st.dictionaries(st.text('abc"é', min_size=1, max_size=4), st.integers(0, 10**9) | st.text(max_size=4), max_size=3),
+    st.dictionaries(st.text('abc"é', min_size=1, max_size=4), NUMBERS | st.text(max_size=4), max_size=3),
 )
 
 
@@ -29,6 +30,7 @@ def test_a_message_survives_the_wire_and_knows_its_size(message: Message) -> Non
     again = Message.from_bytes(data)
     assert len(data) == message.nbytes
     assert again.scalars == message.scalars
+    assert [type(value) for value in again.scalars.values()] == [type(value) for value in message.scalars.values()]
     assert again.arrays.keys() == message.arrays.keys()
     for name, array in message.arrays.items():
         assert again.arrays[name].dtype == array.dtype
@@ -45,6 +47,18 @@ def test_damaged_bytes_are_refused_or_read_never_a_crash(message: Message, data:
     for damaged in (bytes(raw), bytes(raw[:cut])):
         with contextlib.suppress(MessageError):  # anything else is a failure
             Message.from_bytes(damaged)
+
+
+def test_arrays_are_in_the_order_of_the_bytes_and_belong_to_the_reader() -> None:
+    """By dtype and name, every time; who writes into one changes neither another nor what was sent."""
+    names = [f"{letter}{number}" for letter in "zyx" for number in range(9)]
+    data = Message({name: np.full(2, 7, np.float32) for name in names} | {"last": np.ones(3, np.int64)}).to_bytes()
+    copy = bytes(bytearray(data))
+    message = Message.from_bytes(data)
+    assert list(message.arrays) == ["last", *sorted(names)]
+    message.arrays["x0"][:] = 5  # type: ignore[index]
+    assert data == copy
+    assert all((array == 7).all() for name, array in message.arrays.items() if name not in ("x0", "last"))
 
 
 def test_not_a_message() -> None:

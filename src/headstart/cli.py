@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from enum import StrEnum
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -17,6 +19,17 @@ app = typer.Typer(
     help="Federated learning that starts from a pre-trained model.", no_args_is_help=True, add_completion=False,
     pretty_exceptions_enable=False,
 )  # fmt: skip
+
+deploy = typer.Typer(help="A federation of real machines.", no_args_is_help=True)
+app.add_typer(deploy, name="deploy")
+
+
+class Engine(StrEnum):
+    """Who runs the rounds."""
+
+    local = "local"
+    flower = "flower"
+
 
 RecipeFile = Annotated[Path, typer.Argument(help="A recipe (TOML).")]
 Run = Annotated[Path, typer.Argument(help="The directory of a finished run.")]
@@ -52,6 +65,9 @@ def run(
     settings: Settings = None,
     out: Annotated[Path | None, typer.Option(help="Run directory; by default the first free runs/NAME.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the interrupted run in --out.")] = False,
+    engine: Annotated[
+        Engine, typer.Option(help="local: all clients in this process; flower: a node each on Flower's simulation.")
+    ] = Engine.local,
 ) -> None:
     """Run a recipe: a table here, and a run directory with metrics, model and report."""
     from headstart.recipe import Recipe
@@ -59,7 +75,7 @@ def run(
     loaded = Recipe.load(recipe, settings or ())
     if out is None and resume:
         raise HeadstartError("--resume needs --out, the directory of the run to go on with")
-    _run_and_show(loaded, out or _free(loaded.name), resume)
+    _run_and_show(loaded, out or _free(loaded.name), resume, engine)
 
 
 @app.command()
@@ -70,6 +86,25 @@ def demo(
     from headstart.recipe import Recipe
 
     _run_and_show(Recipe.parse(DEMO), out or _free("demo"), False)
+
+
+@deploy.command()
+def init(
+    folder: Annotated[Path, typer.Argument(help="A new folder.")],
+    recipe: RecipeFile,
+    nodes: Annotated[str, typer.Option(help="Names of the nodes, with commas: hospital-a,hospital-b.")],
+    host: Annotated[str, typer.Option(help="Name or address of the server, as nodes reach it.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="The server's port.")] = 9443,
+) -> None:
+    """Write what a federation of real machines needs: Flower's app, keys, certificates, start scripts."""
+    from headstart.recipe import Recipe
+
+    _needs_flower()
+    from headstart.deploy import init
+
+    commands = init(folder, Recipe.load(recipe), [name.strip() for name in nodes.split(",")], host, port)
+    print(f"{folder} is ready; {folder / 'README.md'} says what goes where. On one machine, each in a terminal:")
+    print("\n".join(f"  {command}" for command in commands))
 
 
 @app.command()
@@ -220,13 +255,19 @@ def datasets() -> None:
     _console().print(table)
 
 
-def _run_and_show(recipe: object, out: Path, resume: bool) -> None:
+def _run_and_show(recipe: object, out: Path, resume: bool, engine: Engine = Engine.local) -> None:
     from headstart.recipe import Recipe
     from headstart.report import remarks, summary_table
     from headstart.runner import run
 
     assert isinstance(recipe, Recipe)
-    result = run(recipe, out, resume)
+    if engine == Engine.flower:
+        _needs_flower()
+        from headstart.apps import simulate
+
+        result = simulate(recipe, out, resume)
+    else:
+        result = run(recipe, out, resume)
     _console().print(summary_table(result.summary))
     if result.federation.unused:
         print(f"{result.federation.unused:,} training examples were held by nobody")
@@ -236,6 +277,11 @@ def _run_and_show(recipe: object, out: Path, resume: bool) -> None:
         for dropped in stage["dropped"]:
             print(f"left out of {stage['method']}, round {dropped['round']}: {dropped['clients']}: {dropped['why']}")
     print(f"run directory: {out} (open {out / 'report.html'})")
+
+
+def _needs_flower() -> None:
+    if find_spec("flwr") is None:
+        raise HeadstartError("Flower is missing; install it with: pip install 'headstart[federation]'")
 
 
 def _console() -> Console:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,9 @@ from headstart.heads.ncm import ncm_head
 from headstart.methods import Method
 from headstart.stages import PersonaliseStage
 from headstart.statistics import Features, Floats, Ints, summarise
+
+if TYPE_CHECKING:  # Flower takes seconds to load
+    from headstart.engine.flower import FlowerClients
 
 Scorer = Callable[[Ints], npt.NDArray[np.float32]]
 """Scores [n, C] of a split's examples at these positions."""
@@ -142,6 +145,38 @@ def _rates(right: npt.NDArray[np.bool_], groups: Ints, count: int) -> npt.NDArra
     return np.where(sizes > 0, hits / np.maximum(sizes, 1), np.nan)
 
 
+class RemoteExaminer:
+    """Asks clients that hold their own data how good a model is there."""
+
+    def __init__(self, federation: Federation, method: Method[Any], clients: FlowerClients) -> None:
+        self.federation, self.method, self.clients = federation, method, clients
+
+    def __call__(self, state: Any, split: str) -> tuple[Evaluation, dict[str, Evaluation]]:
+        """On the clients' test examples, whichever they are."""
+        found = self.clients.examine([self.method.show(state, task) for task in range(len(self.federation.tasks))])
+        by_client = np.full(self.federation.n_clients, np.nan)
+        for client, figures in found.items():
+            by_client[client] = figures["right"] / figures["examples"] if figures["examples"] else np.nan
+        totals = {
+            name: sum(figures[name] for figures in found.values()) for name in ("examples", "right", "known", "loss")
+        }
+        loss = totals["loss"] / totals["known"] if totals["known"] else None
+        whole = Evaluation(totals["right"] / max(totals["examples"], 1), loss, by_client)
+        return whole, {self.federation.tasks[0]: whole}
+
+    def features(self, state: Any, split: str) -> Features:
+        """They stay with the clients."""
+        raise AssertionError("features of clients' examples stay with them")
+
+    def personalised(
+        self, stage: PersonaliseStage, state: Any, epoch: int, found: Evaluation, before: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Accuracy of the clients' own models, at first and now."""
+        assert found.client_accuracy is not None
+        figures = spread("personalised_accuracy", found.client_accuracy)
+        return figures if epoch else figures | spread("initial_accuracy", found.client_accuracy)
+
+
 class Examiner:
     """Looks at what a method has made so far: the global model, or every client's own where clients have one."""
 
@@ -161,7 +196,8 @@ class Examiner:
             else:
                 features = self._features(state, task, split)
                 head = self.method.head(state, task)
-                found[name] = evaluate(head, features, labels, owners, counts if split == "test" else None)
+                known = split == "test" and self.federation.announced is None
+                found[name] = evaluate(head, features, labels, owners, counts if known else None)
         parts = list(found.values())
         return (parts[0] if len(parts) == 1 else combined(parts)), found
 

@@ -10,8 +10,11 @@ from pathlib import Path
 from typing import Any
 
 
-def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
-    """Let ``write`` fill a temporary sibling of ``path``, flush it to disk and rename it into place."""
+def write_atomically(path: Path, write: Callable[[Path], object], private: bool = False) -> None:
+    """Let ``write`` fill a temporary sibling of ``path``, flush it to disk and rename it into place.
+
+    private: for the eyes of its owner only.
+    """
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}.", suffix=path.suffix)
     os.close(handle)
     temporary = Path(name)
@@ -22,7 +25,7 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
         # mkstemp makes private files; a run directory is as readable as the user's umask says.
         umask = os.umask(0)
         os.umask(umask)
-        temporary.chmod(0o666 & ~umask)
+        temporary.chmod(0o600 if private else 0o666 & ~umask)
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)

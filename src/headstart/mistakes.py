@@ -10,7 +10,10 @@ from pydantic import BaseModel, ValidationError
 
 from headstart.errors import nearest
 from headstart.recipe import PARTITIONS, Data, Model, Recipe, Task
-from headstart.stages import STAGES
+from headstart.stages import STAGES, CountNoise, Privacy
+
+_TABLES: dict[str, type[BaseModel]] = {"privacy": Privacy, "count_noise": CountNoise}
+"""Tables within the table of a stage."""
 
 
 def sentences(error: ValidationError) -> list[str]:
@@ -84,6 +87,94 @@ def contradictions(table: Mapping[str, Any]) -> list[str]:
             problems.append(f"stages.{number}.share_train: no body is trained; use 'all'")
         if stage.get("method") == "scaffold" and stage.get("momentum"):
             problems.append(f"stages.{number}.momentum: scaffold is defined for plain local SGD; leave it 0")
+        if kind and "combine" in kind.model_fields:
+            values = {name: field.default for name, field in kind.model_fields.items()} | stage
+            problems += [f"stages.{number}.{problem}" for problem in _unprotected(values, kind.silent, bool(tasks))]
+        if stage.get("secure") and kind and "secure" in kind.model_fields:
+            problems += [f"stages.{number}.{problem}" for problem in _unsummed(stage, kind, bool(tasks))]
+        if stage.get("method") in ("fedncm", "fed3r", "fedcof"):
+            problems += [f"stages.{number}.{problem}" for problem in _unhidden(stage)]
+    return problems
+
+
+def _unsummed(stage: Mapping[str, Any], kind: type[Any], tasks: bool) -> list[str]:
+    """Why the server of a stage cannot do with sums over clients."""
+    problems, method = [], stage["method"]
+    if kind.silent or kind.pools:
+        problems.append(f"secure: with {method} nothing travels; leave it out")
+    if method == "fedcof" and stage.get("covariance", "estimated") == "estimated" and "secure_group" not in stage:
+        problems.append(
+            "secure: fedcof needs the means of several clients for each class, which one sum over all hides; set "
+            "secure_group, and each group counts as one client, or use fedncm or fed3r"
+        )
+    if stage.get("means_per_client", 1) != 1:
+        problems.append("means_per_client: a secure sum adds a client's parts together; use 1")
+    if stage.get("combine", "mean") != "mean":
+        problems.append(
+            f"combine: {stage['combine']} looks at each client's update, which secure sums hide; use 'mean'"
+        )
+    if tasks and "hide_task" in kind.model_fields and not stage.get("hide_task"):
+        problems.append("hide_task: sums over clients of several tasks need messages of one shape; set it to true")
+    return problems
+
+
+def _unhidden(stage: Mapping[str, Any]) -> list[str]:
+    """Why a closed form cannot hide single examples, or blur its counts, as it is asked to."""
+    problems = []
+    privacy, estimated = stage.get("privacy"), stage.get("covariance", "estimated") == "estimated"
+    on_server = isinstance(privacy, Mapping) and privacy.get("noise", "server") == "server"
+    some = "clients_per_round" in stage or stage.get("participation", 1) != 1
+    if on_server and some and not (stage["method"] == "fedcof" and estimated):
+        problems.append(
+            "privacy.noise: the server adds its noise once, and the heads of two rounds would differ by exact sums; "
+            "hear everybody in one round (leave out clients_per_round and participation), or use 'client'"
+        )
+    if "privacy" in stage and stage.get("means_per_client", 1) != 1:
+        problems.append("means_per_client: one example changes how all of its class is split; with privacy, use 1")
+    if "privacy" in stage and "count_noise" in stage:
+        problems.append("count_noise: privacy puts noise on the counts already; set one of the two")
+    if "count_noise" in stage and not estimated:
+        problems.append("count_noise: second moments do not fit noisy counts; use covariance = 'estimated'")
+    return problems
+
+
+def _unprotected(stage: Mapping[str, Any], silent: bool, tasks: bool) -> list[str]:
+    """Why a training stage, given with its defaults, cannot withstand or hide single clients as it is asked to."""
+    method, problems, privacy = stage["method"], [], stage["privacy"]
+    robust = {"combine": stage["combine"] in ("median", "trimmed-mean"), "max_norm": stage["max_norm"] is not None}
+    unlimited = {
+        "scaffold": "scaffold's control variates are averaged too, and nothing limits those",
+        "fednova": "fednova scales updates by the steps that clients say they took, and nothing limits those",
+    }
+    for key in [key for key, asked in {**robust, "privacy": privacy is not None}.items() if asked]:
+        if silent:
+            problems.append(f"{key}: with {method} no update travels that this could apply to; leave it out")
+        elif key in robust and method in unlimited:
+            problems.append(f"{key}: {unlimited[method]}; use another method")
+    if robust["combine"] and stage["hide_task"]:
+        problems.append("combine: with hide_task the server needs no more than sums; use 'mean'")
+    if privacy is None or silent:
+        return problems
+    uncovered = {
+        "scaffold": "scaffold sends control variates too, and nothing hides those",
+        "fednova": "fednova's clients say how many steps they took, and nothing hides that",
+        "feddyn": "feddyn's server adds up the updates of all rounds, and with them their noise",
+        **dict.fromkeys(
+            ("fedper", "fedrep", "lg-fedavg", "ditto"), f"{method} leaves a model with each client that nothing hides"
+        ),
+    }
+    if method in uncovered:
+        problems.append(f"privacy: {uncovered[method]}; use another method")
+    if robust["combine"]:
+        problems.append("combine: privacy hides a client in a sum; use 'mean'")
+    if stage["weighting"] != "uniform":
+        problems.append("weighting: with privacy every client counts alike; use 'uniform'")
+    if stage["share"]:
+        problems.append("share: with privacy the server cannot hold examples of the clients; leave it 0")
+    if stage["sampling"] == "tasks":
+        problems.append("sampling: privacy is accounted for where all clients are drawn alike; use 'clients'")
+    if tasks and isinstance(privacy, Mapping) and privacy.get("noise") == "client":
+        problems.append("privacy.noise: with several tasks, what a client sends shows which is its own; use 'server'")
     return problems
 
 
@@ -92,6 +183,8 @@ def _table_at(place: tuple[Any, ...]) -> tuple[type[BaseModel], tuple[Any, ...]]
     match place:
         case ("data", "partition", str(kind), *rest) if kind in PARTITIONS:
             return PARTITIONS[kind], ("data", "partition", *rest)
+        case ("stages", int(index), str(method), str(table), str(key), *rest) if method in STAGES and table in _TABLES:
+            return _TABLES[table], ("stages", index, table, key, *rest)
         case ("stages", int(index), str(method), *rest) if method in STAGES:
             return STAGES[method], ("stages", index, *rest)
         case ("tasks", int(index), "partition", str(kind), *rest) if kind in PARTITIONS:

@@ -5,19 +5,34 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from headstart.data import Federation
-from headstart.engine import PRETRAINED, Body, ClientStore, Handed, RunDirectory, play, rounds_of
+from headstart.engine import (
+    PRETRAINED,
+    Begin,
+    Body,
+    ClientStore,
+    Handed,
+    Module,
+    RemoteStore,
+    RunDirectory,
+    method_of,
+    play,
+    play_rounds,
+    rounds_of,
+    shared_examples,
+)
 from headstart.errors import HeadstartError
-from headstart.evaluation import Evaluation, Examiner, similarity
+from headstart.evaluation import Evaluation, Examiner, RemoteExaminer, similarity
 from headstart.heads import LinearHead
 from headstart.ledger import Ledger, peak_memory
 from headstart.methods import Method, Setting, TaskSetting, build
@@ -26,7 +41,11 @@ from headstart.recipe import Recipe
 from headstart.report import write_report
 from headstart.stages import FedMeZOStage, PersonaliseStage, Rounds, Stage
 from headstart.statistics import Features
-from headstart.wire import Message
+
+if TYPE_CHECKING:  # Flower takes seconds to load
+    from headstart.engine.flower import Nodes
+
+OnMetrics = Callable[[dict[str, Any]], object]
 
 COSTS = ("bytes_up", "bytes_down", "forward_passes", "seconds")
 
@@ -45,7 +64,7 @@ def run(
     recipe: Recipe,
     out: Path | str | None = None,
     resume: bool = False,
-    on_metrics: Callable[[dict[str, Any]], object] | None = None,
+    on_metrics: OnMetrics | None = None,
 ) -> Result:
     """Run a recipe; with ``out``, leave a run directory, and with ``resume`` go on with an interrupted one.
 
@@ -56,29 +75,54 @@ def run(
         RunDirectory.check_free(path)
     if resume and path is None:
         raise HeadstartError("--resume needs --out, the directory of the run to go on with")
-    federation = Federation.of(recipe)
-    for number, stage in enumerate(recipe.stages):
-        if stage.eval_split == "validation" and federation.dataset.validation is None:
-            raise HeadstartError(f"stages.{number}.eval_split: the data have no validation split; use 'test'")
-    if len(federation.tasks) > 1:
-        for number, stage in enumerate(recipe.stages):
-            if stage.one_task:
-                raise HeadstartError(f"stages.{number}.method: {stage.method} is for one task; give [data] instead")
-    words, classes = recipe.model.label_words, federation.dataset.classes
-    if words is not None and len(words) != len(classes):
-        raise HeadstartError(f"model.label_words: {len(words)} words for {len(classes)} classes; give one for each")
+    return conduct(recipe, Federation.of(recipe), path, resume, on_metrics)
+
+
+def conduct(
+    recipe: Recipe,
+    federation: Federation,
+    out: Path | None = None,
+    resume: bool = False,
+    on_metrics: OnMetrics | None = None,
+    nodes: Nodes | None = None,
+    kept: Path | None = None,
+) -> Result:
+    """Run a recipe with the clients of a federation: in this process, or on the nodes of a Flower grid.
+
+    kept: where clients of this machine keep what they keep; in the run directory, where that is None and there is one.
+    """
+    _check(recipe, federation)
     directory = None
-    if path is not None:
-        directory = RunDirectory.reopen(path, recipe) if resume else RunDirectory.create(path, recipe)
+    if out is not None:
+        directory = RunDirectory.reopen(out, recipe) if resume else RunDirectory.create(out, recipe)
     try:
-        returns = any(stage.start != "previous" for stage in recipe.stages)
-        owners = {"train": federation.owners, "test": federation.test_owners}
-        body = Body(recipe.model, federation.dataset, returns, owners)
-        return _Run(recipe, federation, body, directory, on_metrics or (lambda line: None)).play()
+        with directory.lock() if directory else nullcontext(), TemporaryDirectory() as temporary:
+            returns = any(stage.start != "previous" for stage in recipe.stages)
+            owners = {"train": federation.owners, "test": federation.test_owners}
+            body = Body(recipe.model, federation.dataset, returns, owners)
+            kept = kept or (directory.path / "checkpoint" if directory else Path(temporary))
+            return _Run(recipe, federation, body, directory, on_metrics or (lambda line: None), kept, nodes).play()
     except BaseException:
         if directory is not None and not resume and not directory.metrics():
             directory.discard()
         raise
+
+
+def _check(recipe: Recipe, federation: Federation) -> None:
+    """What a recipe asks for and its data do not have."""
+    for number, stage in enumerate(recipe.stages):
+        if stage.eval_split == "validation" and federation.dataset.validation is None:
+            raise HeadstartError(f"stages.{number}.eval_split: the data have no validation split; use 'test'")
+        if len(federation.tasks) > 1 and stage.one_task:
+            raise HeadstartError(f"stages.{number}.method: {stage.method} is for one task; give [data] instead")
+        if federation.announced is not None and (stage.pools or (isinstance(stage, Rounds) and stage.share)):
+            raise HeadstartError(f"stages.{number}: clients that hold their own data do not give them away")
+        personal = isinstance(stage, PersonaliseStage) and (stage.without_head or stage.forgetting)
+        if federation.announced is not None and personal:
+            raise HeadstartError(f"stages.{number}: without_head and forgetting look at everybody's examples")
+    words, classes = recipe.model.label_words, federation.dataset.classes
+    if words is not None and len(words) != len(classes):
+        raise HeadstartError(f"model.label_words: {len(words)} words for {len(classes)} classes; give one for each")
 
 
 class _Run:
@@ -90,10 +134,12 @@ class _Run:
         federation: Federation,
         body: Body,
         directory: RunDirectory | None,
-        on_metrics: Callable[[dict[str, Any]], object],
+        on_metrics: OnMetrics,
+        kept: Path,
+        nodes: Nodes | None,
     ) -> None:
         self.recipe, self.federation, self.body, self.directory = recipe, federation, body, directory
-        self.on_metrics = on_metrics
+        self.on_metrics, self.kept, self.nodes = on_metrics, kept, nodes
         self.stages: list[dict[str, Any]] = []
         self.spent: dict[str, float] = dict.fromkeys(COSTS, 0)
         self.evaluations = 0
@@ -111,43 +157,35 @@ class _Run:
                 if version is not None:
                     self.body.remember(number, version)
                 self.handed.append(handed)
-        # Where nobody looks for a run directory, what clients keep lives as long as the run.
-        with TemporaryDirectory() as temporary:
-            for number, stage in enumerate(self.recipe.stages):
-                if number >= start:
-                    folder = self.directory.clients(number) if self.directory else Path(temporary) / str(number)
-                    self._play_stage(number, stage, saved if number == start else None, folder)
-            return self._finish()
+        for number, stage in enumerate(self.recipe.stages):
+            if number >= start:
+                folder = self.kept / f"clients-{number}"
+                self._play_stage(number, stage, saved if number == start else None, folder)
+        return self._finish()
 
     def _play_stage(self, number: int, stage: Stage, saved: Any, folder: Path) -> None:
         seed = (self.recipe.seed, number)
         federation = self.federation.pooled() if stage.pools else self.federation
         begin = self._begin(number, stage)
         self.body.load(begin.body)
+        plain = stage
         stage, moves = self._widened(number, stage, begin)
         changes = isinstance(stage, Rounds) and Plan.of(stage).changes_features
         shares = isinstance(stage, Rounds) and "shared" in (Plan.of(stage).body, Plan.of(stage).module)
-        before = self.body.known(stage.eval_split) if shares else None
-        attached = self.body.attach(stage, seed)
+        before = self.body.known(stage.eval_split) if shares and federation.announced is None else None
+        left = self.body.module()
         tasks = self._tasks(federation, begin)
-        setting = Setting(
-            len(federation.dataset.classes),
-            self.body.dim,
-            seed,
-            federation.n_clients,
-            int(federation.sizes.sum()),
-            begin.heads[0],
-            self.body.backbone,
-            attached,
-            tasks if len(tasks) > 1 else (),
-            moves,
-        )
-        method = build(stage, setting)
-        needs = [self._handed_over(begin, stage, task) for task in range(len(tasks))]
+        method = method_of(stage, seed, self.body, tasks, moves)
+        begins = {
+            (task, owns): self._told(number, plain, stage, moves, begin, left, tasks, method, task, owns)
+            for task in range(len(tasks))
+            for owns in (False, True)
+        }
         validates = isinstance(stage, Rounds) and self.federation.dataset.validation is not None
         if not changes:  # before the clock of the stage starts, and with a progress bar of its own
             for split in ("train", stage.eval_split, *(["validation"] if validates else [])):
-                self.body.features(split)
+                if len(getattr(federation.dataset, split)):  # a server may hold none
+                    self.body.features(split)
         ledger, state, played, slots = Ledger.open(federation.n_clients), None, 0, None
         metrics: dict[str, Any] = {}
         best: dict[str, Any] = {}
@@ -159,8 +197,21 @@ class _Run:
         def inherits(name: str) -> bool:
             return stage.head_init == "previous" or not name.startswith("personal.head.")
 
-        store = ClientStore(folder, federation.n_clients, method.kept_shapes, slots, begin.store, inherits)
-        look = Examiner(self.federation, self.body, method, store, changes)
+        store: ClientStore
+        if federation.announced is None:
+            store = ClientStore(folder, federation.n_clients, method.kept_shapes, slots, begin.store, inherits)
+        else:
+            store = RemoteStore(federation.n_clients, method.kept_shapes, slots, begin.store)
+        members = federation.tasks_of(np.arange(federation.n_clients))
+        remote = None
+        if self.nodes is not None and not stage.pools:
+            from headstart.engine.flower import FlowerClients
+
+            earlier = self._earlier(number, plain)
+            remote = FlowerClients(self.nodes, stage, number, members, begins, store, earlier)
+        look: Examiner | RemoteExaminer = Examiner(self.federation, self.body, method, store, changes)
+        if remote and federation.announced is not None and (method.personal or not len(federation.dataset.test)):
+            look = RemoteExaminer(federation, method, remote)
         rounds, _ = rounds_of(stage, federation.n_clients)
         watch = _Watch(self, number, stage, rounds, method, look, ledger, store, before, validates, metrics, best)
 
@@ -173,8 +224,16 @@ class _Run:
         if isinstance(stage, PersonaliseStage) and state is None:
             state = method.open()
             watch(-1, state)
-        source = self.body.inputs() if changes else self.body.features("train")
-        state = play(method, stage, federation, source, seed, ledger, store, watch, state, played, needs)
+        owns = [begin.store is not None and begin.store.has(client) for client in range(federation.n_clients)]
+        needs = np.array([begins[int(task), has].nbytes for task, has in zip(members, owns, strict=True)])
+        about = (seed, ledger, store, watch, state, played, needs)
+        if remote is None:
+            state = play(method, stage, federation, self._source(changes), *about)
+        else:
+            server = None
+            if isinstance(stage, Rounds) and stage.share:
+                server = shared_examples(stage, federation, self._source(changes), seed)
+            state = play_rounds(method, stage, federation, remote, *about, server)
         if store.settle(own):  # to go on from here, what earlier stages have left with the clients is not needed
             watch.save(rounds, state)
         self._hand_on(number, stage, method, state, begin, store, changes)
@@ -195,11 +254,34 @@ class _Run:
         )
         self.spent = {name: round(self.spent[name] + cost, 3) for name, cost in ledger.totals().items()}
 
+    def _source(self, changes: bool) -> Any:
+        """What clients read here: examples where the body changes, features where it does not."""
+        return self.body.inputs() if changes else self.body.features("train")
+
+    def _origin(self, number: int, stage: Stage) -> int:
+        """The number of the stage that a stage starts from."""
+        if stage.start == "pretrained":
+            return PRETRAINED
+        return number - 1 if stage.start == "previous" else stage.start
+
     def _begin(self, number: int, stage: Stage) -> Handed:
         """What a stage starts from."""
-        if stage.start == "pretrained" or (stage.start == "previous" and number == 0):
+        origin = self._origin(number, stage)
+        if origin == PRETRAINED:
             return Handed((self.body.label_words(),) * len(self.federation.tasks), PRETRAINED)
-        return self.handed[number - 1 if stage.start == "previous" else stage.start]
+        return self.handed[origin]
+
+    def _earlier(self, number: int, stage: Stage) -> list[tuple[int, ClientStore]]:
+        """The stages whose clients have something of their own that a stage goes on from, the last one first."""
+        found = []
+        while (number := self._origin(number, stage)) != PRETRAINED and (
+            store := self.handed[number].store
+        ) is not None:
+            found.append((number, store))
+            if not isinstance(store, RemoteStore):  # it has brought along all there was before
+                break
+            stage = self.recipe.stages[number]
+        return found
 
     def _widened(self, number: int, stage: Stage, begin: Handed) -> tuple[Stage, Literal["head", "body"] | None]:
         """Personalise on top of what is already the clients' own: all of it is loaded, and the part asked for moves."""
@@ -236,23 +318,52 @@ class _Run:
             )
         return tuple(tasks)
 
-    def _handed_over(self, begin: Handed, stage: Stage, task: int) -> int:
-        """Bytes of what earlier stages made and this one does not send: a client needs it before its first answer."""
+    def _told(
+        self,
+        number: int,
+        plain: Stage,
+        stage: Stage,
+        moves: Literal["head", "body"] | None,
+        begin: Handed,
+        module: Module | None,
+        tasks: tuple[TaskSetting, ...],
+        method: Method[Any],
+        task: int,
+        owns: bool,
+    ) -> Begin:
+        """What a client of a task has to know before its first answer.
+
+        plain: the stage as the recipe has it; module: what an earlier stage left on the body; owns: whether the client
+        has something of its own from the stage before, and need not be sent that.
+        """
         plan, parts = Plan.of(stage) if isinstance(stage, Rounds) else None, dict[str, Mapping[str, Any]]()
-        module, head = self.body.module(), begin.heads[task]
-        if self.body.weights != PRETRAINED and (plan is None or plan.body != "shared"):
+
+        def sent(role: str) -> bool:  # with every message
+            return plan is not None and role == "shared" and not method.catches_up
+
+        head = tasks[task].previous
+        if self.body.weights != PRETRAINED and not (plan and sent(plan.body)):
             parts["body"] = self.body.arrays()
         elif self.body.weights != PRETRAINED and isinstance(stage, Rounds) and stage.norm_statistics == "freeze":
             statistics = ("running_mean", "running_var")
             parts["body"] = {n: array for n, array in self.body.arrays().items() if n.endswith(statistics)}
-        if module is not None and module.values and (plan is None or plan.module != "shared"):
+        if module is not None and module.values and not (plan and sent(plan.module)):
             parts["module"] = module.values[task]
         if plan is not None and stage.head_init == "previous" and head is not None:
-            parts["head"] = {n: array for n, array in head.arrays().items() if plan.role(f"head.{n}") != "shared"}
-        own = {name.partition("@")[0] for name in begin.store.shapes} if begin.store else set()
+            parts["head"] = {n: array for n, array in head.arrays().items() if not sent(plan.role(f"head.{n}"))}
+        own = {name.partition("@")[0] for name in begin.store.shapes} if begin.store and owns else set()
         arrays = {f"{part}.{name}": array for part, each in parts.items() for name, array in each.items()}
-        arrays = {name: array for name, array in arrays.items() if f"personal.{name}" not in own}
-        return Message(arrays).nbytes if arrays else 0
+        return Begin(
+            number,
+            task,
+            tuple((each.name, each.n_classes, each.n_clients, each.n_examples) for each in tasks),
+            tuple({n: a.shape for n, a in each.previous.arrays().items()} if each.previous else None for each in tasks),
+            stage.update if isinstance(stage, PersonaliseStage) and stage is not plain else None,
+            moves,
+            self.body.norm_statistics,
+            (module.kind, module.settings) if module else None,
+            {name: array for name, array in arrays.items() if f"personal.{name}" not in own},
+        )
 
     def _hand_on(
         self,
@@ -327,7 +438,7 @@ class _Watch:
     stage: Stage
     rounds: int
     method: Method[Any]
-    look: Examiner
+    look: Examiner | RemoteExaminer
     ledger: Ledger
     store: ClientStore
     before: Features | None

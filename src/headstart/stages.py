@@ -28,6 +28,20 @@ class Table(BaseModel):
     )
 
 
+class Privacy(Table):
+    """Differential privacy of a stage: what is released hides whether any one unit took part."""
+
+    epsilon: PositiveFloat
+    delta: float = Field(default=1e-5, gt=0, lt=1)
+    clip: PositiveFloat = 1.0
+    """Largest norm of what one unit contributes: an example's features in a closed form, a client's update in
+    training. What is longer is shortened to it, and the noise grows with it. Most closed forms use directions only: any
+    clip up to the usual length of the features serves them equally well."""
+    noise: Literal["server", "client"] = "server"
+    """Who adds the noise: the server, once, to the total (clients trust it), or every client to what it sends (nobody
+    is trusted; more noise)."""
+
+
 class _Stage(Table):
     pools: ClassVar[bool] = False
     """Whether one machine holds everybody's examples."""
@@ -53,6 +67,14 @@ class _Sampled(_Stage):
     """Share of the clients in a round; everybody where neither key is set."""
     sampling: Literal["clients", "tasks"] = "clients"
     """With several tasks, a round draws from all clients alike, or as many from each task, in turn where it must."""
+    secure: bool = False
+    """The server learns the sum of what clients send and nothing of any one of them; answers are rounded to 24
+    binary places."""
+    secure_group: Annotated[int, Field(ge=3)] | None = None
+    """Clients are added up in groups of at least so many, and the server learns each group's sum; None: all clients of
+    a round in one group. FedCOF, which needs several means of a class, takes a group for a client."""
+    secure_threshold: float = Field(default=0.67, gt=0.5, le=1)
+    """Share of a group that has to stay to the end for its sum to be opened; the rest may drop out."""
 
     def sampled(self, n_clients: int) -> int:
         """Clients in a round."""
@@ -63,6 +85,21 @@ class _Sampled(_Stage):
 class _ClosedForm(_Sampled):
     rounds: PositiveInt | None = None
     """None: as many as it takes to hear every client once."""
+    privacy: Privacy | None = None
+    """Hides any one example of any client, in what it sends or in the head."""
+
+
+class CountNoise(Table):
+    """Noise on the counts alone, as in the FedCOF paper: an experiment on robustness, not differential privacy.
+
+    The paper says that a count becomes max(n + noise, 0), that uniform noise is proportional to n and the others are
+    not, and that a smaller ε means more noise; its exact parameters are not published. These are the natural ones.
+    """
+
+    kind: Literal["uniform", "gaussian", "laplace"]
+    """"uniform": n · U(−1/ε, 1/ε); "gaussian": N(0, 1/ε²); "laplace": Lap(1/ε). The noisy count is rounded to a whole
+    number; a class that comes out at zero is not sent."""
+    epsilon: PositiveFloat
 
 
 class FedNCMStage(_ClosedForm):
@@ -79,7 +116,8 @@ class Fed3RStage(_ClosedForm):
     ridge: NonNegativeFloat | Auto = "auto"
     """"auto": generalised cross-validation on the server; the papers use 0.01."""
     bias: bool = True
-    """True: a ones column, as the official code; False: as in the FedCOF paper."""
+    """True: a ones column, as the official code; False: as in the FedCOF paper. With privacy there is none, except for
+    random features: a bias that goes with shortened features does not go with those that the head is used on."""
     random_features: NonNegativeInt = 0
     """So many random Fourier features of the unit-length features; 0 for none."""
     random_features_width: PositiveFloat = 1.0
@@ -94,6 +132,7 @@ class FedCOFStage(_ClosedForm):
     """"auto": follows the estimated within-class variance; the papers use 1 (0.1 for MobileNetV2)."""
     means_per_client: PositiveInt = 1
     covariance: Literal["estimated", "full", "diagonal", "spherical"] = "estimated"
+    count_noise: CountNoise | None = None
 
 
 class _Optimiser(_Stage):
@@ -169,6 +208,15 @@ class _Training(_Rounds, _SGD):
     experiment of the FedBABU paper)."""
     share_train: Literal["body", "all"] = "all"
     """What the server trains on its share."""
+    combine: Literal["mean", "median", "trimmed-mean"] = "mean"
+    """What the server makes of the updates of a round, parameter by parameter; the last two withstand a minority of
+    clients that send anything, count every client alike, and hold all updates of a round in memory."""
+    trim: float = Field(default=0.1, gt=0, lt=0.5)
+    """Share of the updates that a trimmed mean leaves out at each end."""
+    max_norm: PositiveFloat | None = None
+    """Largest norm of a client's update; a longer one is shortened to it."""
+    privacy: Privacy | None = None
+    """Hides any one client (DP-FedAvg): needs weighting = "uniform"."""
 
 
 class FedAvgStage(_Training):

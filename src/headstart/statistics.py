@@ -21,6 +21,8 @@ Moments = Literal["full", "diagonal"]
 Transform = Callable[[Features], Features]
 
 _BLOCK_BYTES = 32 << 20
+# Features beyond this are no features: their squares, added up over all clients, must stay within range.
+_LARGEST_FEATURE = 1e15
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,20 +96,33 @@ class ClientStatistics:
         return Message(arrays)
 
     @classmethod
-    def from_message(cls, message: Message, n_classes: int, dim: int, moments: Moments | None) -> ClientStatistics:
-        """Read and check what a client sent, or raise `MessageError` with what is wrong."""
+    def from_message(
+        cls, message: Message, n_classes: int, dim: int, moments: Moments | None, private: bool = False
+    ) -> ClientStatistics:
+        """Read and check what a client sent, or raise `MessageError` with what is wrong.
+
+        ``private``: there is a row for every class, and noise may have made counts and squares zero or negative.
+        """
         labels = message.array("labels", "int32", (None,)).astype(np.int64)
         counts = message.array("counts", "int32", (len(labels),)).astype(np.int64)
         sums = message.array("sums", _sums_dtype(moments is not None), (len(labels), dim))
         if len(labels) and (labels.min() < 0 or labels.max() >= n_classes):
             raise MessageError(f"class labels must lie between 0 and {n_classes - 1}")
-        if len(counts) and counts.min() < 1:
+        everything = np.tile(np.arange(n_classes), max(1, len(labels) // n_classes))
+        if private and not np.array_equal(labels, everything):
+            raise MessageError("with privacy every class is sent, in order, present or not")
+        if not private and len(counts) and counts.min() < 1:
             raise MessageError("a class is sent with a count below 1")
+        examples = np.maximum(np.abs(counts), 1)
+        if (np.abs(sums).max(axis=1, initial=0) > _LARGEST_FEATURE * examples).any():
+            raise MessageError(f"a class sum is larger than features of {_LARGEST_FEATURE:.0e} make it")
         second = None
         if moments is not None:
             values = message.array("moments", "float64", (_moments_length(dim, moments),))
-            second = _unpack(values.astype(np.float64), dim) if moments == "full" else values.astype(np.float64)
-            if (second.diagonal() if second.ndim == 2 else second).min(initial=0.0) < 0:
+            if np.abs(values).max(initial=0) > _LARGEST_FEATURE**2 * examples.sum():
+                raise MessageError(f"a sum of squares is larger than features of {_LARGEST_FEATURE:.0e} make it")
+            second = unpacked(values.astype(np.float64), dim) if moments == "full" else values.astype(np.float64)
+            if not private and (second.diagonal() if second.ndim == 2 else second).min(initial=0.0) < 0:
                 raise MessageError("a sum of squares is negative")
         return cls(n_classes, labels, counts, sums.astype(sums.dtype, copy=False), second)
 
@@ -229,7 +244,8 @@ def _sums_dtype(with_moments: bool) -> str:
     return "float64" if with_moments else "float32"
 
 
-def _unpack(triangle: Floats, dim: int) -> Floats:
+def unpacked(triangle: Floats, dim: int) -> Floats:
+    """The symmetric matrix [dim, dim] of an upper triangle, row after row."""
     square = np.zeros((dim, dim))
     square[np.triu_indices(dim)] = triangle
     return np.asarray(square + np.triu(square, 1).T)

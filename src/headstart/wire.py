@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from safetensors import SafetensorError
+from safetensors import SafetensorError, deserialize
 from safetensors import numpy as safetensors_numpy
 
 from headstart.errors import MessageError
@@ -18,7 +20,18 @@ Scalar = str | int | float | bool
 
 # In the order in which safetensors lays arrays out.
 _DTYPE_NAMES = {"int64": "I64", "float64": "F64", "float32": "F32", "int32": "I32", "uint8": "U8", "bool": "BOOL"}
+_DTYPES = {short: np.dtype(name) for name, short in _DTYPE_NAMES.items()}
+_METADATA = "__metadata__"
 _SCALARS = "scalars"
+
+# Parsed JSON takes up to some thirty times the memory of its text; names, shapes and scalars need no more text than so.
+_HEADER_BYTES = 32 << 20
+# The sides of an array with entries are as long as its bytes allow. Those of an empty one are only numbers, and what
+# is made of them must stay small.
+_EMPTY_ENTRIES = 1 << 24
+_DIMENSIONS = 32
+# A refusal is kept and shown; parts of it are the sender's words.
+_REASON_CHARACTERS = 200
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,17 +48,19 @@ class Message:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Message:
-        """Read a message; anything but a well-formed one is refused."""
+        """Read a message; anything but a well-formed one is refused, and nothing in it sets memory aside unchecked."""
+        length = int.from_bytes(data[:8], "little")
+        if length > _HEADER_BYTES:
+            raise MessageError(f"not a message: its header of {length} bytes is longer than {_HEADER_BYTES}")
         try:
-            arrays = safetensors_numpy.load(data)
-            length = int.from_bytes(data[:8], "little")
-            metadata = json.loads(data[8 : 8 + length]).get("__metadata__", {})
-            scalars = json.loads(metadata.get(_SCALARS, "{}"))
-        except (SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise MessageError(f"not a message: {error}") from None
-        if not isinstance(scalars, dict) or not all(isinstance(v, str | int | float | bool) for v in scalars.values()):
-            raise MessageError("not a message: its scalars are not a table of names and values")
-        return cls(arrays, scalars)
+            views = deserialize(data)  # type: ignore[no-untyped-call]
+            found = {name: _array(name, view["dtype"], view["shape"], view["data"]) for name, view in views}
+            header = _parsed(str(data[8 : 8 + length], "utf-8"))
+            scalars = _scalars((header.pop(_METADATA, None) or {}).get(_SCALARS, "{}"))
+        except (SafetensorError, ValueError, RecursionError) as error:
+            reason = str(error)[:_REASON_CHARACTERS]
+            raise MessageError(f"not a message: {reason if reason.isprintable() else ascii(reason)}") from None
+        return cls({name: found[name] for name in header}, scalars)
 
     @property
     def nbytes(self) -> int:
@@ -72,7 +87,7 @@ class Message:
 
 def layout_nbytes(layout: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str] | None = None) -> int:
     """Bytes of a safetensors file with arrays of these names, dtypes and shapes: 8, a padded JSON header, the data."""
-    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    header: dict[str, object] = {_METADATA: dict(metadata)} if metadata else {}
     offset = 0
     rank = list(_DTYPE_NAMES)
     for name, (dtype, shape) in sorted(layout.items(), key=lambda item: (rank.index(item[1][0]), item[0])):
@@ -81,3 +96,43 @@ def layout_nbytes(layout: Mapping[str, tuple[str, tuple[int, ...]]], metadata: M
         offset = end
     text = len(json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode())
     return 8 + -(-text // 8) * 8 + offset
+
+
+def _array(name: str, dtype: str, shape: list[int], data: bytearray) -> Array:
+    if dtype not in _DTYPES:
+        raise ValueError(f"array {name!r} is {dtype}; accepted: {', '.join(_DTYPES)}")
+    if len(shape) > _DIMENSIONS:
+        raise ValueError(f"array {name!r} has more than {_DIMENSIONS} dimensions")
+    if not data and math.prod(side or 1 for side in shape) > _EMPTY_ENTRIES:
+        raise ValueError(f"array {name!r} is empty and has sides that are too long")
+    if dtype == "BOOL" and np.frombuffer(data, np.uint8).max(initial=0) > 1:
+        raise ValueError(f"array {name!r} holds what is neither true nor false")
+    return np.frombuffer(data, _DTYPES[dtype]).reshape(shape)
+
+
+def _scalars(text: str) -> dict[str, Scalar]:
+    scalars = _parsed(text)
+    for name, value in scalars.items():
+        if not isinstance(value, str | int | float | bool):
+            raise ValueError(f"its scalar {name!r} is no text and no number")
+        if isinstance(value, int) and not -(2**63) <= value < 2**63:
+            raise ValueError(f"its scalar {name!r} does not fit into 64 bits")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"its scalar {name!r} is NaN or infinity")
+    json.dumps(scalars, ensure_ascii=False).encode()  # JSON can escape half a character, which no file can hold
+    return scalars
+
+
+def _parsed(text: str) -> dict[str, Any]:
+    """A JSON object in which no name occurs twice; which of two would count is the reader's choice."""
+    found = json.loads(text, object_pairs_hook=_unique)
+    if not isinstance(found, dict):
+        raise ValueError("a table of names and values was expected")
+    return found
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    table = dict(pairs)
+    if len(table) < len(pairs):
+        raise ValueError("a name occurs twice")
+    return table

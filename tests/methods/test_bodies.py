@@ -23,7 +23,7 @@ from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_para
 from headstart.backbones import Backbone, Inputs, embed
 from headstart.backbones.transforms import NORMALISATIONS, ImageInput, ImageTransform, TextTransform
 from headstart.data import Dataset, Examples, Federation
-from headstart.engine import local
+from headstart.engine import rounds
 from headstart.engine.local import play
 from headstart.engine.store import ClientStore
 from headstart.errors import HeadstartError
@@ -746,7 +746,7 @@ def test_a_bad_message_is_refused_and_the_others_count(
         assert why in str(drop["why"])
     # It is as if he had not been asked in that round, and what he would have kept is forgotten.
     asked = [np.array([0, 2]), np.arange(K)]
-    monkeypatch.setattr(local, "_sample", lambda method, stage, seed, number, *_: asked[number])
+    monkeypatch.setattr(rounds, "_sample", lambda method, stage, seed, number, *_: asked[number])
     without = Run(tmp_path / "without", backbone_of(Normed()), **keys).play()
     for bad in runs.values():
         assert bad.bits() == without.bits()

@@ -11,7 +11,8 @@ import pytest
 
 from headstart.data import Federation
 from headstart.engine import local
-from headstart.engine.local import play, rounds_of
+from headstart.engine.local import play
+from headstart.engine.rounds import rounds_of
 from headstart.engine.store import ClientStore
 from headstart.errors import HeadstartError, MessageError
 from headstart.heads import LinearHead

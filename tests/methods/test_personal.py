@@ -36,7 +36,7 @@ from test_methods import holds, overheard
 from torch import Tensor, nn
 
 from headstart.data import Federation
-from headstart.engine import ClientStore, RunDirectory, local
+from headstart.engine import ClientStore, RunDirectory, rounds
 from headstart.errors import HeadstartError, RecipeError
 from headstart.heads import LinearHead
 from headstart.heads.estimators import Fed3R, FedCOF, FedNCM
@@ -68,7 +68,7 @@ def run_of(folder: Path, body: str, network: nn.Module | None = None, **keys: An
 
 @pytest.fixture
 def _some_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "_sample", lambda method, stage, seed, number, *_: ASKED[number])
+    monkeypatch.setattr(rounds, "_sample", lambda method, stage, seed, number, *_: ASKED[number])
 
 
 # --------------------------------------------------------------------------------------------- the methods, written out
@@ -176,7 +176,7 @@ def test_who_is_asked_first_starts_from_the_start_and_who_is_never_asked_stays_t
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = [np.array([0]), np.array([0, 1])]
-    monkeypatch.setattr(local, "_sample", lambda method, stage, seed, number, *_: asked[number])
+    monkeypatch.setattr(rounds, "_sample", lambda method, stage, seed, number, *_: asked[number])
     run = run_of(tmp_path, "network", method=method, rounds=2)
     start = run.method.own(lambda name, value: value[None].repeat(K, 0))
     seen: list[tuple[int, dict[str, np.ndarray]]] = []

@@ -7,8 +7,8 @@ from functools import cached_property
 
 import numpy as np
 
-from headstart.data.examples import Dataset, Examples, Ints, Joined
-from headstart.data.load import load_dataset
+from headstart.data.examples import Dataset, Examples, Ints, Joined, Kind
+from headstart.data.load import load_dataset, load_silo
 from headstart.data.partition import UNUSED, follow, partition
 from headstart.errors import HeadstartError
 from headstart.recipe import ONE_TASK, Data, Domains, Natural, Recipe
@@ -30,6 +30,8 @@ class Federation:
     tasks: tuple[str, ...] = (ONE_TASK,)
     client_starts: tuple[int, ...] = (0,)
     class_starts: tuple[int, ...] = (0,)
+    announced: Ints | None = None
+    """[K] training examples of clients that hold them elsewhere, as they say."""
 
     @classmethod
     def of(cls, recipe: Recipe) -> Federation:
@@ -60,6 +62,30 @@ class Federation:
         if how.test == "shared":
             return federation
         return cls(dataset, owners, _test_owners(federation, how, seed), names)
+
+    @classmethod
+    def silo(cls, recipe: Recipe, path: str, name: str) -> Federation:
+        """One client with its own data."""
+        dataset = load_silo(_one_task(recipe), path, recipe.seed)
+        return cls(dataset, np.zeros(len(dataset.train), np.int64), None, (name,))
+
+    @classmethod
+    def apart(cls, recipe: Recipe, names: tuple[str, ...], sizes: Ints, dim: int, test: str | None) -> Federation:
+        """The server's view of clients that hold their data themselves: their names, and how many examples they have.
+
+        dim: the length of their features, where the data are features; test: the server's own data to test on.
+        """
+        data = _one_task(recipe)
+        if test is not None:
+            dataset = load_silo(data, test, recipe.seed)
+        else:
+            classes = tuple(map(str, data.classes or ()))
+            kind: Kind = "features" if recipe.model.backbone == "features" else "image"
+            source = np.zeros((0, dim), np.float32)
+            nothing = Examples(kind, source, (), np.zeros(0, np.int64), np.zeros(0, np.int64))
+            dataset = Dataset("the clients' own data", classes, nothing, nothing)
+        nobody = np.full(len(dataset.train), UNUSED)
+        return cls(dataset, nobody, None, names, announced=sizes)
 
     @classmethod
     def _joined(cls, parts: list[Federation], tasks: list[str]) -> Federation:
@@ -140,11 +166,16 @@ class Federation:
     @property
     def unused(self) -> int:
         """Training examples that no client holds."""
+        if self.announced is not None:
+            return 0
         return int(np.count_nonzero(self.owners == UNUSED))
 
     @cached_property
     def counts(self) -> Ints:
-        """Training examples [K, C] of each class at each client."""
+        """Training examples [K, C] of each class at each client; all in one class where they are announced, since of
+        which classes they are is the clients' own business."""
+        if self.announced is not None:
+            return np.eye(1, len(self.dataset.classes), dtype=np.int64) * self.announced[:, None]
         held = self.owners >= 0
         n_classes = len(self.dataset.classes)
         keys = self.owners[held] * n_classes + self.dataset.train.labels[held]
@@ -170,6 +201,13 @@ class Federation:
     def _by_client(self) -> Ints:
         order = np.argsort(self.owners, kind="stable")
         return order[self.unused :]
+
+
+def _one_task(recipe: Recipe) -> Data:
+    """The data of a recipe for clients that hold their own."""
+    if recipe.data is None:
+        raise HeadstartError("tasks: clients that hold their own data serve one task; give [data] instead of [[tasks]]")
+    return recipe.data
 
 
 def _firsts(owners: Ints, clients: int) -> Ints:

@@ -19,8 +19,19 @@ _BUNDLED_SEED = 0  # the bundled sets have one split, whatever the run's seed
 _NONE = np.zeros(0, np.int64)
 
 
-def load_dataset(data: Data, seed: int = 0) -> Dataset:
-    """Find, read and check the data that a recipe names; what comes without a test split is cut."""
+def load_silo(data: Data, path: str, seed: int = 0) -> Dataset:
+    """One client's own data, read as a recipe says; it may lack any of the classes, and a test split that is cut off
+    may be empty."""
+    if data.classes is None:
+        raise HeadstartError("data.classes: name the classes: clients that hold their own data number them by it")
+    return load_dataset(data.model_copy(update={"dataset": path}), seed, alone=True)
+
+
+def load_dataset(data: Data, seed: int = 0, alone: bool = False) -> Dataset:
+    """Find, read and check the data that a recipe names; what comes without a test split is cut.
+
+    alone: whether the data are one client's, who need not have every class.
+    """
     known = KNOWN.get(data.dataset)
     if data.dataset == "mnist-mini":
         dataset = _mnist_mini()
@@ -33,7 +44,9 @@ def load_dataset(data: Data, seed: int = 0) -> Dataset:
     if len(dataset.train) and not len(dataset.test):
         dataset = _held_out(dataset, data.test_fraction, seed)
     if data.classes is not None:
-        dataset = _of_classes(dataset, data.classes)
+        dataset = _of_classes(dataset, data.classes, alone)
+    if alone:
+        return dataset
     dataset = _reduced(dataset, data, known, seed)
     for split, examples in (("train", dataset.train), ("test", dataset.test)):
         if len(examples) == 0:
@@ -151,10 +164,13 @@ def _held_out(dataset: Dataset, fraction: float, seed: int) -> Dataset:
     return replace(dataset, train=whole.take(np.flatnonzero(~mask)), test=whole.take(np.flatnonzero(mask)))
 
 
-def _of_classes(dataset: Dataset, chosen: tuple[int | str, ...]) -> Dataset:
-    """Only these classes, by number or name, numbered in the order given."""
+def _of_classes(dataset: Dataset, chosen: tuple[int | str, ...], alone: bool) -> Dataset:
+    """Only these classes, by number or name, numbered in the order given; alone: some may not be there."""
     numbers = []
     for given in chosen:
+        if alone and (given not in dataset.classes if isinstance(given, str) else given >= len(dataset.classes)):
+            numbers.append(-1)
+            continue
         if isinstance(given, str) and given not in dataset.classes:
             raise HeadstartError(f"data.classes: {nearest(given, dataset.classes)}")
         if isinstance(given, int) and not 0 <= given < len(dataset.classes):
@@ -162,9 +178,9 @@ def _of_classes(dataset: Dataset, chosen: tuple[int | str, ...]) -> Dataset:
                 f"data.classes: {given} is no class; {dataset.name} has {len(dataset.classes)}, from 0"
             )
         numbers.append(dataset.classes.index(given) if isinstance(given, str) else given)
-    if len(set(numbers)) < len(numbers):
+    if len(set(chosen)) < len(chosen) or len(set(numbers) - {-1}) < sum(number >= 0 for number in numbers):
         raise HeadstartError("data.classes: a class is named twice")
-    new = np.full(len(dataset.classes), -1)
+    new = np.full(len(dataset.classes) + 1, -1)
     new[numbers] = np.arange(len(numbers))
 
     def part(examples: Examples) -> Examples:
@@ -173,7 +189,9 @@ def _of_classes(dataset: Dataset, chosen: tuple[int | str, ...]) -> Dataset:
 
     return replace(
         dataset,
-        classes=tuple(dataset.classes[number] for number in numbers),
+        classes=tuple(
+            dataset.classes[number] if number >= 0 else str(g) for number, g in zip(numbers, chosen, strict=True)
+        ),
         train=part(dataset.train),
         test=part(dataset.test),
         validation=part(dataset.validation) if dataset.validation is not None else None,

@@ -1,8 +1,24 @@
 """Who runs the rounds, what clients keep between them, the body they share, and the directory of a run."""
 
-from headstart.engine.body import PRETRAINED, Body
-from headstart.engine.local import play, rounds_of
+from headstart.engine.begin import Begin, method_of
+from headstart.engine.body import PRETRAINED, Body, Module
+from headstart.engine.local import play
+from headstart.engine.rounds import play_rounds, rounds_of, shared_examples
 from headstart.engine.rundir import Handed, RunDirectory
-from headstart.engine.store import ClientStore
+from headstart.engine.store import ClientStore, RemoteStore
 
-__all__ = ["PRETRAINED", "Body", "ClientStore", "Handed", "RunDirectory", "play", "rounds_of"]
+__all__ = [
+    "PRETRAINED",
+    "Begin",
+    "Body",
+    "ClientStore",
+    "Handed",
+    "Module",
+    "RemoteStore",
+    "RunDirectory",
+    "method_of",
+    "play",
+    "play_rounds",
+    "rounds_of",
+    "shared_examples",
+]

@@ -90,6 +90,12 @@ class Body:
         """Length d of a feature vector."""
         return self.backbone.dim if self.backbone else self._dataset.train.features().shape[1]
 
+    @property
+    def norm_statistics(self) -> str:
+        """How the body as it is loaded treats batch norm."""
+        version = self._versions.get(self.loaded)
+        return version.norm_statistics if version else "aggregate"
+
     def label_words(self) -> LinearHead | None:
         """The head of a prompt's label words, where the body is a masked language model."""
         if self.backbone is None or self.backbone.label_words is None:

@@ -7,7 +7,8 @@ import io
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,10 +16,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from filelock import FileLock, Timeout
 from safetensors.numpy import save_file
 
 from headstart.engine.body import PRETRAINED, Body, Module, Version
-from headstart.engine.store import ClientStore
+from headstart.engine.store import ClientStore, RemoteStore
 from headstart.errors import HeadstartError
 from headstart.files import write_atomically, write_json, write_text
 from headstart.heads import LinearHead
@@ -82,6 +84,21 @@ class RunDirectory:
             raise HeadstartError(f"--resume: {path} is a run of another recipe; compare {saved}")
         return cls(path)
 
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Nobody else runs in this directory meanwhile."""
+        lock = FileLock(self.path / "checkpoint" / "lock", timeout=0)
+        try:
+            lock.acquire()
+        except Timeout:
+            raise HeadstartError(
+                f"--out {self.path}: another process is running there; wait for it, or stop it"
+            ) from None
+        try:
+            yield
+        finally:
+            lock.release()
+
     def discard(self) -> None:
         """Remove what `create` made, when a run ends before its first result."""
         for name in ("recipe.toml", "clients.csv"):
@@ -111,8 +128,8 @@ class RunDirectory:
         arrays |= {f"ledger.{name}": array for name, array in costs.items()}
         arrays["slots"] = slots
         progress = {**progress, "seconds": ledger.seconds, "dropped": ledger.dropped, "state": dict(state.scalars)}
-        scalars = {"progress": json.dumps(progress)}
-        data = Message(arrays, scalars).to_bytes()
+        arrays["progress"] = np.frombuffer(json.dumps(progress).encode(), np.uint8)  # it may be long
+        data = Message(arrays).to_bytes()
         write_atomically(self.path / "checkpoint" / "state.safetensors", lambda file: file.write_bytes(data))
 
     def load_checkpoint(self) -> tuple[Message, Ledger, Ints, dict[str, Any]] | None:
@@ -122,7 +139,7 @@ class RunDirectory:
             (self.path / "metrics.jsonl").unlink(missing_ok=True)
             return None
         saved = Message.from_bytes(path.read_bytes())
-        progress = json.loads(str(saved.scalars["progress"]))
+        progress = json.loads(saved.arrays["progress"].tobytes())
         costs = {name: saved.arrays[f"ledger.{name}"] for name in _COSTS}
         ledger = Ledger(**costs, seconds=progress["seconds"], dropped=progress["dropped"])  # type: ignore[arg-type]
         state = {name.removeprefix("state."): a for name, a in saved.arrays.items() if name.startswith("state.")}
@@ -139,7 +156,7 @@ class RunDirectory:
         facts: dict[str, Scalar] = {"body": handed.body, "tasks": len(handed.heads)}
         if handed.store is not None and handed.store.shapes:
             arrays["slots"] = handed.store.slots
-            facts |= {"personal": json.dumps(handed.store.shapes)}
+            facts |= {"personal": json.dumps(handed.store.shapes), "remote": isinstance(handed.store, RemoteStore)}
         if version is not None:
             arrays |= {f"body.{name}": array for name, array in (version.arrays or {}).items()}
             facts |= {"norm_statistics": version.norm_statistics, "weights": version.weights}
@@ -157,7 +174,8 @@ class RunDirectory:
         def under(prefix: str) -> dict[str, np.ndarray]:
             return {name.removeprefix(prefix): a for name, a in saved.arrays.items() if name.startswith(prefix)}
 
-        facts, version, store = saved.scalars, None, None
+        facts, version = saved.scalars, None
+        store: ClientStore | None = None
         tasks = range(int(facts["tasks"]))
         heads = tuple(LinearHead.of_arrays(under(f"head.{task}.")) for task in tasks)
         if "norm_statistics" in facts:
@@ -168,10 +186,13 @@ class RunDirectory:
             weights = int(facts["weights"])
             arrays = under("body.") if weights == stage else None
             version = Version(weights, str(facts["norm_statistics"]), arrays, module)
-        if "personal" in facts and self.clients(stage).is_dir():  # gone once no later stage started from it
+        if "personal" in facts:
             shapes = {name: tuple(shape) for name, shape in json.loads(str(facts["personal"])).items()}
             slots = saved.arrays["slots"].astype(np.int64)
-            store = ClientStore(self.clients(stage), len(slots), shapes, slots)
+            if facts["remote"]:
+                store = RemoteStore(len(slots), shapes, slots)
+            elif self.clients(stage).is_dir():  # gone once no later stage started from it
+                store = ClientStore(self.clients(stage), len(slots), shapes, slots)
         return Handed(heads, int(facts["body"]), store), version
 
     def clients(self, stage: int) -> Path:

@@ -88,6 +88,10 @@ class ClientStore:
         if kept:
             self._changed.add(client)
 
+    def accept(self, client: int) -> None:
+        """The client itself has written what it wants to keep, into the slot that is not in use."""
+        self._changed.add(client)
+
     def _other(self, client: int) -> int:
         """The slot of a client that is not in use."""
         return 1 - int(self.slots[client]) if self.slots[client] >= 0 else 0
@@ -130,6 +134,25 @@ class ClientStore:
         if self._files:  # otherwise the folder is not ours
             _close(self._files)
             shutil.rmtree(self._folder, ignore_errors=True)
+
+
+class RemoteStore(ClientStore):
+    """What clients keep on machines of their own: here is which slot of theirs is in use, and nothing else."""
+
+    def __init__(
+        self,
+        n_clients: int,
+        shapes: Mapping[str, tuple[int, ...]],
+        slots: Ints | None = None,
+        earlier: ClientStore | None = None,
+    ) -> None:
+        super().__init__(Path(), n_clients, {}, slots, earlier)
+        self.shapes = dict(shapes)
+
+    def settle(self, own: Callable[[int], Arrays]) -> bool:
+        """Clients look for what they have not kept in this stage where they kept it before."""
+        self.shapes = {name: shape for name, shape in self.shapes.items() if _file_of(name) == _OWN}
+        return False
 
 
 def _file_of(name: str) -> str:

@@ -114,5 +114,11 @@ def _solve_dual(factor: Floats, targets: Floats, ridge: float) -> Floats:
             f"shrinkage = 0 leaves the Gram matrix singular: {len(factor) - 1} means do not span "
             f"{factor.shape[1]} dimensions; raise it, or set it to 'auto'"
         )
-    inner = linalg.cho_factor(factor @ factor.T + ridge * np.eye(len(factor)), check_finite=False)
+    try:
+        inner = linalg.cho_factor(factor @ factor.T + ridge * np.eye(len(factor)), check_finite=False)
+    except linalg.LinAlgError:
+        raise HeadstartError(
+            f"shrinkage × (examples − classes) = {ridge:g} is nothing beside the spread of the class means, and leaves "
+            "the Gram matrix singular; raise it, or set it to 'auto'"
+        ) from None
     return np.asarray((targets - factor.T @ linalg.cho_solve(inner, factor @ targets)) / ridge)

@@ -8,6 +8,8 @@ With ``random_features`` the client first maps its features through random cosin
 
 from __future__ import annotations
 
+from math import sqrt
+
 import numpy as np
 
 from headstart.heads import LinearHead, RandomFeatures, ridge_head
@@ -23,17 +25,20 @@ class Fed3RMethod(StatisticsMethod):
     moments = "full"
 
     def __init__(self, stage: Fed3RStage, setting: Setting) -> None:
-        super().__init__(setting)
+        super().__init__(setting, stage.privacy)
         self.stage = stage
         self.random: RandomFeatures | None = None
+        # Features are shortened for privacy, but not when the head is used; without a bias, their length is no matter.
+        self.bias = stage.bias and (stage.privacy is None or stage.random_features > 0)
         if stage.random_features:
             self.dim = stage.random_features
             self.random = RandomFeatures.draw(setting.dim, self.dim, stage.random_features_width, setting.seed[0])
             self.transform = self.random
+            self.longest = sqrt(2)
 
     def solve(self, total: ClientStatistics) -> LinearHead:
         """The ridge solution, each row scaled to length one with its bias."""
-        return ridge_head(total, self.stage.ridge, self.stage.bias).behind(self.random)
+        return ridge_head(total, self.stage.ridge, self.bias).behind(self.random)
 
     def published(self, state: Heard, counts: Ints) -> Published:
         """As the FedCOF paper counts it; half of the symmetric Gram matrix is redundant."""

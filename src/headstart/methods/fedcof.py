@@ -4,7 +4,8 @@ training-free federated learning", 2025, equations 7 to 11 and algorithm 1).
 Travels up: the sum of the features of each class the client has, and how many there were; exactly what FedNCM sends.
 The means of one class differ from client to client by chance, and by how much tells the class's covariance: the
 server estimates it and solves as ridge regression would. It has to see each client's means, so rows are kept.
-``means_per_client`` splits a client's class at random into several means; the oracles also send second moments.
+``means_per_client`` splits a client's class at random into several means; the oracles also send second moments;
+``count_noise`` blurs the counts before they are sent.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from headstart.heads import LinearHead, cof_head
 from headstart.heads.cof import MOMENTS_FOR
 from headstart.ledger import Published
 from headstart.methods.base import Cohort, Heard, Setting, StatisticsMethod
+from headstart.privacy.noise import blur_counts
 from headstart.stages import FedCOFStage
 from headstart.statistics import ClientStatistics, Ints, random_parts
 
@@ -23,9 +25,20 @@ class FedCOFMethod(StatisticsMethod):
     keeps_rows = True
 
     def __init__(self, stage: FedCOFStage, setting: Setting) -> None:
-        super().__init__(setting)
+        super().__init__(setting, stage.privacy)
         self.stage = stage
         self.moments = MOMENTS_FOR[stage.covariance]
+
+    @property
+    def by_row(self) -> bool:
+        """Covariances are estimated from how clients differ; the oracles need sums alone."""
+        return self.stage.covariance == "estimated"
+
+    def said(self, statistics: ClientStatistics, owners: Ints, cohort: Cohort) -> tuple[ClientStatistics, Ints]:
+        """As any statistics, or with the paper's noise on the counts."""
+        if self.stage.count_noise is None:
+            return super().said(statistics, owners, cohort)
+        return blur_counts(statistics, owners, self.stage.count_noise, self.noise_seed)
 
     def parts(self, cohort: Cohort) -> Ints | None:
         """Random parts of each client's class, each with a mean of its own."""

@@ -74,6 +74,17 @@ class FedMeZOMethod:
         arrays: dict[str, Array] = {"seeds": state.seeds[first:], "slopes": state.slopes[first:]}
         return Message(arrays, {"round": round, "first": first, "seed": self._seed(round)})
 
+    def told(self, earlier: Message | None, message: Message) -> Message:
+        """The message as if the client had never heard anything: what it was told before, and then the news."""
+        first = int(message.scalars["first"])
+        if not first:
+            return message
+        known = 0 if earlier is None else len(earlier.arrays["seeds"])
+        if earlier is None or known < first:
+            raise MessageError(f"the log starts at step {first}, and {known} steps are known")
+        arrays = {n: np.concatenate([earlier.arrays[n][:first], message.arrays[n]]) for n in ("seeds", "slopes")}
+        return Message(arrays, {**message.scalars, "first": 0})
+
     def _seed(self, round: int) -> int:
         return int(np.random.default_rng([*self.setting.seed, 0x5EED, round]).integers(2**31))
 
@@ -86,6 +97,19 @@ class FedMeZOMethod:
         weight = weight_of(reply, self.stage.weighting)
         return replace(state, sums=state.sums + weight * slopes, weight=state.weight + weight)
 
+    def summand(self, reply: Reply, round: int) -> dict[str, npt.NDArray[np.float64]]:
+        """The weighted slopes, and the weight."""
+        alone = self.fold(self.open(), reply)
+        return {"slopes": alone.sums, "weight": np.array([alone.weight])}
+
+    def summands(self, state: MeZOState) -> dict[str, tuple[int, ...]]:
+        """A slope for each direction, and the weight."""
+        return {"slopes": (self.stage.num_directions,), "weight": (1,)}
+
+    def fold_sum(self, state: MeZOState, values: Mapping[str, npt.NDArray[np.float64]]) -> MeZOState:
+        """Add the sums of several clients."""
+        return replace(state, sums=state.sums + values["slopes"], weight=state.weight + float(values["weight"][0]))
+
     def close(self, state: MeZOState) -> MeZOState:
         """The mean slopes enter the log; without any reply they are zero."""
         round = len(state.seeds)
@@ -97,6 +121,10 @@ class FedMeZOMethod:
     def refine(self, state: MeZOState, cohort: Cohort) -> MeZOState:
         """Nothing is trained on the server."""
         return state
+
+    def spent(self, state: MeZOState) -> None:
+        """Slopes are sent as they are."""
+        return None
 
     def head(self, state: MeZOState, task: int = 0, own: Arrays | None = None) -> LinearHead:
         """The head after every step of the log."""
@@ -113,6 +141,17 @@ class FedMeZOMethod:
     def own(self, kept: Kept, task: int = 0) -> dict[str, npt.NDArray[np.float32]]:
         """Nothing."""
         return {}
+
+    def show(self, state: MeZOState, task: int = 0) -> Message:
+        """The whole log."""
+        return self.instruct(state, len(state.seeds), -1)
+
+    def shown(self, message: Message, task: int = 0, own: Arrays | None = None) -> LinearHead:
+        """The head after every step of the log."""
+        seeds, slopes = message.arrays["seeds"].astype(np.int64), message.arrays["slopes"].astype(np.float32)
+        state = MeZOState(seeds, slopes, np.zeros(self.stage.num_directions))
+        self.place(state)
+        return self.head(state)
 
     def published(self, state: MeZOState, counts: Ints) -> Published:
         """The thesis counts one byte for a seed and for a scalar."""

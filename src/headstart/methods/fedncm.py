@@ -18,7 +18,7 @@ class FedNCMMethod(StatisticsMethod):
     """Class sums and counts up; class means as the head."""
 
     def __init__(self, stage: FedNCMStage, setting: Setting) -> None:
-        super().__init__(setting)
+        super().__init__(setting, stage.privacy)
         self.stage = stage
 
     def solve(self, total: ClientStatistics) -> LinearHead:

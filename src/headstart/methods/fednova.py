@@ -7,10 +7,11 @@ authors' code. Travels up: the update, the examples and the number of steps.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from headstart.errors import MessageError
-from headstart.methods.base import Cohort, Reply
+from headstart.methods.base import Cohort, Reply, whole_number
 from headstart.methods.plan import Vectors
 from headstart.methods.solver import LocalResult, Objective, Stack, learning_rate
 from headstart.methods.training import Tally, TrainingMethod, TrainingState, added, difference
@@ -50,16 +51,16 @@ class FedNovaMethod(TrainingMethod[FedNovaStage]):
     def _reach(self, state: TrainingState, reply: Reply) -> float:
         """a_k: the distance, in units of the learning rate, under a constant gradient of 1."""
         rate = learning_rate(self.stage, state.round)
-        velocity = distance = 0.0
-        for _ in range(steps_of(reply)):
-            velocity = self.stage.momentum * velocity + 1.0 - rate * self.stage.mu * distance
-            distance += velocity
+        pull, momentum = rate * self.stage.mu, self.stage.momentum
+        # Velocity and distance after a step are linear in those before it: τ steps are a power of one matrix.
+        step = np.array([[momentum, -pull, 1.0], [momentum, 1.0 - pull, 1.0], [0.0, 0.0, 1.0]])
+        with np.errstate(over="ignore", invalid="ignore"):
+            distance = float(np.linalg.matrix_power(step, steps_of(reply))[1, 2])
+        if not 0 < distance < 1e12:
+            raise MessageError(f"no {steps_of(reply)} steps end at a distance of {distance:.1e}")
         return distance
 
 
 def steps_of(reply: Reply) -> int:
     """The number of local steps that a client says it took; refused where it cannot be."""
-    steps = reply.message.scalars.get("steps")
-    if not isinstance(steps, int) or not 1 <= steps <= 10**7:
-        raise MessageError(f"a client says that it took {steps} steps")
-    return steps
+    return whole_number(reply, "steps", 10**7)

@@ -7,7 +7,9 @@ back to the pre-trained ones, and LoRA goes on from there. The head is trained a
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -63,12 +65,30 @@ class SLoRAMethod:
 
     def answer(self, cohort: Cohort, message: Message) -> list[Reply]:
         """SGD on what the message holds."""
-        primed = any(".lora_" in name for name in message.arrays)
-        return (self.tuning if primed else self.priming).answer(cohort, message)
+        return self._of(message).answer(cohort, message)
+
+    def _of(self, message: Message) -> TrainingMethod[SLoRAStage]:
+        """The part that a message is about; a client learns from it that priming is over."""
+        if not any(".lora_" in name for name in message.arrays):
+            return self.priming
+        self.mask.detach()
+        return self.tuning
 
     def fold(self, state: SLoRAState, reply: Reply) -> SLoRAState:
         """As FedAvg."""
         return replace(state, inner=self._part(state).fold(state.inner, reply))
+
+    def summand(self, reply: Reply, round: int) -> dict[str, np.ndarray]:
+        """As FedAvg."""
+        return self._of(reply.message).summand(reply, round)
+
+    def summands(self, state: SLoRAState) -> dict[str, tuple[int, ...]]:
+        """Those of the part that is under way."""
+        return self._part(state).summands(state.inner)
+
+    def fold_sum(self, state: SLoRAState, values: Mapping[str, np.ndarray]) -> SLoRAState:
+        """As FedAvg."""
+        return replace(state, inner=self._part(state).fold_sum(state.inner, values))
 
     def close(self, state: SLoRAState) -> SLoRAState:
         """As FedAvg; after the last round of priming, LoRA takes over."""
@@ -101,6 +121,10 @@ class SLoRAMethod:
         """As FedAvg."""
         return replace(state, inner=self._part(state).refine(state.inner, cohort))
 
+    def spent(self, state: SLoRAState) -> dict[str, Any] | None:
+        """As FedAvg, over the rounds of both parts."""
+        return self._part(state).spent(state.inner)
+
     def head(self, state: SLoRAState, task: int = 0, own: Arrays | None = None) -> LinearHead:
         """The head as it is."""
         return self._part(state).head(state.inner)
@@ -112,6 +136,14 @@ class SLoRAMethod:
     def own(self, kept: Kept, task: int = 0) -> dict[str, npt.NDArray[np.float32]]:
         """Nothing."""
         return {}
+
+    def show(self, state: SLoRAState, task: int = 0) -> Message:
+        """The masked values or the factors, and the head."""
+        return self._part(state).show(state.inner)
+
+    def shown(self, message: Message, task: int = 0, own: Arrays | None = None) -> LinearHead:
+        """The head, once the values or the factors are in their modules."""
+        return self._of(message).shown(message)
 
     def published(self, state: SLoRAState, counts: Ints) -> Published:
         """The thesis's Eq. 7 with the sizes of this model: one direction, without the head."""

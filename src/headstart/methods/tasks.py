@@ -11,7 +11,7 @@ import numpy.typing as npt
 from headstart.heads import LinearHead
 from headstart.ledger import Published
 from headstart.methods.base import Arrays, Cohort, Kept, Reply, Setting, StatisticsMethod
-from headstart.statistics import Ints
+from headstart.statistics import Floats, Ints
 from headstart.wire import Message
 
 States = tuple[Any, ...]
@@ -23,12 +23,14 @@ class PerTask:
     hears_once = True
     catches_up = False
     kept_shapes: Mapping[str, tuple[int, ...]] = {}
-    bytes_per_client = 0
     personal = False
 
     def __init__(self, make: Callable[[Setting], StatisticsMethod], setting: Setting) -> None:
         self.setting = setting
         self.methods = [make(setting.alone(task)) for task in setting.tasks]
+        for number, method in enumerate(self.methods):
+            method.task = number
+        self.bytes_per_client = max(method.bytes_per_client for method in self.methods)
 
     def open(self) -> States:
         """Nothing heard yet of any task."""
@@ -46,6 +48,26 @@ class PerTask:
         """Into the state of the reply's task."""
         mine = self.methods[reply.task].fold(state[reply.task], reply)
         return (*state[: reply.task], mine, *state[reply.task + 1 :])
+
+    def summand(self, reply: Reply, round: int) -> dict[str, Floats]:
+        """As the task's method; zeros for the other tasks."""
+        found: dict[str, Floats] = {}
+        for number, method in enumerate(self.methods):
+            mine = method.summand(reply, round) if number == reply.task else method.dense(method.open()[0])
+            found |= {f"{number}.{name}": values for name, values in mine.items()}
+        return found
+
+    def summands(self, state: States) -> dict[str, tuple[int, ...]]:
+        """Those of all tasks."""
+        parts = enumerate(zip(self.methods, state, strict=True))
+        return {f"{t}.{name}": shape for t, (method, mine) in parts for name, shape in method.summands(mine).items()}
+
+    def fold_sum(self, state: States, values: Mapping[str, Floats]) -> States:
+        """Each task's part into its state."""
+        parts = [
+            {n.removeprefix(f"{t}."): v for n, v in values.items() if n.startswith(f"{t}.")} for t in range(len(state))
+        ]
+        return tuple(m.fold_sum(s, part) for m, s, part in zip(self.methods, state, parts, strict=True))
 
     def close(self, state: States) -> States:
         """Nothing to do: heads are solved for when they are asked for."""
@@ -70,6 +92,14 @@ class PerTask:
         """Nothing."""
         return {}
 
+    def show(self, state: States, task: int = 0) -> Message:
+        """As the task's method."""
+        return Message(self.head(state, task).arrays())
+
+    def shown(self, message: Message, task: int = 0, own: Arrays | None = None) -> LinearHead:
+        """As the task's method."""
+        return self.methods[task].shown(message)
+
     def published(self, state: States, counts: Ints) -> Published:
         """The sum over the tasks; a client's task is the one whose classes it has."""
         stops = np.cumsum([task.n_classes for task in self.setting.tasks])
@@ -78,6 +108,11 @@ class PerTask:
             part = counts[:, stop - task.n_classes : stop]
             costs.append(method.published(mine, part[part.sum(axis=1) > 0]))
         return Published(sum(cost.bytes for cost in costs), sum(c.forward_passes for c in costs), costs[0].formula)
+
+    def spent(self, state: States) -> dict[str, Any] | None:
+        """The most that any task has spent: an example is one task's."""
+        each = [method.spent(mine) for method, mine in zip(self.methods, state, strict=True)]
+        return max((one for one in each if one is not None), key=lambda one: float(one["epsilon"]), default=None)
 
     def freeze(self, state: States) -> Message:
         """The states of all tasks, by their numbers."""

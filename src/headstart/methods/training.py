@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
 
-from headstart.errors import MessageError
+from headstart.errors import HeadstartError, MessageError
 from headstart.heads import LinearHead
 from headstart.ledger import Published
 from headstart.methods.base import Arrays, Cohort, Kept, Reply, Setting, weight_of
+from headstart.methods.combine import ClientPrivacy, combiner_of, norm_of, shortened
 from headstart.methods.network import BodySolver, Network, set_mode
 from headstart.methods.plan import Plan, Shapes, Vectors, head_start
 from headstart.methods.solver import HeadSolver, LocalResult, Objective, Solver, Stack
@@ -22,6 +23,8 @@ from headstart.wire import Message
 
 # An update so many times larger than the model it updates is no step of SGD.
 _EXPLODED = 1e4
+# Nor is one that, added up over the rounds, leads out of float32, which messages travel in.
+_BEYOND = 1e30
 # A body trains for one client at a time: a cohort has room for no second one.
 _ALONE = 1 << 62
 
@@ -51,6 +54,9 @@ class TrainingState:
     sums: dict[str, Vectors] = field(default_factory=dict)
     tallies: dict[str, Tally] = field(default_factory=dict)
     """By the name of the group, which is empty for what all clients share."""
+    heard: tuple[tuple[list[str], dict[str, Arrays]], ...] = ()
+    """Of every reply of this round, its groups and its arrays, where a sum is not enough: memory for all clients of a
+    round. Nothing is left of it between two rounds."""
 
 
 class TrainingMethod(Generic[StageT]):
@@ -90,6 +96,17 @@ class TrainingMethod(Generic[StageT]):
                 for part in ("body.", "module.")
             )
             self._statistics = {n: b.cpu().double().numpy() for n, b in self.network.statistics.items()}
+        self.combiner = combiner_of(stage)
+        self.max_norm: float | None = getattr(stage, "max_norm", None)
+        self.privacy: ClientPrivacy | None = None
+        if privacy := getattr(stage, "privacy", None):
+            asked = stage.sampled(setting.n_clients)
+            self.privacy = ClientPrivacy(privacy, stage.rounds, asked, setting.n_clients, setting.seed)
+        if self.privacy and self._shared_statistics:
+            raise HeadstartError(
+                f"stages.{setting.seed[1]}.norm_statistics: with privacy, clients cannot send running statistics of "
+                "batch norm, which nothing hides; use 'freeze' or 'batch'"
+            )
         self._start: list[Vectors] = []
         """Of each task: what a client starts from before it has heard or kept anything; the frozen body is not here."""
         for task, head in zip(self.tasks, heads, strict=True):
@@ -165,19 +182,44 @@ class TrainingMethod(Generic[StageT]):
         return ()
 
     def fold(self, state: TrainingState, reply: Reply) -> TrainingState:
-        """Add a weighted update to the sums of the round; an update that cannot be right is refused."""
+        """Add a weighted update to the sums of the round, or keep it; an update that cannot be right is refused."""
         mine = self.shared_names(reply.task).values()
         shapes = {name: self.shapes[name] for name in (self.shapes if self.stage.hide_task else mine)}
-        arrays = {what: _checked(reply.message, what, shapes) for what in self.travels}
+        arrays: dict[str, Arrays] = {what: _checked(reply.message, what, shapes) for what in self.travels}
         moved = {name: value.shape for name, value in state.statistics.items()}
         arrays["statistics"] = _checked(reply.message, "statistics", moved)
-        norm, largest = norm_of(arrays["update"]), _EXPLODED * (1 + norm_of({n: state.parameters[n] for n in shapes}))
-        if norm > largest:
+        norm, usual = norm_of(arrays["update"]), norm_of({n: state.parameters[n] for n in shapes})
+        if self.privacy and not self.privacy.on_server:
+            usual += self.privacy.deviation * sum(int(np.prod(shape)) for shape in shapes.values()) ** 0.5
+        if norm > (largest := min(_EXPLODED * (1 + usual), _BEYOND - usual)):
             raise MessageError(f"the update has exploded: its norm is {norm:.1e}, more than {largest:.1e}")
+        for what in ("statistics", *self.travels):
+            if what != "update" and norm_of(arrays[what]) > _BEYOND:
+                raise MessageError(f"the arrays of {what!r} have exploded: their norm is {norm_of(arrays[what]):.1e}")
         for name, value in arrays["statistics"].items():
             if name.endswith("running_var") and value.min(initial=0) < 0:
                 raise MessageError(f"array 'statistics.{name}' holds a negative variance")
-        weight = self.weight_of(reply)
+        if self.privacy and self.privacy.on_server:
+            arrays["update"] = self.privacy.bounded(arrays["update"])
+        if self.max_norm is not None:
+            arrays["update"] = shortened(arrays["update"], self.max_norm)
+        weight, groups = self.weight_of(reply), self._groups(reply)
+        sums, heard = state.sums, state.heard
+        if self.combiner:
+            heard = (*heard, (groups, arrays))
+        else:
+            sums = self._summed(state, reply, arrays, weight)
+        tallies = dict(state.tallies)
+        for group in groups:
+            before = tallies.get(group) or Tally(self._clients_of(group))
+            effort = before.effort + weight * self.effort(state, reply)
+            tallies[group] = Tally(before.clients, before.weight + weight, effort, before.replies + 1)
+        return replace(state, sums=sums, tallies=tallies, heard=heard)
+
+    def _summed(
+        self, state: TrainingState, reply: Reply, arrays: dict[str, Arrays], weight: float
+    ) -> dict[str, Vectors]:
+        """The sums of the round with those arrays added, each by its factor."""
         sums = {what: dict(vectors) for what, vectors in state.sums.items()}
         for what, vectors in arrays.items():
             factor = weight if what == "statistics" else self.factor(what, weight, state, reply)
@@ -186,12 +228,41 @@ class TrainingMethod(Generic[StageT]):
                 # An array without dimensions times a number is a number, which nothing can be added to in place.
                 scaled = np.asarray(factor * array.astype(np.float64))
                 into[name] = np.add(into[name], scaled, out=scaled) if name in into else scaled
+        return sums
+
+    def summand(self, reply: Reply, round: int) -> dict[str, np.ndarray]:
+        """What the server would know if it had heard this client only: the sums of the round, and its tallies."""
+        alone = self.fold(replace(self.open(), round=round), reply)
+        tallies = [alone.tallies.get(group) or Tally(0) for group in self._all_groups()]
+        sums = {f"{what}.{name}": v for what, vectors in alone.sums.items() for name, v in vectors.items()}
+        return {**sums, "tallies": np.array([[tally.weight, tally.effort, tally.replies] for tally in tallies])}
+
+    def summands(self, state: TrainingState) -> Shapes:
+        """Of every array that travels, of the shared statistics, and of the tallies."""
+        shapes = {f"{what}.{name}": shape for what in self.travels for name, shape in self.shapes.items()}
+        shapes |= {f"statistics.{name}": value.shape for name, value in state.statistics.items()}
+        return {**shapes, "tallies": (len(self._all_groups()), 3)}
+
+    def fold_sum(self, state: TrainingState, values: Mapping[str, np.ndarray]) -> TrainingState:
+        """Add the sums and tallies of several clients to those of the round."""
+        sums = {what: dict(vectors) for what, vectors in state.sums.items()}
+        for full, value in values.items():
+            what, _, name = full.partition(".")
+            if name:
+                into = sums.setdefault(what, {})
+                into[name] = into[name] + value if name in into else value
         tallies = dict(state.tallies)
-        for group in self._groups(reply):
-            before = tallies.get(group) or Tally(self._clients_of(group))
-            effort = before.effort + weight * self.effort(state, reply)
-            tallies[group] = Tally(before.clients, before.weight + weight, effort, before.replies + 1)
+        for group, (weight, effort, replies) in zip(self._all_groups(), values["tallies"], strict=True):
+            if (count := int(np.rint(replies))) > 0:
+                before = tallies.get(group) or Tally(self._clients_of(group))
+                tallies[group] = Tally(
+                    before.clients, before.weight + weight, before.effort + effort, before.replies + count
+                )
         return replace(state, sums=sums, tallies=tallies)
+
+    def _all_groups(self) -> list[str]:
+        """The groups of parameters: all clients', and each task's."""
+        return ["", *(task.name for task in self.tasks if len(self.tasks) > 1)]
 
     def _groups(self, reply: Reply) -> list[str]:
         """The groups of parameters that a reply is about: all clients', and its task's."""
@@ -209,8 +280,8 @@ class TrainingMethod(Generic[StageT]):
         return sum(task.n_clients for task in self.tasks if group in ("", task.name))
 
     def weight_of(self, reply: Reply) -> float:
-        """How much a client counts in the mean."""
-        return weight_of(reply, self.stage.weighting)
+        """How much a client counts in the mean; with privacy it does not say how many examples it has."""
+        return 1.0 if self.privacy else weight_of(reply, self.stage.weighting)
 
     def factor(self, what: str, weight: float, state: TrainingState, reply: Reply) -> float:
         """The factor of an array of a reply in the sum of the round."""
@@ -223,24 +294,51 @@ class TrainingMethod(Generic[StageT]):
     def close(self, state: TrainingState) -> TrainingState:
         """The step of the server, once all replies of the round are in, for each group of parameters by itself.
 
-        What nobody was heard about stays as it is. Statistics are averaged as they are: they are estimates, not
-        parameters that an optimiser steps along.
+        What nobody was heard about stays as it is, unless noise hides who was heard. Statistics are combined as they
+        are: they are estimates, not parameters that an optimiser steps along.
         """
+        if self.privacy and self.privacy.on_server:
+            state = self._hidden(state, self.privacy)
         parameters, memory, statistics = state.parameters, state.memory, state.statistics
         for group, tally in state.tallies.items():
             names = [name for name in parameters if name.partition("@")[2] == group]
-            mean = {name: state.sums["update"][name] / tally.weight for name in names}
             part = replace(
                 state,
                 parameters={name: parameters[name] for name in names},
                 memory={what: {name: vectors[name] for name in names} for what, vectors in memory.items()},
             )
-            moved, remembered = self.step(part, mean, tally)
+            moved, remembered = self.step(part, self._centre(state, group, "update", names), tally)
             parameters = parameters | moved
             memory = {what: vectors | remembered[what] for what, vectors in memory.items()}
             if not group:
-                statistics = {name: total / tally.weight for name, total in state.sums["statistics"].items()}
+                statistics = self._centre(state, group, "statistics", state.statistics)
         return TrainingState(parameters, memory, statistics, state.round + 1)
+
+    def _centre(self, state: TrainingState, group: str, what: str, names: Iterable[str]) -> Vectors:
+        """What the replies about a group have in the middle: their mean, or what the robust combiner finds."""
+        if self.combiner is None:
+            return {name: state.sums[what][name] / state.tallies[group].weight for name in names}
+        replies = [arrays[what] for groups, arrays in state.heard if group in groups]
+        return {name: self.combiner(np.stack([reply[name] for reply in replies]).astype(np.float64)) for name in names}
+
+    def _hidden(self, state: TrainingState, privacy: ClientPrivacy) -> TrainingState:
+        """The round with noise on every sum, of tasks that nobody was heard about too, and public numbers of clients.
+
+        A client's whole update, over all groups, is no longer than ``clip``, so the noise is the same for all of them.
+        A task counts as many clients as a round asks on average, and one at least.
+        """
+        heard = state.sums.get("update", {})
+        total = {name: heard.get(name, np.zeros(shape)) for name, shape in self.shapes.items()}
+        tallies = {}
+        for group in self._all_groups():
+            clients = self._clients_of(group)
+            asked = max(privacy.asked * clients / privacy.clients, 1.0)
+            tallies[group] = Tally(clients, asked, asked, round(asked))
+        return replace(state, sums={"update": privacy.noised(total, state.round)}, tallies=tallies)
+
+    def spent(self, state: TrainingState) -> dict[str, Any] | None:
+        """The guarantee of the rounds so far; None where the stage has no ``privacy``."""
+        return self.privacy.spent(state.round) if self.privacy else None
 
     def refine(self, state: TrainingState, cohort: Cohort) -> TrainingState:
         """The server trains the model of the round as a client would, on the examples that it was given."""
@@ -280,6 +378,19 @@ class TrainingMethod(Generic[StageT]):
         start = {**self._start[task], **self._statistics}
         names = self._of(task, self._mine)
         return {name: kept(f"personal.{full}", start[name].astype(np.float32)) for name, full in names.items()}
+
+    def show(self, state: TrainingState, task: int = 0) -> Message:
+        """What a client of the task would be sent."""
+        return self.instruct(state, state.round, -1, task)
+
+    def shown(self, message: Message, task: int = 0, own: Arrays | None = None) -> LinearHead:
+        """The head of what is shared and of what is the client's own, once the rest is in the body."""
+        names = self.shared_names(task).values()
+        values = {name: message.arrays[f"model.{name}"].astype(np.float64) for name in names}
+        statistics = {name: message.arrays[f"statistics.{name}"].astype(np.float64) for name in self._shared_statistics}
+        state = TrainingState(self._initial | values, {}, statistics)
+        self.place(state, task, own)
+        return self.head(state, task, own)
 
     def published(self, state: TrainingState, counts: Ints) -> Published:
         """The FedNCM paper's count: both directions, without the bias of the head; every example in every round.
@@ -343,15 +454,25 @@ class TrainingMethod(Generic[StageT]):
         replies = []
         for row, client in enumerate(cohort.clients):
             arrays = {f"{what}.{name}": each[name][row].numpy() for what, each in sent.items() for name in each}
+            scalars = {"examples": int(sizes[row]), "steps": int(result.steps[row])}
+            if self.privacy:
+                arrays, scalars = self._guarded(self.privacy, arrays, int(message.scalars["round"]), int(client)), {}
             if self.stage.hide_task and len(self.tasks) > 1:
                 arrays |= self._padding(arrays, task)
             # A copy: where there is a network, its memory is the next client's.
             keeps = {f"{what}.{name}": each[name][row].numpy().copy() for what, each in kept.items() for name in each}
-            reply = Message(arrays, {"examples": int(sizes[row]), "steps": int(result.steps[row])})
+            reply = Message(arrays, scalars)
             passes = self.passes(int(sizes[row]), int(result.steps[row]), bool(cohort.new[row]))
             nbytes = np.array([reply.nbytes])
             replies.append(Reply(np.array([client]), reply, nbytes, np.array([passes]), keeps, task))
         return replies
+
+    def _guarded(self, privacy: ClientPrivacy, arrays: Arrays, round: int, client: int) -> dict[str, np.ndarray]:
+        """A client's arrays as it may send them: no longer than ``clip``, and with noise where it adds its own."""
+        arrays = privacy.bounded(arrays)
+        if not privacy.on_server:
+            arrays = privacy.noised(arrays, round, client)
+        return {name: value.astype(np.float32) for name, value in arrays.items()}
 
     def _padding(self, arrays: Mapping[str, np.ndarray], task: int) -> dict[str, np.ndarray]:
         """Zeros for the parameters of other tasks, and which task is the client's own."""
@@ -383,11 +504,6 @@ class TrainingMethod(Generic[StageT]):
 
     def _zeros(self) -> Vectors:
         return {name: np.zeros(shape) for name, shape in self.shapes.items()}
-
-
-def norm_of(vectors: Mapping[str, np.ndarray]) -> float:
-    """Euclidean norm over all names."""
-    return float(np.sqrt(sum(np.sum(np.square(vector, dtype=np.float64)) for vector in vectors.values())))
 
 
 def difference(left: Stack, right: Stack) -> Stack:

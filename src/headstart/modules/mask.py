@@ -33,7 +33,8 @@ def masks(
     def detach() -> None:
         for handle in handles:
             handle.remove()
-        del body.masks
+        if hasattr(body, "masks"):
+            del body.masks
 
     return parameters, detach
 

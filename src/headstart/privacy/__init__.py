@@ -1,0 +1,1 @@
+"""Noise on statistics, secure sums, accounting."""
