@@ -35,9 +35,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_everything_is_written_and_the_commands_run_it(tmp_path: Path) -> None:
     path = tmp_path / "new" / "federation"
     commands = init(path, RECIPE, NODES)
-    assert commands == [str(path / f"{name}.sh") for name in ("superlink", "node-hospital-a", "node-B2", "run")]
+    assert commands == [str(path / f"{name}.sh") for name in ("superlink", "nodes", "run")]
     assert {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()} == {
-        "README.md", "recipe.toml", "app/pyproject.toml", "superlink.sh", "run.sh", "node-hospital-a.sh", "node-B2.sh",
+        "README.md", "recipe.toml", "app/pyproject.toml", "superlink.sh", "nodes.sh", "run.sh",
+        "node-hospital-a.sh", "node-B2.sh",
         "certificates/ca.pem", "certificates/ca.key", "certificates/server.pem", "certificates/server.key",
         "keys/hospital-a", "keys/hospital-a.pub", "keys/B2", "keys/B2.pub",
     }  # fmt: skip
@@ -162,7 +163,7 @@ def shell(script: Path, commands: Path, cwd: Path) -> subprocess.CompletedProces
 
 def test_scripts_are_executable_and_have_no_syntax_errors(folder: Path) -> None:
     scripts = sorted(folder.glob("*.sh"))
-    assert len(scripts) == 4
+    assert len(scripts) == 5
     for script in scripts:
         assert script.stat().st_mode & 0o100
         assert subprocess.run(["bash", "-n", script], capture_output=True).stderr == b""
@@ -228,7 +229,7 @@ def test_a_node_that_is_told_to_stop_says_goodbye(folder: Path, tmp_path: Path) 
 
 def test_a_node_without_flower_says_what_to_do(folder: Path, tmp_path: Path) -> None:
     done = shell(folder / "node-B2.sh", tmp_path, tmp_path)
-    assert (done.returncode, done.stderr) == (2, "activate the environment with headstart[flower]\n")
+    assert (done.returncode, done.stderr) == (2, "activate the environment with headstart[federation]\n")
 
 
 @pytest.fixture
@@ -293,4 +294,4 @@ def test_run_waits_for_the_server(tmp_path: Path) -> None:
 def test_without_cryptography_the_missing_extra_is_named() -> None:
     code = "import sys; sys.modules['cryptography'] = None; import headstart.deploy"
     done = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True)
-    assert "HeadstartError: headstart deploy: Flower is missing; install headstart[flower]" in done.stderr
+    assert "HeadstartError: headstart deploy: Flower is missing; install headstart[federation]" in done.stderr

@@ -198,7 +198,7 @@ def test_a_crash_between_what_clients_keep_and_the_checkpoint_loses_nothing(
 def test_what_clients_keep_is_gone_after_the_stage_and_nothing_else(tmp_path: Path) -> None:
     run(recipe_of(TRAIN | {"method": "feddyn", "rounds": 2}), tmp_path / "run")
     assert sorted(path.name for path in (tmp_path / "run" / "checkpoint").iterdir()) == [
-        "stage-0.safetensors", "state.safetensors",
+        "lock", "stage-0.safetensors", "state.safetensors",
     ]  # fmt: skip
     (tmp_path / "precious").mkdir()
     ClientStore(tmp_path / "precious", 3, {}, None).discard()

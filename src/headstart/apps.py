@@ -65,7 +65,7 @@ def answer(message: Message, context: Context) -> Message:
     optionally `recipe` (a file: the node takes part in this recipe only).
     """
     from headstart.data import Federation
-    from headstart.engine.flower import refuse, respond
+    from headstart.engine.flower import refuse, respond, run_of
     from headstart.engine.node import Node
 
     config = context.node_config
@@ -75,7 +75,7 @@ def answer(message: Message, context: Context) -> Message:
             raise HeadstartError("the server runs another recipe than the one that this node agreed to")
         name = str(config["name"])
         federation = Federation.silo(recipe, str(config["data"]), name)
-        node = Node(recipe, federation, Path(str(config["state"])), alone=True)
+        node = Node(recipe, federation, Path(str(config["state"])) / run_of(message), alone=True)
     except (HeadstartError, KeyError, OSError) as error:
         return refuse(
             message, f"the node has no {error} in its configuration" if isinstance(error, KeyError) else str(error)

@@ -28,7 +28,7 @@ try:
     from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
     from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 except ImportError:
-    raise HeadstartError("headstart deploy: Flower is missing; install headstart[flower]") from None
+    raise HeadstartError("headstart deploy: Flower is missing; install headstart[federation]") from None
 
 PORT = 9443
 """Of the SuperLink; the nodes' own ports, open on their machines only, are the ones after it."""
@@ -52,8 +52,7 @@ def init(folder: Path, recipe: Recipe, nodes: Sequence[str], host: str = "127.0.
         draft.replace(folder)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
-    scripts = ["superlink.sh", *(f"node-{name}.sh" for name in nodes), "run.sh"]
-    return [shlex.quote(str(folder / script)) for script in scripts]
+    return [shlex.quote(str(folder / script)) for script in ("superlink.sh", "nodes.sh", "run.sh")]
 
 
 def _check(folder: Path, recipe: Recipe, nodes: Sequence[str], host: str, port: int) -> None:
@@ -118,6 +117,8 @@ def _write(folder: Path, recipe: Recipe, nodes: Sequence[str], host: str, port: 
         },
         _RUN,
     )
+    scripts = " ".join(f"node-{name}.sh" for name in nodes)
+    _script(folder / "nodes.sh", "All SuperNodes on this machine, to try the federation out.", {}, _NODES % scripts)
     for number, name in enumerate(nodes, start=1):
         _script(
             folder / f"node-{name}.sh",
@@ -205,7 +206,7 @@ def _app() -> str:
                 "version": "1.0.0",
                 "description": "A headstart recipe on Flower's deployment runtime.",
                 "license": "Apache-2.0",
-                "dependencies": ["headstart[flower]"],
+                "dependencies": ["headstart[federation]"],
             },
             "tool": {
                 "flwr": {
@@ -245,7 +246,7 @@ exec flower-superlink --host "$listen" --port "$port" \\
 _SUPERNODE = """\
 export FLWR_HOME="$here/state/$name/flower" FLWR_TELEMETRY_ENABLED=0 FLWR_DISABLE_UPDATE_CHECK=1
 export FLWR_SUPEREXEC_TASK_POLL_INTERVAL=0.2
-command -v flower-supernode >/dev/null || { echo "activate the environment with headstart[flower]" >&2; exit 2; }
+command -v flower-supernode >/dev/null || { echo "activate the environment with headstart[federation]" >&2; exit 2; }
 mkdir -p "$FLWR_HOME"
 cd -- "$here"
 # The node says goodbye on the first SIGINT that it hears, and ignores the others.
@@ -261,6 +262,14 @@ while true; do
     sleep 5 &
     wait "$!"
 done
+"""
+
+_NODES = """\
+trap 'kill $(jobs -p) 2>/dev/null; wait; exit 0' INT TERM
+for script in %s; do
+    "$here/$script" &
+done
+wait
 """
 
 _RUN = """\
@@ -304,8 +313,8 @@ def _readme(nodes: Sequence[str]) -> str:
 # A federation
 
 Made by `headstart deploy init` for Flower's deployment runtime: TLS, and a key for every node. The scripts run from any
-directory and keep their state in `state/` beside them. They want the environment with `headstart[flower]` to be active.
-What to change is at the top of each.
+directory and keep their state in `state/` beside them. They want the environment with `headstart[federation]` to be
+active. What to change is at the top of each.
 
 ## One machine
 
@@ -313,7 +322,7 @@ Set `data` in every `node-*.sh`. Then, each in a terminal of its own:
 
 ```bash
 ./superlink.sh
-./node-{name}.sh  # and the other nodes
+./nodes.sh        # all of them; or node-{name}.sh and the others one by one
 ./run.sh
 ```
 

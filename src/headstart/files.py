@@ -31,6 +31,15 @@ def write_atomically(path: Path, write: Callable[[Path], object], private: bool 
         temporary.unlink(missing_ok=True)
 
 
+def secret(path: Path) -> tuple[int, ...]:
+    """Random numbers that only the owner of the file knows; drawn when they are asked for the first time."""
+    if not path.is_file():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, lambda temporary: temporary.write_bytes(os.urandom(32)), private=True)
+    data = path.read_bytes()
+    return tuple(int.from_bytes(data[start : start + 4], "little") for start in range(0, 32, 4))
+
+
 def write_text(path: Path, text: str) -> None:
     """Write ``text`` atomically."""
     write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import platform
 from collections.abc import Callable, Mapping
@@ -33,6 +34,7 @@ from headstart.engine import (
 )
 from headstart.errors import HeadstartError
 from headstart.evaluation import Evaluation, Examiner, RemoteExaminer, similarity
+from headstart.files import secret
 from headstart.heads import LinearHead
 from headstart.ledger import Ledger, peak_memory
 from headstart.methods import Method, Setting, TaskSetting, build
@@ -44,6 +46,8 @@ from headstart.statistics import Features
 
 if TYPE_CHECKING:  # Flower takes seconds to load
     from headstart.engine.flower import Nodes
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 OnMetrics = Callable[[dict[str, Any]], object]
 
@@ -100,11 +104,18 @@ def conduct(
             returns = any(stage.start != "previous" for stage in recipe.stages)
             owners = {"train": federation.owners, "test": federation.test_owners}
             body = Body(recipe.model, federation.dataset, returns, owners)
+            if nodes is not None and directory is not None:
+                nodes.run = directory.identity()
             kept = kept or (directory.path / "checkpoint" if directory else Path(temporary))
             return _Run(recipe, federation, body, directory, on_metrics or (lambda line: None), kept, nodes).play()
-    except BaseException:
+    except BaseException as error:
         if directory is not None and not resume and not directory.metrics():
             directory.discard()
+        if isinstance(error, OSError) and error.errno in _FULL:
+            raise HeadstartError(
+                f"{error.filename or out}: {error.strerror}; make room, and go on with --resume: what the last "
+                "checkpoint holds is safe"
+            ) from None
         raise
 
 
@@ -175,7 +186,8 @@ class _Run:
         before = self.body.known(stage.eval_split) if shares and federation.announced is None else None
         left = self.body.module()
         tasks = self._tasks(federation, begin)
-        method = method_of(stage, seed, self.body, tasks, moves)
+        noise = secret(self.kept / "noise.secret") if federation.announced is not None else None
+        method = method_of(stage, seed, self.body, tasks, moves, noise)
         begins = {
             (task, owns): self._told(number, plain, stage, moves, begin, left, tasks, method, task, owns)
             for task in range(len(tasks))
@@ -249,6 +261,7 @@ class _Run:
                 "published_compute": published.forward_passes,
                 "published_formula": published.formula,
                 "chosen": dict(method.head(state).notes) if len(tasks) == 1 else {},
+                **({"privacy": guarantee} if (guarantee := method.spent(state)) else {}),
                 "dropped": ledger.dropped,
             }
         )
@@ -414,6 +427,12 @@ class _Run:
             "peak_rss_bytes": peak_memory(),
             "versions": _versions(),
         }
+        if hidden := [stage["privacy"] for stage in self.stages if "privacy" in stage]:
+            # Guarantees of several stages add up; a stage without one is not covered by the others'.
+            summary["privacy"] = {
+                **{name: sum(each[name] for each in hidden) for name in ("epsilon", "delta")},
+                "uncovered": [stage["method"] for stage in self.stages if "privacy" not in stage],
+            }
         if self.directory:
             final = [head for head in heads if head is not None]
             self.directory.save_final(

@@ -25,9 +25,14 @@ _HANDED = 0  # the number under which a client's body has what it was handed
 
 
 def method_of(
-    stage: ClosedForm | Rounds, seed: tuple[int, ...], body: Body, tasks: tuple[TaskSetting, ...], moves: Moves
+    stage: ClosedForm | Rounds,
+    seed: tuple[int, ...],
+    body: Body,
+    tasks: tuple[TaskSetting, ...],
+    moves: Moves,
+    noise: tuple[int, ...] | None = None,
 ) -> Method[Any]:
-    """The method of a stage on a body as it is loaded."""
+    """The method of a stage on a body as it is loaded; noise: the secret that noise is drawn from."""
     setting = Setting(
         sum(task.n_classes for task in tasks),
         body.dim,
@@ -39,6 +44,7 @@ def method_of(
         body.attach(stage, seed),
         tasks if len(tasks) > 1 else (),
         moves,
+        noise,
     )
     return build(stage, setting)
 
@@ -84,7 +90,9 @@ class Begin:
         except (KeyError, TypeError, ValueError) as error:
             raise MessageError(f"the server tells of a stage in an unknown way: {error!r}") from None
 
-    def method(self, recipe: Recipe, body: Body) -> tuple[ClosedForm | Rounds, Method[Any]]:
+    def method(
+        self, recipe: Recipe, body: Body, noise: tuple[int, ...] | None
+    ) -> tuple[ClosedForm | Rounds, Method[Any]]:
         """The stage and its method on a pre-trained body, which takes on what it is handed."""
         stage = recipe.stages[self.number]
         if self.update is not None:
@@ -108,7 +116,7 @@ class Begin:
                 zeros = {n: np.zeros(shape, np.float32) for n, shape in shapes.items()}
                 head = LinearHead.of_arrays(zeros | (under("head.") if number == self.task else {}))
             tasks.append(TaskSetting(name, classes, clients, examples, head, values or None))
-        return stage, method_of(stage, (recipe.seed, self.number), body, tuple(tasks), self.moves)
+        return stage, method_of(stage, (recipe.seed, self.number), body, tuple(tasks), self.moves, noise)
 
 
 def digest(data: bytes) -> str:

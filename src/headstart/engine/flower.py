@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import re
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -48,6 +49,8 @@ class Nodes:
     def __init__(self, grid: Grid, recipe: Recipe, numbers: Mapping[str, int]) -> None:
         """numbers: the clients by name."""
         self.grid, self.numbers, self.session = grid, numbers, uuid.uuid4().hex
+        self.run = self.session
+        """32 hexadecimal digits under which nodes keep what they keep: a run's own, once it has a directory."""
         self.recipe = recipe_digest(recipe)
         self.ids: dict[int, int] = {}
         """The node of each client that has joined."""
@@ -102,6 +105,10 @@ class Nodes:
                 self.refusals[name] = f"{name or node}: {error}"
             log.warning("a node stays out: %s: %s", registered or node, error)
 
+    def _since(self) -> dict[int, str]:
+        """The nodes that are there, and since when."""
+        return {node.node_id: node.last_activated_at for node in self.grid.get_nodes()}
+
     def send(
         self, questions: Mapping[int, tuple[dict[str, Any], dict[str, bytes]]], patience: float | None
     ) -> Iterator[tuple[int, FlowerMessage | str]]:
@@ -109,12 +116,18 @@ class Nodes:
         from flwr.app import ConfigRecord, RecordDict
         from flwr.app import Message as FlowerMessage
 
-        about = {"session": self.session, "recipe": self.recipe, "version": _version()}
+        about = {"session": self.session, "run": self.run, "recipe": self.recipe, "version": _version()}
         messages = []
         for node, (facts, parts) in questions.items():
             record = ConfigRecord({"facts": json.dumps(about | facts), **parts})
             messages.append(FlowerMessage(RecordDict({_RECORD: record}), node, "query"))
-        waiting = dict(zip(self.grid.push_messages(messages), questions, strict=True))
+        since = self._since() if messages else {}
+        waiting: dict[str, int] = {}
+        for message, node in zip(self.grid.push_messages(messages), questions, strict=True):
+            if message:
+                waiting[message] = node
+            else:
+                yield node, "the node has left"
         del messages
         began, pause, looked = time.monotonic(), _SHORTEST, time.monotonic()
         while waiting:
@@ -129,11 +142,11 @@ class Nodes:
                     yield node, f"no answer within {patience:g} s"
                 return
             if waiting and now - looked > _ROLL_CALL:
-                looked, there = now, set(self.grid.get_node_ids())
+                looked, there = now, self._since()
                 for message, node in list(waiting.items()):
-                    if node not in there:
+                    if there.get(node) != since.get(node):  # what a node had taken is not given to it again
                         del waiting[message]
-                        yield node, "the node has left"
+                        yield node, "the node was started anew" if node in there else "the node has left"
             if waiting:
                 time.sleep(pause)
 
@@ -313,6 +326,15 @@ def respond(message: FlowerMessage, node: Node, name: str) -> FlowerMessage:
     except Exception as error:  # a node that fails is left out of the round; it does not fail silently
         facts = {"error": f"the node failed: {type(error).__name__}: {error}"}
     return _reply(message, facts, parts)
+
+
+def run_of(message: FlowerMessage) -> str:
+    """The run that a message is about, as the name of a folder."""
+    facts, _ = _facts(message)
+    run = facts.get("run")
+    if not isinstance(run, str) or not re.fullmatch("[0-9a-f]{32}", run):
+        raise MessageError("the server does not say which run it asks for")
+    return run
 
 
 def refuse(message: FlowerMessage, why: str) -> FlowerMessage:

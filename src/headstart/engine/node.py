@@ -4,7 +4,7 @@ keeps on disk. Nothing depends on the process that answered before."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from headstart.engine.begin import Begin, digest
 from headstart.engine.body import Body
 from headstart.engine.store import ClientStore
 from headstart.errors import HeadstartError, MessageError
-from headstart.files import write_atomically
+from headstart.files import secret, write_atomically
 from headstart.heads import LinearHead
 from headstart.methods import Cohort, Reply
 from headstart.recipe import Recipe
@@ -107,6 +107,9 @@ class Node:
         if reply.kept:
             store.write(here, reply.kept)
             store.commit()
+        privacy = getattr(stage.stage, "privacy", None)
+        if privacy is not None and privacy.noise == "client":  # how many examples there are is not to be known
+            return replace(reply, forward_passes=np.zeros(1, np.int64))
         return reply
 
     def add(self, asked: Asked, told: Message) -> tuple[dict[str, Any], Message]:
@@ -167,7 +170,8 @@ class Node:
             self._stage = None  # a body less in memory while the next one is loaded
             owners = {"train": self.federation.owners, "test": self.federation.test_owners}
             body = Body(self.recipe.model, self.federation.dataset, owners=owners)
-            stage, method = begin.method(self.recipe, body)
+            noise = secret(self.folder / "noise.secret") if self.alone else None
+            stage, method = begin.method(self.recipe, body, noise)
             changes = isinstance(stage, Rounds) and _changes(stage)
             source: Any = body.inputs() if changes else body.features("train")
             self._stage = key, _Stage(stage, begin, method, body, source)

@@ -22,7 +22,7 @@ from safetensors.numpy import save_file
 from headstart.engine.body import PRETRAINED, Body, Module, Version
 from headstart.engine.store import ClientStore, RemoteStore
 from headstart.errors import HeadstartError
-from headstart.files import write_atomically, write_json, write_text
+from headstart.files import secret, write_atomically, write_json, write_text
 from headstart.heads import LinearHead
 from headstart.ledger import Ledger
 from headstart.recipe import Recipe
@@ -98,6 +98,10 @@ class RunDirectory:
             yield
         finally:
             lock.release()
+
+    def identity(self) -> str:
+        """32 hexadecimal digits that no other run has."""
+        return b"".join(n.to_bytes(4) for n in secret(self.path / "checkpoint" / "identity"))[:16].hex()
 
     def discard(self) -> None:
         """Remove what `create` made, when a run ends before its first result."""

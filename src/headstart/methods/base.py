@@ -78,6 +78,8 @@ class Setting:
     """Where there are several; the numbers above are those of all of them together."""
     moves: Literal["head", "body"] | None = None
     """Of what the plan trains, the part that really moves; the rest is loaded, each client's own, and stays."""
+    noise: tuple[int, ...] | None = None
+    """What noise that hides somebody is drawn from: a secret, or, in a simulation, None for the seed."""
 
     @property
     def each(self) -> tuple[TaskSetting, ...]:
@@ -250,7 +252,7 @@ class StatisticsMethod(ABC):
     def __init__(self, setting: Setting, privacy: Privacy | None = None) -> None:
         self.setting = setting
         self.privacy = privacy
-        self.noise_seed = setting.seed
+        self.noise_seed = (*(setting.noise or ()), *setting.seed)
         """What the noise is drawn from: the run's seed in a simulation, a secret in a deployment."""
         self.task = 0
         """The number of the task among several, no two of which have the same noise."""

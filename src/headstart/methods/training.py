@@ -101,7 +101,8 @@ class TrainingMethod(Generic[StageT]):
         self.privacy: ClientPrivacy | None = None
         if privacy := getattr(stage, "privacy", None):
             asked = stage.sampled(setting.n_clients)
-            self.privacy = ClientPrivacy(privacy, stage.rounds, asked, setting.n_clients, setting.seed)
+            secret = (*(setting.noise or ()), *setting.seed)
+            self.privacy = ClientPrivacy(privacy, stage.rounds, asked, setting.n_clients, secret)
         if self.privacy and self._shared_statistics:
             raise HeadstartError(
                 f"stages.{setting.seed[1]}.norm_statistics: with privacy, clients cannot send running statistics of "

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from functools import cache
 from math import inf, sqrt
+from typing import Any
 
 import numpy as np
 
@@ -49,7 +50,7 @@ def spent(
         return 0.0
     if multiplier <= 0:
         return inf
-    from dp_accounting import get_epsilon_gaussian
+    get_epsilon_gaussian = _library().get_epsilon_gaussian
 
     with np.errstate(divide="ignore"):  # a δ of zero, whose logarithm is minus infinity
         everybody = float(get_epsilon_gaussian(multiplier / sqrt(rounds), delta))
@@ -68,7 +69,7 @@ def noise_multiplier(
     replacement, by one unit replaced: multiply by `sensitivity` to get the standard deviation of the noise. Found to
     one part in a million without sampling, and in a thousand with it; never below the least.
     """
-    from dp_accounting import get_sigma_gaussian
+    get_sigma_gaussian = _library().get_sigma_gaussian
 
     with np.errstate(divide="ignore"):
         upper = float(get_sigma_gaussian(epsilon, delta)) * sqrt(rounds) * (1 + _MARGIN)
@@ -89,7 +90,7 @@ def noise_multiplier(
 
 def _sampled(multiplier: float, delta: float, rounds: int, sampled: int, clients: int) -> float:
     """The bound of Rényi accounting for rounds that draw without replacement."""
-    import dp_accounting as dp
+    dp = _library()
 
     accountant = dp.rdp.RdpAccountant(_ORDERS, neighboring_relation=dp.NeighboringRelation.REPLACE_ONE)
     event = dp.SampledWithoutReplacementDpEvent(clients, sampled, dp.GaussianDpEvent(multiplier))
@@ -106,3 +107,11 @@ def _samples(sampled: int | None, clients: int | None) -> bool:
             f"a round cannot draw {sampled} of {clients} clients; give 1 or more, and no more than all"
         )
     return sampled < clients
+
+
+def _library() -> Any:
+    try:
+        import dp_accounting
+    except ImportError:
+        raise HeadstartError("privacy: dp-accounting is missing; pip install 'headstart[federation]'") from None
+    return dp_accounting

@@ -58,6 +58,12 @@ def remarks(stage: dict[str, Any]) -> list[str]:
             f"on the whole test split: {100 * stage['initial_whole_accuracy']:.2f} % at first, "
             f"{100 * stage['whole_accuracy']:.2f} % personalised; forgetting ratio {stage['forgetting_ratio']:.3f}"
         )
+    if "privacy" in stage:
+        spent = stage["privacy"]
+        found.append(
+            f"differential privacy of any one {spent['unit']}: ε = {spent['epsilon']:.3g}, δ = {spent['delta']:.1g}, "
+            f"noise by the {spent['noise']}"
+        )
     if "feature_similarity" in stage:
         found.append(f"cosine of features before and after: {stage['feature_similarity']:.4f}")
     if "best_round" in stage:
