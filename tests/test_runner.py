@@ -1,3 +1,4 @@
+import csv
 import json
 import os
 import signal
@@ -45,7 +46,8 @@ def test_a_run_leaves_what_the_contract_says(tmp_path: Path) -> None:
     recipe = recipe_of(test="follow")
     result = run(recipe, out)
     assert {path.name for path in out.iterdir()} == {
-        "recipe.toml", "metrics.jsonl", "summary.json", "clients.csv", "checkpoint", "model", "report.html",
+        "recipe.toml", "metrics.jsonl", "summary.json", "clients.csv", "rounds.csv", "checkpoint", "model",
+        "report.html",
     }  # fmt: skip
     assert Recipe.load(out / "recipe.toml") == recipe
     assert tomllib.loads((out / "recipe.toml").read_text())["stages"][2]["shrinkage"] == "auto"
@@ -385,3 +387,67 @@ def test_every_bar_is_over_before_the_next_begins(tmp_path: Path, monkeypatch: p
     }
     run(Recipe.parse(table))
     assert most == [1]
+
+
+# ----------------------------------------------------------------------------------------- who took part in which round
+
+
+def rounds_in(path: Path) -> list[dict[str, str]]:
+    with (path / "rounds.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_every_round_says_who_was_asked_what_it_moved_and_who_was_left_out(tmp_path: Path) -> None:
+    recipe = recipe_of({"method": "fedncm"}, TRAIN | {"method": "fedavg", "rounds": 3, "clients_per_round": 2})
+    fold = TrainingMethod.fold
+
+    def picky(self: Any, state: Any, reply: Any) -> Any:
+        if state.round == 1 and int(reply.clients[0]) == asked[1][0]:
+            raise MessageError("it is Monday")
+        return fold(self, state, reply)
+
+    order = [np.random.default_rng([0, 1, 0x0DE, number]).permutation(20)[:2] for number in range(3)]
+    asked = [sorted(each.tolist()) for each in order]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TrainingMethod, "fold", picky)
+        run(recipe, tmp_path / "run")
+    rows = rounds_in(tmp_path / "run")
+    assert [row["client"] for row in rows if row["stage"] == "0"] == [f"client-{client}" for client in range(20)]
+    trained = [row for row in rows if row["stage"] == "1"]
+    assert [(int(row["round"]), row["client"]) for row in trained] == [
+        (number + 1, f"client-{client}") for number in range(3) for client in asked[number]
+    ]
+    assert [row["left_out"] for row in trained] == ["", "", "it is Monday", "", "", ""]
+    with (tmp_path / "run" / "clients.csv").open(newline="") as file:
+        for row in csv.DictReader(file):
+            mine = [each for each in rows if (each["stage"], each["client"]) == (row["stage"], row["client"])]
+            for cost in ("bytes_up", "bytes_down"):
+                assert sum(int(each[cost]) for each in mine) == int(row[cost])
+
+
+def test_a_resumed_run_tells_every_round_once(tmp_path: Path) -> None:
+    recipe = recipe_of(TRAIN | {"method": "fedavg", "rounds": 4, "clients_per_round": 2})
+    run(recipe, tmp_path / "whole")
+
+    def stop(line: dict[str, Any]) -> None:
+        if line["round"] == 3:  # it is in the files, and not in the checkpoint
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(recipe, tmp_path / "cut", on_metrics=stop)
+    assert {row["round"] for row in rounds_in(tmp_path / "cut")} == {"1", "2", "3"}
+    with (tmp_path / "cut" / "rounds.csv").open("a") as file:
+        file.write("0,3,client")  # cut short by a crash
+    run(recipe, tmp_path / "cut", resume=True)
+    assert rounds_in(tmp_path / "cut") == rounds_in(tmp_path / "whole")
+
+
+def test_two_processes_do_not_share_a_run_directory(tmp_path: Path) -> None:
+    recipe = recipe_of(TRAIN | {"method": "fedavg", "rounds": 2})
+
+    def again(line: dict[str, Any]) -> None:
+        with pytest.raises(HeadstartError, match="another process is running there"):
+            run(recipe, tmp_path / "run", resume=True)
+
+    run(recipe, tmp_path / "run", on_metrics=again)
+    assert len(lines(tmp_path / "run")) == 2

@@ -40,6 +40,8 @@ class Ledger:
     seconds: float = 0.0
     dropped: list[dict[str, str | int]] = field(default_factory=list)
     """Who was left out of which round, and why."""
+    latest: list[tuple[int, int, int]] = field(default_factory=list)
+    """Of the round that was played last: each client that was asked, and its bytes up and down."""
     _since: float = field(default_factory=time.perf_counter)
 
     @classmethod

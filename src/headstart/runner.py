@@ -443,7 +443,8 @@ class _Run:
             )
             report = self.directory.path / "report.html"
             metrics = self.directory.metrics()
-            write_report(report, self.recipe, summary, metrics, federation.dataset.classes, federation.counts)
+            counts = federation.counts if federation.announced is None else None
+            write_report(report, self.recipe, summary, metrics, federation.dataset.classes, counts)
             self.directory.finish(summary)
         return Result(summary, heads[0], federation, self.directory.path if self.directory else None)
 
@@ -470,6 +471,9 @@ class _Watch:
     def __call__(self, index: int, state: Any) -> None:
         """After the round with this number, from 0."""
         done = index + 1
+        names = self.run.federation.pooled().names if self.stage.pools else self.run.federation.names
+        if self.run.directory and done:
+            self.run.directory.log_round(self.number, done, names, self.ledger)
         if done == self.rounds or done % self.stage.evaluate_every == 0:
             found = self._evaluate(done, state)
             self.ledger.tick()
@@ -480,7 +484,6 @@ class _Watch:
             if self.run.directory:
                 self.run.directory.log(line)
                 if done == self.rounds:
-                    names = self.run.federation.pooled().names if self.stage.pools else self.run.federation.names
                     self.run.directory.write_clients(self.number, names, self.ledger, found.client_accuracy)
             self.run.on_metrics(line)
         self.save(done, state)

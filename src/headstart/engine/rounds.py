@@ -129,6 +129,7 @@ def play_rounds(
         for number in range(first_round, rounds):
             sampled = _sample(method, stage, seed, number, per_round, federation, clients.present())
             question = _question(method, state, number, sampled, federation, ledger)
+            before = ledger.bytes_up[sampled], ledger.bytes_down[sampled]
             if not stage.silent:
                 ledger.bytes_down[sampled] += [message.nbytes for message in question.messages]
             if not stage.pools:
@@ -171,6 +172,8 @@ def play_rounds(
                     drop(heard.clients, last_refusal)
                 advance(len(heard.clients))
             check_enough(stage, number + 1, good, len(sampled), last_refusal)
+            moved = ledger.bytes_up[sampled] - before[0], ledger.bytes_down[sampled] - before[1]
+            ledger.latest = list(zip(sampled.tolist(), *(each.tolist() for each in moved), strict=True))
             state = method.close(state)
             if server is not None:
                 state = method.refine(state, server)

@@ -105,7 +105,7 @@ class RunDirectory:
 
     def discard(self) -> None:
         """Remove what `create` made, when a run ends before its first result."""
-        for name in ("recipe.toml", "clients.csv"):
+        for name in ("recipe.toml", "clients.csv", "rounds.csv"):
             (self.path / name).unlink(missing_ok=True)
         for folder in ("model", "checkpoint"):
             shutil.rmtree(self.path / folder, ignore_errors=True)
@@ -118,6 +118,29 @@ class RunDirectory:
             file.write(json.dumps(metrics, allow_nan=False) + "\n")
             file.flush()
             os.fsync(file.fileno())
+
+    def log_round(self, stage: int, round: int, names: Sequence[str], ledger: Ledger) -> None:
+        """Append who was asked in a round (from 1), what each moved, and why a client was left out, to `rounds.csv`."""
+        path, text = self.path / "rounds.csv", io.StringIO()
+        rows = csv.writer(text, lineterminator="\n")
+        if not path.exists():
+            rows.writerow(["stage", "round", "client", "bytes_up", "bytes_down", "left_out"])
+        gone = [entry for entry in ledger.dropped if entry["round"] == round]
+        why = {name: str(entry["why"]) for entry in gone for name in str(entry["clients"]).split(", ")}
+        for client, up, down in ledger.latest:
+            rows.writerow([stage, round, names[client], up, down, why.get(names[client], "")])
+        with path.open("a", encoding="utf-8") as file:
+            file.write(text.getvalue())
+
+    def _cut_rounds(self, stage: int, round: int) -> None:
+        """Leave out of `rounds.csv` what came after a round."""
+        path, text = self.path / "rounds.csv", io.StringIO()
+        if path.exists():
+            with path.open(newline="", encoding="utf-8") as file:
+                head, *rows = csv.reader(file)
+            kept = [row for row in rows if len(row) == len(head) and (int(row[0]), int(row[1])) <= (stage, round)]
+            csv.writer(text, lineterminator="\n").writerows([head, *kept])
+            write_text(path, text.getvalue())
 
     def metrics(self) -> list[dict[str, Any]]:
         """All evaluations so far; a line cut short by a crash does not count."""
@@ -140,7 +163,8 @@ class RunDirectory:
         """What `save_checkpoint` wrote last, and metrics cut back to it; None where there is none."""
         path = self.path / "checkpoint" / "state.safetensors"
         if not path.is_file():
-            (self.path / "metrics.jsonl").unlink(missing_ok=True)
+            for name in ("metrics.jsonl", "rounds.csv"):
+                (self.path / name).unlink(missing_ok=True)
             return None
         saved = Message.from_bytes(path.read_bytes())
         progress = json.loads(saved.arrays["progress"].tobytes())
@@ -150,6 +174,7 @@ class RunDirectory:
         slots = saved.arrays["slots"].astype(np.int64)
         lines = [json.dumps(line) + "\n" for line in self.metrics()[: progress["evaluations"]]]
         write_text(self.path / "metrics.jsonl", "".join(lines))
+        self._cut_rounds(progress["stage"], progress["round"])
         return Message(state, progress["state"]), ledger, slots, progress
 
     def save_model(self, stage: int, handed: Handed, version: Version | None) -> None:

@@ -36,15 +36,18 @@ def write_report(
     summary: dict[str, Any],
     metrics: list[dict[str, Any]],
     classes: tuple[str, ...],
-    counts: npt.NDArray[np.int64],
+    counts: npt.NDArray[np.int64] | None,
 ) -> None:
-    """Write the page of a run; metrics: every evaluation; counts: [K, C] who holds which class."""
+    """Write the page of a run; metrics: every evaluation; counts: [K, C] who holds which class, where that is known."""
     stages, curves = summary["stages"], curve_figure(metrics)
     unused = f", {summary['unused_examples']:,} left unused" if summary["unused_examples"] else ""
     formulas = "".join(f"<li>{escape(s['method'])}: {escape(s['published_formula'])}</li>" for s in stages)
     said = "".join(f"<li>{escape(remark)}</li>" for stage in stages for remark in remarks(stage))
     dropped = [f"{s['method']}, round {d['round']}: {d['clients']}: {d['why']}" for s in stages for d in s["dropped"]]
     left_out = f"<h2>Left out</h2><ul>{''.join(f'<li>{escape(line)}</li>' for line in dropped)}</ul>" if dropped else ""
+    held = ""
+    if counts is not None:
+        held = f"<h2>Who holds which class</h2><figure>{svg(partition_figure(counts, classes))}</figure>"
     versions = ", ".join(f"{name} {number}" for name, number in summary["versions"].items())
     write_text(
         path,
@@ -62,8 +65,7 @@ Peak memory {human_bytes(summary["peak_rss_bytes"])}.</p>
 {f"<ul>{said}</ul>" if said else ""}
 <figure>{svg(cost_figure(stages))}</figure>
 {f"<figure>{svg(curves)}</figure>" if curves else ""}
-<h2>Who holds which class</h2>
-<figure>{svg(partition_figure(counts, classes))}</figure>
+{held}
 {left_out}
 <h2>Recipe</h2>
 <pre>{escape(recipe.to_toml())}</pre>
