@@ -125,6 +125,8 @@ def play_rounds(
     needs = np.zeros(federation.n_clients, np.int64) if handed_over is None else handed_over
     state = method.open() if state is None else state
     rounds, per_round = rounds_of(stage, federation.n_clients)
+    if method.hears_once:  # who is left for the last round
+        _check_sum(stage, rounds, min(per_round, federation.n_clients - (rounds - 1) * per_round))
     with progress(f"{stage.method}: clients heard", rounds * per_round, first_round * per_round) as advance:
         for number in range(first_round, rounds):
             sampled = _sample(method, stage, seed, number, per_round, federation, clients.present())
@@ -200,13 +202,18 @@ def _groups(stage: ClosedForm | Rounds, question: Question) -> list[tuple[Questi
     count = len(question.clients)
     if isinstance(stage, PersonaliseStage) or not stage.secure:
         return []
-    if count < _SMALLEST_SUM:
-        raise HeadstartError(
-            f"{stage.method}, round {question.round + 1}: a sum of {count} clients hides nobody; secure sums need "
-            f"{_SMALLEST_SUM} or more in a round"
-        )
+    _check_sum(stage, question.round + 1, count)
     parts = np.array_split(np.arange(count), max(1, count // (stage.secure_group or count)))
     return [(question.part(part), math.ceil(stage.secure_threshold * len(part))) for part in parts]
+
+
+def _check_sum(stage: ClosedForm | Rounds, round: int, clients: int) -> None:
+    """Refuse a round (from 1) of a secure stage with too few clients."""
+    if not isinstance(stage, PersonaliseStage) and stage.secure and clients < _SMALLEST_SUM:
+        raise HeadstartError(
+            f"{stage.method}, round {round}: a sum of {clients} clients hides nobody; secure sums need {_SMALLEST_SUM} or "
+            "more in a round"
+        )
 
 
 def _charge_sum(ledger: Ledger, number: int, asked: Ints, summed: Summed) -> None:

@@ -1,0 +1,167 @@
+"""Stages whose server learns sums only: the same heads and models, and nothing that needs single clients."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from sklearn.datasets import load_digits
+
+from headstart.data import Federation
+from headstart.engine import rounds
+from headstart.errors import HeadstartError, RecipeError
+from headstart.heads.estimators import FedCOF
+from headstart.recipe import Recipe
+from headstart.runner import Result, run
+
+K = 9
+LOCAL = {"train": "head", "rounds": 3, "lr": 0.01, "batch_size": 20, "clients_per_round": 5}
+MLP = LOCAL | {"head": "mlp", "hidden": 8}
+TASKS = [
+    {"name": name, "dataset": "digits", "classes": classes, "partition": {"kind": "iid", "clients": 4}}
+    for name, classes in (("low", [0, 1, 2]), ("high", [5, 6, 7, 8]))
+]
+
+
+def recipe_of(*stages: dict[str, Any], **partition: Any) -> Recipe:
+    data = {"dataset": "digits", "partition": {"kind": "dirichlet", "clients": K, "alpha": 0.5} | partition}
+    return Recipe.parse({"data": data, "model": {"backbone": "features"}, "stages": list(stages)})
+
+
+def both(*stages: dict[str, Any]) -> tuple[Result, Result]:
+    return run(recipe_of(*stages)), run(recipe_of(*({**stage, "secure": True} for stage in stages)))
+
+
+@pytest.mark.parametrize(
+    "stage",
+    [
+        {"method": "fedncm"},
+        {"method": "fedncm", "clients_per_round": 3},
+        {"method": "fed3r", "ridge": 1.0},
+        {"method": "fedcof", "covariance": "full"},
+        {"method": "fedavg", **LOCAL},
+        {"method": "fedavg", **LOCAL, "weighting": "uniform", "max_norm": 0.05},
+        {"method": "fedadam", **LOCAL},
+        {"method": "feddyn", **LOCAL},
+        {"method": "scaffold", **LOCAL},
+        {"method": "fednova", **LOCAL, "momentum": 0.5, "schedule": "cosine"},
+        {"method": "fedmezo", **LOCAL, "num_directions": 2},
+        {"method": "distmezo", **LOCAL, "local_steps": 2},
+        {"method": "fedbabu", **MLP},
+        {"method": "fedper", **MLP},
+        {"method": "ditto", **MLP},
+    ],
+    ids=lambda stage: "-".join(str(stage[key]) for key in ("method", "covariance", "weighting") if key in stage),
+)
+def test_a_secure_sum_gives_the_model_of_the_plain_one(stage: dict[str, Any]) -> None:
+    plain, secure = both(stage)
+    for name, array in plain.head.arrays().items():
+        np.testing.assert_allclose(secure.head.arrays()[name], array, rtol=2e-5, atol=2e-5)
+    ours, theirs = plain.summary["stages"][0], secure.summary["stages"][0]
+    assert theirs["forward_passes"] == ours["forward_passes"]
+    assert abs(theirs["accuracy"] - ours["accuracy"]) < 0.01
+    assert theirs["bytes_up"] > 0
+
+
+def test_several_tasks_are_added_up_with_zeros_for_the_others() -> None:
+    stages = [{"method": "fedncm"}, {"method": "fedavg", **LOCAL, "clients_per_round": 6, "hide_task": True}]
+    found = []
+    for secure in (False, True):
+        lines: list[dict[str, Any]] = []
+        table = {"tasks": TASKS, "model": {"backbone": "features"}, "stages": [{**s, "secure": secure} for s in stages]}
+        run(Recipe.parse(table), on_metrics=lines.append)
+        found.append([line["tasks"] for line in lines])
+    for plain, secure in zip(*found, strict=True):
+        for task in ("low", "high"):
+            assert secure[task]["accuracy"] == plain[task]["accuracy"]
+            assert secure[task]["loss"] == pytest.approx(plain[task]["loss"], rel=1e-5)
+
+
+def test_a_group_of_clients_is_one_client_of_fedcof() -> None:
+    recipe = recipe_of({"method": "fedcof", "shrinkage": 1.0, "secure": True, "secure_group": 3})
+    federation = Federation.of(recipe)
+    X, y = federation.dataset.train.features(), federation.dataset.train.labels
+    held = federation.owners >= 0
+    by_hand = FedCOF(shrinkage=1.0).fit(X[held], y[held], client=federation.owners[held] // 3)
+    head = run(recipe).head
+    np.testing.assert_allclose(head.weight, by_hand.head_.weight, rtol=1e-4, atol=1e-5)
+    alone = FedCOF(shrinkage=1.0).fit(X[held], y[held], client=federation.owners[held])
+    assert np.abs(head.weight - alone.head_.weight).max() > 0.01  # not what every client by itself would give
+
+
+@pytest.mark.parametrize(
+    ("clients", "size", "groups"), [(9, 3, [3, 3, 3]), (9, 4, [5, 4]), (5, 3, [5]), (7, None, [7])]
+)
+def test_groups_have_at_least_the_size_that_is_asked_for(clients: int, size: int | None, groups: list[int]) -> None:
+    stage = recipe_of({"method": "fedncm", "secure": True} | ({"secure_group": size} if size else {})).stages[0]
+    numbers = np.arange(clients)
+    question = rounds.Question(0, numbers, [None] * clients, numbers, numbers > 0)  # type: ignore[list-item, arg-type]
+    found = rounds._groups(stage, question)  # type: ignore[arg-type]
+    assert [len(part.clients) for part, _ in found] == groups
+    assert np.concatenate([part.clients for part, _ in found]).tolist() == numbers.tolist()
+    assert [threshold for _, threshold in found] == [int(np.ceil(0.67 * count)) for count in groups]
+
+
+def test_two_clients_hide_nobody() -> None:
+    with pytest.raises(HeadstartError, match="a sum of 2 clients hides nobody; secure sums need 3 or more"):
+        run(recipe_of({"method": "fedavg", **LOCAL, "clients_per_round": 2, "secure": True}))
+    heard: list[dict[str, Any]] = []
+    with pytest.raises(HeadstartError, match="round 3: a sum of 1 clients hides nobody"):
+        run(recipe_of({"method": "fedncm", "clients_per_round": 4, "secure": True}), on_metrics=heard.append)
+    assert not heard  # said before anybody was asked
+
+
+def test_values_too_large_for_the_sum_leave_the_group_out(tmp_path: Path) -> None:
+    X, y = load_digits(return_X_y=True)
+    np.savez(tmp_path / "huge.npz", X=(X * 1e13).astype(np.float32), y=y)
+    data = {"dataset": str(tmp_path / "huge.npz"), "partition": {"kind": "iid", "clients": 4}}
+    stages = [{"method": "fedncm", "secure": True}]
+    with pytest.raises(HeadstartError, match=r"0 of 4 clients gave a usable answer.*the largest value allowed is"):
+        run(Recipe.parse({"data": data, "model": {"backbone": "features"}, "stages": stages}))
+
+
+@pytest.mark.parametrize(
+    ("stage", "sentence"),
+    [
+        ({"method": "fedcof"}, "stages.0.secure: fedcof needs the means of several clients .* set secure_group"),
+        ({"method": "fedcof", "secure_group": 3, "means_per_client": 2}, "means_per_client: a secure sum adds"),
+        ({"method": "fedavg", **LOCAL, "combine": "median"}, "combine: median looks at each client's update"),
+        ({"method": "local-only", "train": "head"}, "secure: with local-only nothing travels"),
+        ({"method": "centralised", "train": "head"}, "secure: with centralised nothing travels"),
+        ({"method": "fedncm", "secure_group": 2}, "secure_group"),
+        ({"method": "fedncm", "secure_threshold": 0.5}, "secure_threshold"),
+    ],
+)
+def test_what_sums_cannot_do_is_refused_with_a_sentence(stage: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(RecipeError, match=sentence):
+        recipe_of({**stage, "secure": True})
+
+
+def test_tasks_need_messages_of_one_shape() -> None:
+    stages = [{"method": "fedavg", **LOCAL, "secure": True}]
+    with pytest.raises(RecipeError, match="hide_task: sums over clients of several tasks"):
+        Recipe.parse({"tasks": TASKS, "model": {"backbone": "features"}, "stages": stages})
+
+
+def test_the_privacy_that_is_spent_is_in_the_summary(tmp_path: Path) -> None:
+    hidden = {"epsilon": 3.0, "delta": 1e-5, "clip": 50.0}
+    stages: list[dict[str, Any]] = [
+        {"method": "fedncm", "privacy": hidden, "secure": True},
+        {
+            "method": "fedavg",
+            **LOCAL,
+            "clients_per_round": K,
+            "weighting": "uniform",
+            "privacy": hidden | {"clip": 1.0},
+        },
+        {"method": "fed3r"},
+    ]
+    summary = run(recipe_of(*stages), tmp_path / "run").summary
+    first, second, third = (stage.get("privacy") for stage in summary["stages"])
+    assert (first["epsilon"], first["unit"], second["unit"], third) == (3.0, "example", "client", None)
+    assert 2.9 < second["epsilon"] <= 3.0
+    assert summary["privacy"]["epsilon"] == first["epsilon"] + second["epsilon"]
+    assert summary["privacy"]["delta"] == pytest.approx(2e-5)
+    assert summary["privacy"]["uncovered"] == ["fed3r"]
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert "differential privacy of any one client: ε = 3, δ = 1e-05, noise by the server" in page
