@@ -58,17 +58,20 @@ class Nodes:
         """How each introduced itself."""
         self.refusals: dict[str, str] = {}
         """Why a node cannot take part, by its name."""
-        self._refused: set[int] = set()
+        self._refused: set[tuple[int, str]] = set()
+        """Nodes that cannot take part, and since when they are there: one that is started anew is asked again."""
 
     def present(self, wait_for: int, patience: float | None = None) -> set[int]:
         """Clients whose node is there, once so many are, or none else can come, or so many seconds have passed.
 
         Nodes that are not known yet are asked who they are.
         """
-        until = None if patience is None else time.monotonic() + patience
+        until, waited = None if patience is None else time.monotonic() + patience, False
         while True:
-            online = {node.node_id: node.name for node in self.grid.get_nodes()}
-            strangers = online.keys() - set(self.ids.values()) - self._refused
+            nodes = list(self.grid.get_nodes())
+            online = {node.node_id: node.name for node in nodes}
+            here = {node.node_id for node in nodes if (node.node_id, node.last_activated_at) not in self._refused}
+            strangers = here - set(self.ids.values())
             for node, reply in self.send({node: ({"kind": "join"}, {}) for node in strangers}, _PATIENCE):
                 self._meet(node, reply, online)
             present = {client for client, node in self.ids.items() if node in online}
@@ -78,6 +81,9 @@ class Nodes:
                 raise HeadstartError("no node can take part: " + "; ".join(self.refusals.values()))
             if present and len(present) + len(self.refusals) >= len(self.numbers):
                 return present
+            if not waited:
+                log.warning("waiting for nodes: %d of %d are there", len(present), wait_for)
+            waited = True
             time.sleep(_LONGEST)
 
     def _meet(self, node: int, reply: FlowerMessage | str, online: Mapping[int, str]) -> None:
@@ -101,7 +107,7 @@ class Nodes:
             self.refusals.pop(name, None)
         except MessageError as error:
             if not isinstance(reply, str):  # who does not answer is asked again
-                self._refused.add(node)
+                self._refused.add((node, self._since().get(node, "")))
                 self.refusals[name] = f"{name or node}: {error}"
             log.warning("a node stays out: %s: %s", registered or node, error)
 

@@ -15,6 +15,7 @@ from scipy.special import log_softmax
 from headstart.data import Federation
 from headstart.engine.begin import Begin, digest
 from headstart.engine.body import Body
+from headstart.engine.rounds import SMALLEST_SUM
 from headstart.engine.store import ClientStore
 from headstart.errors import HeadstartError, MessageError
 from headstart.files import secret, write_atomically
@@ -87,6 +88,11 @@ class Node:
 
     def answer(self, asked: Asked) -> Reply:
         """What the client says; what it wants to keep is on disk when this returns."""
+        if getattr(self._load(asked).stage, "secure", False):
+            raise HeadstartError("in this stage clients are added up; nothing is sent that is not masked")
+        return self._answer(asked)
+
+    def _answer(self, asked: Asked) -> Reply:
         stage = self._load(asked)
         number, here = np.array([asked.client]), 0 if self.alone else asked.client
         rows, _ = self.federation.rows_of(np.array([here]))
@@ -124,6 +130,8 @@ class Node:
                 figures = [int(told.scalars[name]) for name in ("clients", "threshold", "bits")]
             except (KeyError, ValueError) as error:
                 raise MessageError(f"the server begins a sum in an unknown way: {error!r}") from None
+            if figures[0] < SMALLEST_SUM:
+                raise HeadstartError(f"a sum of {figures[0]} clients hides nobody")
             client = SecureClient(session, asked.client, *figures)
             answer = client.keys()
         elif not path.is_file():
@@ -133,7 +141,7 @@ class Node:
             if step == "shares":
                 answer = client.share(told)
             elif step == "masked":
-                reply = self.answer(asked)
+                reply = self._answer(asked)
                 number = int(asked.message.scalars["round"])
                 answer = client.mask(told, self._load(asked).method.summand(reply, number))
                 facts = {"passes": int(reply.forward_passes[0]), "kept": bool(reply.kept)}

@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # closed-form methods do not wait for torch
     Source = Features | Inputs
 
 # A sum of fewer tells too much of each: of two, either knows the other's part.
-_SMALLEST_SUM = 3
+SMALLEST_SUM = 3
 
 Bools = npt.NDArray[np.bool_]
 
@@ -209,10 +209,10 @@ def _groups(stage: ClosedForm | Rounds, question: Question) -> list[tuple[Questi
 
 def _check_sum(stage: ClosedForm | Rounds, round: int, clients: int) -> None:
     """Refuse a round (from 1) of a secure stage with too few clients."""
-    if not isinstance(stage, PersonaliseStage) and stage.secure and clients < _SMALLEST_SUM:
+    if not isinstance(stage, PersonaliseStage) and stage.secure and clients < SMALLEST_SUM:
         raise HeadstartError(
-            f"{stage.method}, round {round}: a sum of {clients} clients hides nobody; secure sums need {_SMALLEST_SUM} or "
-            "more in a round"
+            f"{stage.method}, round {round}: a sum of {clients} clients hides nobody; secure sums need "
+            f"{SMALLEST_SUM} or more in a round"
         )
 
 
