@@ -25,6 +25,7 @@ ROOMS = [
     "evaluation",
     "report",
     "runner",
+    "sweep",
     "apps",
     "deploy",
     "export",

@@ -76,7 +76,7 @@ def answer(message: Message, context: Context) -> Message:
         name = str(config["name"])
         federation = Federation.silo(recipe, str(config["data"]), name)
         node = Node(recipe, federation, Path(str(config["state"])) / run_of(message), alone=True)
-    except (HeadstartError, KeyError, OSError) as error:
+    except (KeyError, OSError, ValueError) as error:
         return refuse(
             message, f"the node has no {error} in its configuration" if isinstance(error, KeyError) else str(error)
         )

@@ -6,7 +6,7 @@ import sys
 from enum import StrEnum
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -76,6 +76,35 @@ def run(
     if out is None and resume:
         raise HeadstartError("--resume needs --out, the directory of the run to go on with")
     _run_and_show(loaded, out or _free(loaded.name), resume, engine)
+
+
+@app.command()
+def compare(
+    recipes: Annotated[list[Path], typer.Argument(help="Recipes (TOML); lists in the place of values are tried out.")],
+    settings: Settings = None,
+    out: Annotated[
+        Path | None, typer.Option(help="A directory for all runs; by default the first free runs/compare.")
+    ] = None,
+) -> None:
+    """Run recipes, and every combination of values they list; a table of means over the seeds.
+
+    With --out of an interrupted comparison, finished runs stay and the others go on.
+    """
+    from headstart.recipe import read_table
+    from headstart.sweep import compared, expand, sweep, write_tables
+
+    points = expand([read_table(recipe, settings or ()) for recipe in recipes])
+    where = out or _free("compare")
+
+    def say(point: object, summary: dict[str, Any]) -> None:
+        print(f"{getattr(point, 'folder', '')}: {100 * summary['accuracy']:.2f} %", flush=True)
+
+    columns, rows = compared(points, sweep(points, where, say))
+    table = Table(*columns)
+    for row in rows:
+        table.add_row(*(escape(cell) for cell in row))
+    _console().print(table)
+    print(f"tables: {', '.join(str(path) for path in write_tables(where, columns, rows))}")
 
 
 @app.command()

@@ -40,6 +40,8 @@ def contradictions(table: Mapping[str, Any]) -> list[str]:
         problems.append("tasks: give [data] for one task, or [[tasks]] for several, not both")
     if isinstance(tasks, list) and len(tasks) == 1:
         problems.append("tasks: there is one; give it as [data], or add another")
+    if isinstance(table.get("seed"), list):
+        problems.append("seed: a list of seeds is a sweep; headstart compare runs them all")
     given = tasks if isinstance(tasks, list) else []
     names = [str(task["name"]) for task in given if isinstance(task, dict) and "name" in task]
     if len(set(names)) < len(names):

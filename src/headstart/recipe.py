@@ -171,16 +171,7 @@ class Recipe(Table):
     @classmethod
     def load(cls, path: Path | str, settings: Sequence[str] = ()) -> Recipe:
         """Read a TOML file and apply ``key=value`` settings such as ``stages.0.shrinkage=0.1``."""
-        try:
-            table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-        except OSError as error:
-            raise RecipeError([f"cannot read {path}: {error.strerror or error}"]) from None
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise RecipeError([f"{path} is not valid TOML: {error}"]) from None
-        problems = [problem for setting in settings if (problem := _apply(table, setting))]
-        if problems:
-            raise RecipeError(problems)
-        return cls.parse(table)
+        return cls.parse(read_table(path, settings))
 
     def to_toml(self) -> str:
         """The recipe with every default filled in; keys that are unset are left out."""
@@ -193,6 +184,20 @@ class Recipe(Table):
     def datasets(self) -> str:
         """What the run learns from, in words."""
         return self.data.dataset if self.data else ", ".join(task.dataset for task in self.tasks)
+
+
+def read_table(path: Path | str, settings: Sequence[str] = ()) -> dict[str, Any]:
+    """A TOML file with ``key=value`` settings applied, before it is validated."""
+    try:
+        table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise RecipeError([f"cannot read {path}: {error.strerror or error}"]) from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise RecipeError([f"{path} is not valid TOML: {error}"]) from None
+    problems = [problem for setting in settings if (problem := _apply(table, setting))]
+    if problems:
+        raise RecipeError(problems)
+    return table
 
 
 PARTITIONS: dict[str, type[_Partition]] = {

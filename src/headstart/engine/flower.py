@@ -57,7 +57,7 @@ class Nodes:
         self.said: dict[int, dict[str, Any]] = {}
         """How each introduced itself."""
         self.refusals: dict[str, str] = {}
-        """Why a node cannot take part, by its name."""
+        """Why a node that is waited for cannot take part, by its name."""
         self._refused: set[tuple[int, str]] = set()
         """Nodes that cannot take part, and since when they are there: one that is started anew is asked again."""
 
@@ -88,16 +88,16 @@ class Nodes:
 
     def _meet(self, node: int, reply: FlowerMessage | str, online: Mapping[int, str]) -> None:
         """A node says who it is: it is welcome under the name of a client that no other node answers for."""
-        registered = online[node]
+        registered = name = online[node]
         try:
             said, _ = _read(reply)
-            name = str(said.get("name", registered))
             if "error" in said:
                 raise MessageError(_reason(said))
+            name = str(said.get("name", registered))[:_LONGEST_REASON]
             if name not in self.numbers:
                 raise MessageError(f"no client is called {name!r}")
             if registered and registered != name:
-                raise MessageError(f"a node registered as {registered!r} says that it is {name!r}")
+                raise MessageError(f"it is registered as {registered!r} and says that it is {name!r}")
             client = self.numbers[name]
             if self.ids.get(client) in online:
                 raise MessageError(f"another node answers for {name}")
@@ -108,7 +108,8 @@ class Nodes:
         except MessageError as error:
             if not isinstance(reply, str):  # who does not answer is asked again
                 self._refused.add((node, self._since().get(node, "")))
-                self.refusals[name] = f"{name or node}: {error}"
+                if not registered or registered in self.numbers:  # nobody waits for others
+                    self.refusals[registered or name or str(node)] = f"{registered or name or node}: {error}"
             log.warning("a node stays out: %s: %s", registered or node, error)
 
     def _since(self) -> dict[int, str]:
@@ -173,6 +174,8 @@ class FlowerClients:
     store: ClientStore
     earlier: Sequence[tuple[int, ClientStore]]
     _told: dict[tuple[int, bool], tuple[bytes, str]] = field(default_factory=dict)
+    _know: set[int] = field(default_factory=set)
+    """Clients that have what the stage begins with, as this process knows."""
 
     def present(self) -> Bools:
         """Clients whose node is there, once there are as many as the stage needs."""
@@ -208,17 +211,16 @@ class FlowerClients:
         while server.step:
             asked = {}
             for client, told in server.instructions().items():
-                message, new = sent[client] if server.step == "masked" else (Message(), False)
-                facts, parts = self._question(client, message, new, "secure")
+                answers = server.step == "masked"
+                message, new = sent[client] if answers else (Message(), False)
+                facts, parts = self._question(client, message, new, "secure", answers)
                 parts["told"] = told.to_bytes()
                 down[client] += len(parts["told"])
                 asked[nodes[client]] = facts, parts
             for node, reply in self.nodes.send(asked, self.stage.deadline):
                 client = clients[node]
                 try:
-                    facts, data = _read(reply)
-                    if "error" in facts:
-                        raise MessageError(_reason(facts))
+                    facts, data = self._said(client, reply, server.step == "masked")
                     up[client] += len(data)
                     server.receive(client, Message.from_bytes(data))
                     passes[client] += _count(facts)
@@ -250,11 +252,9 @@ class FlowerClients:
             asked[self.nodes.ids[client]] = self._question(client, models[int(self.tasks[client])], True, "examine")
         found = {}
         for node, reply in self.nodes.send(asked, self.stage.deadline):
-            facts, _ = _read(reply)
-            loss = facts.get("loss")
             try:
-                if "error" in facts:
-                    raise MessageError(_reason(facts))
+                facts, _ = self._said(clients[node], reply)
+                loss = facts.get("loss")
                 examples, right, known = (_count(facts, name) for name in ("examples", "right", "known"))
                 if right > examples or known > examples or not isinstance(loss, float) or not math.isfinite(loss):
                     raise MessageError("its figures make no sense")
@@ -264,7 +264,7 @@ class FlowerClients:
         return found
 
     def _question(
-        self, client: int, message: Message, new: bool, kind: str = "answer"
+        self, client: int, message: Message, new: bool, kind: str = "answer", tell: bool = True
     ) -> tuple[dict[str, Any], dict[str, bytes]]:
         key = int(self.tasks[client]), any(store.has(client) for _, store in self.earlier)
         if key not in self._told:
@@ -274,18 +274,30 @@ class FlowerClients:
         chain = [(self.number, self.store), *self.earlier]
         kept = [(number, int(store.slots[client]), store.shapes) for number, store in chain]
         facts = {"kind": kind, "client": client, "begin": name, "kept": kept, "new": new}
-        return facts, {"message": message.to_bytes()} | ({"begin": begin} if new else {})
+        return facts, {"message": message.to_bytes()} | ({"begin": begin} if tell and client not in self._know else {})
+
+    def _said(self, client: int, reply: FlowerMessage | str, told: bool = True) -> tuple[dict[str, Any], bytes]:
+        """Facts and bytes of a client's reply; told: whether what the stage begins with was sent where it had to be."""
+        facts, data = _read(reply)
+        if facts.get("forgotten") is True:  # next time it is asked as if it had never kept anything
+            self._know.discard(client)
+            for store in (self.store, *(store for _, store in self.earlier)):
+                store.slots[client] = -1
+            raise ForgottenError(_reason(facts))
+        if "error" in facts:
+            raise MessageError(_reason(facts))
+        if told:
+            self._know.add(client)
+        return facts, data
 
     def _heard(self, client: int, reply: FlowerMessage | str, seconds: float) -> Heard:
         who = np.array([client])
         try:
-            facts, data = _read(reply)
-            if "error" in facts:
-                return Heard(who, None, seconds, _reason(facts), facts.get("forgotten") is True)
+            facts, data = self._said(client, reply)
             passes = _count(facts)
             message = Message.from_bytes(data)
         except MessageError as error:
-            return Heard(who, None, seconds, str(error))
+            return Heard(who, None, seconds, str(error), isinstance(error, ForgottenError))
         kept = {"": np.zeros(0, np.float32)} if facts.get("kept") else {}  # what it is, only the node knows
         sizes = np.array([len(data)]), np.array([passes])
         return Heard(who, Reply(who, message, *sizes, kept, int(self.tasks[client])), seconds)

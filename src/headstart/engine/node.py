@@ -31,7 +31,7 @@ Kept = Sequence[tuple[int, int, Mapping[str, tuple[int, ...]]]]
 for none, and the names and shapes of it."""
 
 
-class ForgottenError(HeadstartError):
+class ForgottenError(MessageError):
     """The node does not have what it was sent, or kept, before."""
 
 

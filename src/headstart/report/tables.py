@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -74,6 +75,23 @@ def remarks(stage: dict[str, Any]) -> list[str]:
 
 def _spread(stage: dict[str, Any], name: str) -> str:
     return f"{100 * stage[f'{name}_mean']:.2f} ± {100 * stage[f'{name}_std']:.2f} %"
+
+
+def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table in Markdown."""
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines)
+
+
+def latex(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table in LaTeX, with the rules of the `booktabs` package."""
+    special = {"\\": r"\textbackslash{}", "±": r"$\pm$", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
+    special |= {character: f"\\{character}" for character in "&%$#_{}"}
+    lines = [
+        " & ".join("".join(special.get(c, c) for c in cell) for cell in line) + r" \\" for line in (columns, *rows)
+    ]
+    parts = [rf"\begin{{tabular}}{{{'l' * len(columns)}}}", r"\toprule", lines[0], r"\midrule", *lines[1:]]
+    return "\n".join([*parts, r"\bottomrule", r"\end{tabular}", ""])
 
 
 COLUMNS = ("method", "accuracy", "rounds", "bytes up", "bytes down", "bytes (paper)", "forward passes", "seconds")
