@@ -23,7 +23,6 @@ from headstart.engine import (
     Body,
     ClientStore,
     Handed,
-    Module,
     RemoteStore,
     RunDirectory,
     method_of,
@@ -184,15 +183,20 @@ class _Run:
         changes = isinstance(stage, Rounds) and Plan.of(stage).changes_features
         shares = isinstance(stage, Rounds) and "shared" in (Plan.of(stage).body, Plan.of(stage).module)
         before = self.body.known(stage.eval_split) if shares and federation.announced is None else None
-        left = self.body.module()
+        left, norm_statistics = self.body.module(), self.body.norm_statistics
         tasks = self._tasks(federation, begin)
         noise = secret(self.kept / "noise.secret") if federation.announced is not None else None
         method = method_of(stage, seed, self.body, tasks, moves, noise)
+        own_names = {name.partition("@")[0] for name in begin.store.shapes} if begin.store else set()
+        weights = self._weights()
         begins = {
-            (task, owns): self._told(number, plain, stage, moves, begin, left, tasks, method, task, owns)
+            (task, owns): Begin.of(
+                number, task, tasks, stage, plain, moves, method.catches_up, weights, left, norm_statistics,
+                own_names if owns else set(),
+            )
             for task in range(len(tasks))
             for owns in (False, True)
-        }
+        }  # fmt: skip
         validates = isinstance(stage, Rounds) and self.federation.dataset.validation is not None
         if not changes:  # before the clock of the stage starts, and with a progress bar of its own
             for split in ("train", stage.eval_split, *(["validation"] if validates else [])):
@@ -267,6 +271,13 @@ class _Run:
         )
         self.spent = {name: round(self.spent[name] + cost, 3) for name, cost in ledger.totals().items()}
 
+    def _weights(self) -> Mapping[str, Any]:
+        """The weights of the body where earlier stages have trained it; on nodes they are needed as they are now."""
+        if self.body.weights == PRETRAINED:
+            return {}
+        arrays = self.body.arrays()
+        return arrays if self.nodes is None else {name: array.copy() for name, array in arrays.items()}
+
     def _source(self, changes: bool) -> Any:
         """What clients read here: examples where the body changes, features where it does not."""
         return self.body.inputs() if changes else self.body.features("train")
@@ -330,53 +341,6 @@ class _Run:
                 )
             )
         return tuple(tasks)
-
-    def _told(
-        self,
-        number: int,
-        plain: Stage,
-        stage: Stage,
-        moves: Literal["head", "body"] | None,
-        begin: Handed,
-        module: Module | None,
-        tasks: tuple[TaskSetting, ...],
-        method: Method[Any],
-        task: int,
-        owns: bool,
-    ) -> Begin:
-        """What a client of a task has to know before its first answer.
-
-        plain: the stage as the recipe has it; module: what an earlier stage left on the body; owns: whether the client
-        has something of its own from the stage before, and need not be sent that.
-        """
-        plan, parts = Plan.of(stage) if isinstance(stage, Rounds) else None, dict[str, Mapping[str, Any]]()
-
-        def sent(role: str) -> bool:  # with every message
-            return plan is not None and role == "shared" and not method.catches_up
-
-        head = tasks[task].previous
-        if self.body.weights != PRETRAINED and not (plan and sent(plan.body)):
-            parts["body"] = self.body.arrays()
-        elif self.body.weights != PRETRAINED and isinstance(stage, Rounds) and stage.norm_statistics == "freeze":
-            statistics = ("running_mean", "running_var")
-            parts["body"] = {n: array for n, array in self.body.arrays().items() if n.endswith(statistics)}
-        if module is not None and module.values and not (plan and sent(plan.module)):
-            parts["module"] = module.values[task]
-        if plan is not None and stage.head_init == "previous" and head is not None:
-            parts["head"] = {n: array for n, array in head.arrays().items() if not sent(plan.role(f"head.{n}"))}
-        own = {name.partition("@")[0] for name in begin.store.shapes} if begin.store and owns else set()
-        arrays = {f"{part}.{name}": array for part, each in parts.items() for name, array in each.items()}
-        return Begin(
-            number,
-            task,
-            tuple((each.name, each.n_classes, each.n_clients, each.n_examples) for each in tasks),
-            tuple({n: a.shape for n, a in each.previous.arrays().items()} if each.previous else None for each in tasks),
-            stage.update if isinstance(stage, PersonaliseStage) and stage is not plain else None,
-            moves,
-            self.body.norm_statistics,
-            (module.kind, module.settings) if module else None,
-            {name: array for name, array in arrays.items() if f"personal.{name}" not in own},
-        )
 
     def _hand_on(
         self,

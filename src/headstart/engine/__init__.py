@@ -1,7 +1,7 @@
 """Who runs the rounds, what clients keep between them, the body they share, and the directory of a run."""
 
 from headstart.engine.begin import Begin, method_of
-from headstart.engine.body import PRETRAINED, Body, Module
+from headstart.engine.body import PRETRAINED, Body
 from headstart.engine.local import play
 from headstart.engine.rounds import play_rounds, rounds_of, shared_examples
 from headstart.engine.rundir import Handed, RunDirectory
@@ -13,7 +13,6 @@ __all__ = [
     "Body",
     "ClientStore",
     "Handed",
-    "Module",
     "RemoteStore",
     "RunDirectory",
     "method_of",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -14,8 +14,9 @@ from headstart.engine.body import Body, Module, Version
 from headstart.errors import MessageError
 from headstart.heads import LinearHead
 from headstart.methods import Method, Setting, TaskSetting, build
+from headstart.methods.plan import Plan
 from headstart.recipe import Recipe
-from headstart.stages import ClosedForm, Rounds
+from headstart.stages import ClosedForm, PersonaliseStage, Rounds
 from headstart.wire import Array, Message
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -67,6 +68,54 @@ class Begin:
     """Kind and settings of the module that an earlier stage left on the body."""
     arrays: Mapping[str, Array] = field(default_factory=dict)
     """What earlier stages made and this one does not send: `body.…`, `module.…` and `head.…`."""
+
+    @classmethod
+    def of(
+        cls,
+        number: int,
+        task: int,
+        tasks: tuple[TaskSetting, ...],
+        stage: ClosedForm | Rounds,
+        plain: ClosedForm | Rounds,
+        moves: Moves,
+        catches_up: bool,
+        weights: Mapping[str, Array],
+        module: Module | None,
+        norm_statistics: str,
+        own: Set[str],
+    ) -> Begin:
+        """A stage as the server knows it.
+
+        plain: the stage as the recipe has it; catches_up: whether a client rebuilds the model from a log; weights: of
+        the body, where earlier stages trained it; module: what they left on it; own: what the client has of its own.
+        """
+        plan, parts = Plan.of(stage) if isinstance(stage, Rounds) else None, dict[str, Mapping[str, Array]]()
+
+        def sent(role: str) -> bool:  # with every message
+            return role == "shared" and not catches_up
+
+        head = tasks[task].previous
+        if not (plan and sent(plan.body)):
+            parts["body"] = weights
+        elif isinstance(stage, Rounds) and stage.norm_statistics == "freeze":
+            statistics = ("running_mean", "running_var")
+            parts["body"] = {n: array for n, array in weights.items() if n.endswith(statistics)}
+        if module is not None and module.values and not (plan and sent(plan.module)):
+            parts["module"] = module.values[task]
+        if plan is not None and stage.head_init == "previous" and head is not None:
+            parts["head"] = {n: array for n, array in head.arrays().items() if not sent(plan.role(f"head.{n}"))}
+        arrays = {f"{part}.{name}": array for part, each in parts.items() for name, array in each.items()}
+        return cls(
+            number,
+            task,
+            tuple((each.name, each.n_classes, each.n_clients, each.n_examples) for each in tasks),
+            tuple({n: a.shape for n, a in each.previous.arrays().items()} if each.previous else None for each in tasks),
+            stage.update if isinstance(stage, PersonaliseStage) and stage is not plain else None,
+            moves,
+            norm_statistics,
+            (module.kind, module.settings) if module else None,
+            {name: array for name, array in arrays.items() if f"personal.{name}" not in own},
+        )
 
     @property
     def nbytes(self) -> int:

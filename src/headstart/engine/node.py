@@ -21,6 +21,7 @@ from headstart.errors import HeadstartError, MessageError
 from headstart.files import secret, write_atomically
 from headstart.heads import LinearHead
 from headstart.methods import Cohort, Reply
+from headstart.methods.plan import Plan
 from headstart.recipe import Recipe
 from headstart.stages import ClosedForm, Rounds
 from headstart.statistics import Ints
@@ -180,7 +181,7 @@ class Node:
             body = Body(self.recipe.model, self.federation.dataset, owners=owners)
             noise = secret(self.folder / "noise.secret") if self.alone else None
             stage, method = begin.method(self.recipe, body, noise)
-            changes = isinstance(stage, Rounds) and _changes(stage)
+            changes = isinstance(stage, Rounds) and Plan.of(stage).changes_features
             source: Any = body.inputs() if changes else body.features("train")
             self._stage = key, _Stage(stage, begin, method, body, source)
         return self._stage[1]
@@ -215,9 +216,3 @@ class Node:
             raise ForgottenError(str(error)) from None
         write_atomically(path, lambda file: file.write_bytes(message.to_bytes()))
         return message
-
-
-def _changes(stage: Rounds) -> bool:
-    from headstart.methods.plan import Plan
-
-    return Plan.of(stage).changes_features
