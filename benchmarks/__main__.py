@@ -16,6 +16,8 @@ NAMES = (
     "mezo",
     "modules",
     "personal",
+    "privacy",
+    "federation",
 )
 
 for name in sys.argv[1:] or NAMES:

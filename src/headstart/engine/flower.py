@@ -393,7 +393,8 @@ def _read(reply: FlowerMessage | str) -> tuple[dict[str, Any], bytes]:
     if isinstance(reply, str):
         return {"error": reply}, b""
     if reply.has_error():
-        return {"error": f"Flower: {str(reply.error.reason or reply.error.code)[:300]}"}, b""
+        reason = re.sub(r"\x1b\[[0-9;]*m", "", str(reply.error.reason or reply.error.code))
+        return {"error": f"Flower: {reason.strip()[-300:]}"}, b""  # the cause is at the end
     facts, parts = _facts(reply)
     return facts, parts.get("message", b"")
 
