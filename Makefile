@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install demo test lint types bench clean
+.PHONY: install demo test faults lint types bench clean
 
 install: .venv/installed
 
@@ -16,6 +16,9 @@ demo: install
 
 test: install
 	$(BIN)/pytest
+
+faults: install
+	$(BIN)/pytest --no-cov -m minutes
 
 lint: install
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .

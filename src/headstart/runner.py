@@ -7,7 +7,7 @@ import json
 import platform
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -105,6 +105,8 @@ def conduct(
             body = Body(recipe.model, federation.dataset, returns, owners)
             if nodes is not None and directory is not None:
                 nodes.run = directory.identity()
+            if federation.announced is not None and directory is not None:
+                federation = replace(federation, announced=directory.known(federation.announced))
             kept = kept or (directory.path / "checkpoint" if directory else Path(temporary))
             return _Run(recipe, federation, body, directory, on_metrics or (lambda line: None), kept, nodes).play()
     except BaseException as error:

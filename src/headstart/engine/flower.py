@@ -207,7 +207,7 @@ class FlowerClients:
         up, down, passes = (dict.fromkeys(numbers, 0) for _ in range(3))
         server = SecureSum(uuid.uuid4().bytes, numbers, threshold, shapes, BITS)
         dropped: dict[int, str] = {}
-        kept: set[int] = set()
+        kept, forgot = set[int](), set[int]()
         while server.step:
             asked = {}
             for client, told in server.instructions().items():
@@ -227,6 +227,7 @@ class FlowerClients:
                     kept |= {client} if facts.get("kept") else set()
                 except MessageError as error:
                     dropped[client] = str(error)
+                    forgot |= {client} if isinstance(error, ForgottenError) else set()
             server.next()
         heard = set(server.heard)
         why = {client: dropped.get(client, f"no answer in step {step}") for client, step in server.dropped().items()}
@@ -238,6 +239,7 @@ class FlowerClients:
             np.array([down[client] for client in numbers]),
             np.array([passes[client] for client in numbers]),
             np.array(sorted(kept & heard), np.int64),
+            sorted(forgot),
         )
 
     def keep(self, reply: Reply) -> None:

@@ -73,7 +73,11 @@ class Node:
         """What a server has to know before the first stage."""
         train = self.federation.dataset.train
         dim = train.features().shape[1] if train.kind == "features" else 1
-        return {"examples": int(self.federation.sizes.sum()), "dim": dim}
+        examples = int(self.federation.sizes.sum())
+        guarded = [privacy for stage in self.recipe.stages if (privacy := getattr(stage, "privacy", None))]
+        if any(privacy.noise == "client" for privacy in guarded):  # how many there are is not to be known
+            examples = min(examples, 1)
+        return {"examples": examples, "dim": dim}
 
     def remember(self, begin: bytes) -> str:
         """Keep what a stage begins with; returns its digest."""
@@ -195,7 +199,7 @@ class Node:
             slots: Ints = np.full(count, -1)
             slots[here] = slot
             folder = self.folder / f"clients-{number}"
-            if slot >= 0 and not folder.is_dir():
+            if slot >= 0 and not ClientStore.is_there(folder, shapes):
                 raise ForgottenError("the node no longer has what the client kept")
             from_head = self.recipe.stages[number].head_init == "previous"
 

@@ -76,6 +76,8 @@ class Summed:
     forward_passes: Ints
     kept: Ints
     """Clients that want to keep something."""
+    forgot: Sequence[int] = ()
+    """Clients that no longer have what they were sent, or kept, before."""
 
 
 class Clients(Protocol):
@@ -219,6 +221,7 @@ def _check_sum(stage: ClosedForm | Rounds, round: int, clients: int) -> None:
 def _charge_sum(ledger: Ledger, number: int, asked: Ints, summed: Summed) -> None:
     """What a secure sum costs beyond the messages of its method."""
     ledger.last_round[summed.clients] = number
+    ledger.last_round[list(summed.forgot)] = -1
     ledger.bytes_up[asked] += summed.bytes_up
     ledger.bytes_down[asked] += summed.bytes_down
     ledger.forward_passes[asked] += summed.forward_passes

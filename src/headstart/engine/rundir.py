@@ -31,6 +31,7 @@ from headstart.wire import Array, Message, Scalar
 
 Arrays = Mapping[str, np.ndarray]
 
+_ROUNDS = ("stage", "round", "client", "bytes_up", "bytes_down", "left_out")
 _COSTS = ("bytes_up", "bytes_down", "forward_passes", "last_round")
 
 
@@ -103,6 +104,14 @@ class RunDirectory:
         """32 hexadecimal digits that no other run has."""
         return b"".join(n.to_bytes(4) for n in secret(self.path / "checkpoint" / "identity"))[:16].hex()
 
+    def known(self, sizes: Ints) -> Ints:
+        """What clients say of the number of their examples [K]; of one that is not there, what it said before."""
+        path = self.path / "checkpoint" / "sizes.json"
+        before = np.array(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else sizes
+        known = np.where(sizes > 0, sizes, before)
+        write_json(path, known.tolist())
+        return known
+
     def discard(self) -> None:
         """Remove what `create` made, when a run ends before its first result."""
         for name in ("recipe.toml", "clients.csv", "rounds.csv"):
@@ -124,7 +133,7 @@ class RunDirectory:
         path, text = self.path / "rounds.csv", io.StringIO()
         rows = csv.writer(text, lineterminator="\n")
         if not path.exists():
-            rows.writerow(["stage", "round", "client", "bytes_up", "bytes_down", "left_out"])
+            rows.writerow(_ROUNDS)
         gone = [entry for entry in ledger.dropped if entry["round"] == round]
         why = {name: str(entry["why"]) for entry in gone for name in str(entry["clients"]).split(", ")}
         for client, up, down in ledger.latest:
@@ -137,9 +146,9 @@ class RunDirectory:
         path, text = self.path / "rounds.csv", io.StringIO()
         if path.exists():
             with path.open(newline="", encoding="utf-8") as file:
-                head, *rows = csv.reader(file)
-            kept = [row for row in rows if len(row) == len(head) and (int(row[0]), int(row[1])) <= (stage, round)]
-            csv.writer(text, lineterminator="\n").writerows([head, *kept])
+                rows = [row for row in csv.reader(file) if len(row) == len(_ROUNDS)]
+            kept = [row for row in rows[1:] if (int(row[0]), int(row[1])) <= (stage, round)]
+            csv.writer(text, lineterminator="\n").writerows([_ROUNDS, *kept])
             write_text(path, text.getvalue())
 
     def metrics(self) -> list[dict[str, Any]]:

@@ -60,6 +60,11 @@ class ClientStore:
             self._files[file] = os.open(folder / file, os.O_RDWR | os.O_CREAT | fresh, 0o666)
             os.ftruncate(self._files[file], 2 * n_clients * record)
 
+    @staticmethod
+    def is_there(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> bool:
+        """Whether the files of such a store are in a folder."""
+        return all((folder / _file_of(name)).is_file() for name in shapes)
+
     def _place(self, name: str, slot: int, client: int) -> tuple[int, int]:
         """The file of a name, and where a client's values begin in it."""
         file = _file_of(name)
@@ -84,7 +89,10 @@ class ClientStore:
         """What a client wants to keep from this round on."""
         for name, values in kept.items():
             file, place = self._place(name, self._other(client), client)
-            os.pwrite(file, np.ascontiguousarray(values, np.float32).tobytes(), place)
+            data = memoryview(np.ascontiguousarray(values, np.float32).tobytes())
+            while len(data):  # a nearly full disk takes a part
+                written = os.pwrite(file, data, place)
+                data, place = data[written:], place + written
         if kept:
             self._changed.add(client)
 

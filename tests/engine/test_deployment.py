@@ -1,0 +1,450 @@
+"""A federation of real processes on this machine: a SuperLink and its nodes, over TLS, and what becomes of a run when
+something stops, is not what it says, or does not belong."""
+
+import csv
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+from sklearn.datasets import load_digits
+
+pytest.importorskip("flwr")
+
+from headstart.deploy import init
+from headstart.recipe import Recipe
+from headstart.runner import run
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="processes are found through /proc"),
+]
+
+NODES = ("a", "b", "c")
+WRONG = ("empty", "other", "old", "false")
+"""Nodes that are registered, and that no run can take."""
+PATIENCE = 240.0
+TRAINING = {"rounds": 2, "lr": 0.01, "batch_size": 64, "deadline": 120, "evaluate_every": 10}
+
+
+def wait_for(what: Callable[[], Any], seconds: float = PATIENCE, pause: float = 0.2) -> Any:
+    """What it returns, once that is true."""
+    until = time.monotonic() + seconds
+    while not (found := what()):
+        assert time.monotonic() < until, f"nothing happened within {seconds:g} s"
+        time.sleep(pause)
+    return found
+
+
+def free_ports(count: int) -> int:
+    """The first of so many ports in a row that nobody listens on."""
+    for first in range(21000 + os.getpid() % 5000, 32000, count):
+        sockets = []
+        try:
+            for port in range(first, first + count):
+                sockets.append(socket.create_server(("127.0.0.1", port)))
+            return first
+        except OSError:
+            continue
+        finally:
+            for one in sockets:
+                one.close()
+    raise AssertionError("no free ports")
+
+
+def set_variables(script: Path, **values: str) -> None:
+    """Change what is at the top of a script."""
+    text = script.read_text()
+    for name, value in values.items():
+        line = f'{name}="{value}"'.replace("\\", r"\\")
+        text, found = re.subn(rf"(?m)^{name}=.*$", line, text)
+        assert found == 1
+    script.write_text(text)
+
+
+class Machines:
+    """The processes of a federation, as its scripts start them."""
+
+    def __init__(self, folder: Path, recipe: Recipe) -> None:
+        self.folder, self.logs = folder, folder.parent / "logs"
+        self.logs.mkdir()
+        self.port = free_ports(1 + len(NODES + WRONG))
+        init(folder, recipe, NODES + WRONG, port=self.port)
+        self.environment = {
+            **os.environ,
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+            "HEADSTART_CACHE": str(folder.parent / "cache"),
+            "HEADSTART_FEDERATION": str(folder),
+            "OMP_NUM_THREADS": "1",
+        }
+        self.started: list[subprocess.Popen[bytes]] = []
+
+    def start(self, *command: str | Path, log: str, **environment: str) -> subprocess.Popen[bytes]:
+        """Start something in a process group of its own; what it says is in a file."""
+        with (self.logs / log).open("ab") as file:
+            process = subprocess.Popen(
+                [str(part) for part in command], stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
+                env=self.environment | environment, start_new_session=True,
+            )  # fmt: skip
+        self.started.append(process)
+        return process
+
+    def superlink(self) -> None:
+        """Start the SuperLink, and wait until it listens."""
+        self.superlink_process = self.start(self.folder / "superlink.sh", log="superlink")
+        wait_for(lambda: self.superlink_process.poll() is None and self.listens())
+
+    def listens(self) -> bool:
+        with socket.socket() as one:
+            return one.connect_ex(("127.0.0.1", self.port)) == 0
+
+    def node(self, name: str, **environment: str) -> subprocess.Popen[bytes]:
+        return self.start(self.folder / f"node-{name}.sh", log=name, **environment)
+
+    def log(self, name: str) -> str:
+        return (self.logs / name).read_text(errors="replace")
+
+    def begin(
+        self, recipe: Recipe, name: str, nodes: tuple[str, ...] = NODES, test: str = ""
+    ) -> subprocess.Popen[bytes]:
+        """Start a run of a recipe that all nodes but the one with another recipe have agreed to."""
+        (self.folder / "recipe.toml").write_text(recipe.to_toml())
+        out = self.folder / "runs" / name
+        set_variables(self.folder / "run.sh", out=str(out), nodes=",".join(nodes), test=test)
+        return self.start(self.folder / "run.sh", log=f"run-{name}")
+
+    def run(self, recipe: Recipe, name: str, nodes: tuple[str, ...] = NODES, test: str = "") -> Path:
+        """A whole run; returns its directory."""
+        status = self.begin(recipe, name, nodes, test).wait(PATIENCE + 120)
+        assert status == 0, self.log(f"run-{name}")
+        return self.folder / "runs" / name
+
+    def flwr(self, *arguments: str) -> str:
+        """What Flower's command says of the running SuperLink."""
+        home = self.logs.parent / "home"
+        home.mkdir(exist_ok=True)
+        authority = self.folder / "certificates" / "ca.pem"
+        (home / "config.toml").write_text(
+            f'[superlink.federation]\naddress = "127.0.0.1:{self.port}"\nroot-certificates = "{authority}"\n'
+        )
+        environment = self.environment | {"FLWR_HOME": str(home), "FLWR_TELEMETRY_ENABLED": "0"}
+        command = ["flwr", *arguments, "federation", "--format", "json"]
+        return subprocess.run(command, env=environment, check=True, capture_output=True, text=True, timeout=120).stdout
+
+    def processes(self, holds: str = "", command: str = "") -> list[int]:
+        """Processes of this federation by what is in their environment and in their command line."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            try:
+                environment = (entry / "environ").read_bytes().split(b"\0") if entry.name.isdigit() else []
+                line = (entry / "cmdline").read_bytes()
+            except OSError:
+                continue
+            mine = f"HEADSTART_FEDERATION={self.folder}".encode() in environment
+            if mine and command.encode() in line and (not holds or holds.encode() in environment):
+                found.append(int(entry.name))
+        return found
+
+    def of_node(self, name: str, command: str = "") -> list[int]:
+        """A node's processes, but for the script that starts them."""
+        return self.processes(f"FLWR_HOME={self.folder}/state/{name}/flower", command)
+
+    def signal(self, processes: list[int], number: int) -> None:
+        for process in processes:
+            with suppress(ProcessLookupError):
+                os.kill(process, number)
+
+    def stop(self) -> None:
+        """End everything, whatever state it is in."""
+        until = time.monotonic() + 60
+        while (left := self.processes()) and time.monotonic() < until:
+            self.signal(left, signal.SIGKILL)
+            for process in self.started:
+                process.poll()
+            time.sleep(0.1)
+        for process in self.started:
+            process.wait(10)
+
+
+def silos(folder: Path) -> None:
+    """Digits in three parts of different classes: all in one file, and each in its own."""
+    features, labels = load_digits(return_X_y=True)
+    features = features.astype(np.float32)
+    rng = np.random.default_rng(0)
+    owners = np.where(rng.random(len(labels)) < 0.6, labels % 3, rng.integers(0, 3, len(labels)))
+    split = np.where(rng.random(len(labels)) < 0.2, 2, 0)
+    np.savez(folder / "all.npz", X=features, y=labels, client=owners, split=split)
+    for number, name in enumerate(NODES):
+        mine = owners == number
+        np.savez(folder / f"{name}.npz", X=features[mine], y=labels[mine], split=split[mine])
+    test = split == 2
+    np.savez(folder / "test.npz", X=features[test], y=labels[test], split=split[test])
+    np.savez(folder / "empty.npz", X=features[test], y=labels[test], split=split[test])
+
+
+def recipe_of(folder: Path, *stages: dict[str, Any]) -> Recipe:
+    data = {
+        "dataset": str(folder / "all.npz"),
+        "classes": list(range(10)),
+        "partition": {"kind": "natural", "test": "follow"},
+    }
+    return Recipe.parse({"data": data, "model": {"backbone": "features"}, "stages": list(stages)})
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("silos")
+    silos(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def machines(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Iterator[Machines]:
+    """A SuperLink and three nodes."""
+    federation = Machines(tmp_path_factory.mktemp("deployment") / "federation", recipe_of(data, {"method": "fedncm"}))
+    for name in NODES:
+        set_variables(federation.folder / f"node-{name}.sh", data=str(data / f"{name}.npz"))
+    try:
+        federation.superlink()
+        for name in NODES:
+            federation.node(name)
+        yield federation
+    finally:
+        federation.stop()
+
+
+def rows(out: Path) -> list[list[str]]:
+    """`clients.csv`, with the numbers by which the data call clients as names."""
+    with (out / "clients.csv").open(newline="") as file:
+        return [[row[0], NODES[int(row[1])] if row[1].isdigit() else row[1], *row[2:]] for row in csv.reader(file)]
+
+
+def summary_of(out: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((out / "summary.json").read_text())
+    return found
+
+
+def played(out: Path) -> int:
+    """Rounds in the checkpoint of a run."""
+    path = out / "checkpoint" / "state.safetensors"
+    return int(json.loads(load_file(path)["progress"].tobytes())["round"]) if path.is_file() else 0
+
+
+def assert_same_models(here: Path, there: Path) -> None:
+    """Bit for bit: what every stage handed on, and the final model."""
+    names = {
+        path.relative_to(here) for folder in ("checkpoint", "model") for path in (here / folder).glob("*.safetensors")
+    }
+    assert names == {
+        path.relative_to(there) for folder in ("checkpoint", "model") for path in (there / folder).glob("*.safetensors")
+    }
+    for name in sorted(names - {Path("checkpoint/state.safetensors")}):  # which holds seconds
+        ours, theirs = load_file(here / name), load_file(there / name)
+        assert ours.keys() == theirs.keys()
+        for key in ours:
+            np.testing.assert_array_equal(theirs[key], ours[key], err_msg=f"{name} {key}")
+
+
+def test_models_bytes_and_accuracies_are_those_of_the_same_run_in_process(
+    machines: Machines, data: Path, tmp_path: Path
+) -> None:
+    recipe = recipe_of(
+        data,
+        {"method": "fedncm", "deadline": 120},
+        {**TRAINING, "method": "fedavg", "train": "head"},
+        {**TRAINING, "method": "fedper", "train": "head", "head": "mlp", "hidden": 8, "head_init": "random"},
+        {"method": "personalise", "update": "head", "epochs": 1, "lr": 0.01, "deadline": 120},
+    )
+    here = run(recipe, tmp_path / "here").out
+    there = machines.run(recipe, "same")
+    assert here is not None
+    assert_same_models(here, there)
+    assert rows(there) == rows(here)
+    assert {row[1] for row in rows(there)[1:]} == set(NODES)
+    skipped = ("seconds", "loss", "peak_rss_bytes")  # losses are added up in another order
+    for ours, theirs in zip(summary_of(here)["stages"], summary_of(there)["stages"], strict=True):
+        assert {k: v for k, v in theirs.items() if k not in skipped} == {
+            k: v for k, v in ours.items() if k not in skipped
+        }
+        assert theirs["loss"] == pytest.approx(ours["loss"], rel=1e-5)
+
+    # What is the clients' own is with them, and nowhere else.
+    heads = []
+    for name in NODES:
+        (kept,) = (machines.folder / "state" / name).glob("*/clients-3/personal.bin")
+        values = np.frombuffer(kept.read_bytes(), np.float32).reshape(2, -1)
+        heads.append(next(half for half in values if half.any()).tobytes())
+        examples = np.load(data / f"{name}.npz")["X"]
+        heads.append(examples[examples.any(axis=1)][0].tobytes())
+    everything = [path for path in there.rglob("*") if path.is_file()]
+    everything += sorted((machines.folder / "state").glob("superlink.db*"))
+    assert len([path for path in everything if path.name.startswith("superlink.db")]) >= 1
+    server = b"\n".join(path.read_bytes() for path in everything)
+    for secret in heads:
+        assert server.count(secret[:64]) == 0
+    shared = load_file(there / "checkpoint" / "stage-2.safetensors")["head.0.hidden.0.weight"].tobytes()
+    assert server.count(shared[:64]) > 0  # what is looked for would be found
+
+
+@pytest.mark.minutes
+def test_a_run_survives_the_superlink_and_a_second_server_stays_out(
+    machines: Machines, data: Path, tmp_path: Path
+) -> None:
+    stage = {**TRAINING, "method": "fedper", "train": "head", "head": "mlp", "hidden": 8, "rounds": 3}
+    recipe = recipe_of(data, {**stage, "evaluate_every": 2})
+    here = run(recipe, tmp_path / "here").out
+    assert here is not None
+    link = machines.superlink_process
+    out = machines.folder / "runs" / "killed"
+    first = machines.begin(recipe, "killed")
+    wait_for((out / "checkpoint" / "state.safetensors").is_file)
+    second = machines.start(machines.folder / "run.sh", log="second")
+    wait_for(lambda: second.poll() is not None)
+    assert second.returncode == 1
+    assert "another process is running there; wait for it, or stop it" in machines.log("second")
+    assert first.poll() is None, machines.log("run-killed")
+    wait_for(lambda: played(out) == 2)  # of three rounds
+    os.kill(link.pid, signal.SIGKILL)
+    link.wait(10)
+    assert not (out / "summary.json").exists()
+    wait_for(lambda: not machines.listens())
+    wait_for(lambda: not machines.processes(command="flwr-serverapp"))
+    machines.superlink()
+    assert first.wait(PATIENCE) == 1
+    lines = (out / "metrics.jsonl").read_text().splitlines()
+    machines.run(recipe, "killed")
+    assert_same_models(here, out)
+    assert rows(out) == rows(here)
+    after = (out / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["round"] for line in after] == [2, 3]
+    assert after[0] == lines[0]
+
+
+@pytest.mark.minutes
+def test_a_round_ends_without_a_node_that_is_killed_and_one_that_is_stuck(machines: Machines, data: Path) -> None:
+    recipe = recipe_of(data, {**TRAINING, "method": "fedavg", "train": "head", "rounds": 3, "deadline": 45})
+    out = machines.folder / "runs" / "faults"
+    process = machines.begin(recipe, "faults", test=str(data / "test.npz"))
+    wait_for((out / "recipe.toml").is_file)  # everybody has joined
+    wait_for(lambda: machines.of_node("c", "flwr-clientapp"), pause=0.05)
+    machines.signal(machines.of_node("c"), signal.SIGKILL)
+    wait_for(lambda: played(out) == 1)
+    stuck = wait_for(lambda: machines.of_node("b", "flwr-clientapp") and machines.of_node("b"), pause=0.05)
+    try:
+        machines.signal(stuck, signal.SIGSTOP)
+        wait_for(lambda: played(out) == 2)
+    finally:
+        machines.signal(stuck, signal.SIGCONT)
+    assert process.wait(PATIENCE) == 0, machines.log("run-faults")
+    (stage,) = summary_of(out)["stages"]
+    why = {(drop["round"], drop["clients"]): drop["why"] for drop in stage["dropped"]}
+    assert why[2, "b"] == "no answer within 45 s"
+    assert re.fullmatch(
+        r"no answer within 45 s|Flower: Error: Node Unavailable.*|the node was started anew|the node has left",
+        why[1, "c"],
+    )
+    assert not {(1, "a"), (2, "a"), (1, "b")} & why.keys()
+    assert stage["accuracy"] > 0.5
+    # Its script starts it again, and the SuperLink takes it back: the next run is with everybody.
+
+
+@pytest.mark.minutes
+def test_secure_sums_are_those_of_the_same_run_in_process(machines: Machines, data: Path, tmp_path: Path) -> None:
+    secure = {"secure": True, "secure_threshold": 0.6, "deadline": 120}
+    recipe = recipe_of(
+        data,
+        {"method": "fedncm", **secure},
+        {**TRAINING, "method": "fedavg", "train": "head", "rounds": 1, **secure},
+    )
+    here = run(recipe, tmp_path / "here").out
+    there = machines.run(recipe, "secure", test=str(data / "test.npz"))
+    assert here is not None
+    assert_same_models(here, there)
+    assert [stage["dropped"] for stage in summary_of(there)["stages"]] == [[], []]
+
+
+SHIM = """
+import importlib.metadata
+true = importlib.metadata.version
+importlib.metadata.version = lambda name: "0.0.1" if name == "headstart" else true(name)
+"""
+
+
+def test_nodes_that_cannot_take_part_stay_out_and_the_run_says_why(
+    machines: Machines, data: Path, tmp_path: Path
+) -> None:
+    scripts = {name: machines.folder / f"node-{name}.sh" for name in WRONG}
+    for name, script in scripts.items():
+        set_variables(script, data=str(data / ("empty.npz" if name == "empty" else "a.npz")))
+    other = recipe_of(data, {"method": "fedncm", "distance": "euclidean"})
+    (tmp_path / "other.toml").write_text(other.to_toml())
+    set_variables(scripts["other"], recipe=str(tmp_path / "other.toml"))
+    text = scripts["false"].read_text()
+    assert "name='$name'" in text
+    scripts["false"].write_text(text.replace("name='$name'", "name='a'"))
+    (tmp_path / "sitecustomize.py").write_text(SHIM)
+
+    started = [machines.node(name, **({"PYTHONPATH": str(tmp_path)} if name == "old" else {})) for name in WRONG]
+    try:
+        recipe = recipe_of(data, {"method": "fedncm", "deadline": 120})
+        out = machines.run(recipe, "wrong", NODES + WRONG, test=str(data / "test.npz"))
+    finally:
+        for process in started:
+            os.killpg(process.pid, signal.SIGKILL)
+    log = machines.log("run-wrong")
+    for name, why in {
+        "empty": "no training examples",
+        "other": "the server runs another recipe than the one that this node agreed to",
+        "old": "the node runs headstart 0.0.1, the server",
+        "false": "it is registered as 'false' and says that it is 'a'",
+    }.items():
+        assert re.search(f"a node stays out: {name}: .*{re.escape(why)}", log), log
+    summary = summary_of(out)
+    assert summary["examples"] == sum(int((np.load(data / f"{name}.npz")["split"] == 0).sum()) for name in NODES)
+    assert summary["accuracy"] > 0.8
+    with (out / "clients.csv").open(newline="") as file:
+        assert {row["client"] for row in csv.DictReader(file) if int(row["bytes_up"])} == set(NODES)
+
+
+def test_strangers_get_nothing(machines: Machines, tmp_path: Path) -> None:
+    """Another authority's certificate, a key that nobody admitted, and no key at all."""
+
+    def known() -> set[str]:
+        return {node["node-id"] for node in json.loads(machines.flwr("supernode", "list"))["nodes"]}
+
+    before = known()
+    folder, local = tmp_path / "stranger", str(free_ports(1))
+    init(folder, Recipe.load(machines.folder / "recipe.toml"), ["a"], port=machines.port)
+    set_variables(folder / "node-a.sh", local_port=local)
+
+    def says(process: subprocess.Popen[bytes], log: str, *words: str) -> None:
+        try:
+            wait_for(lambda: all(word in machines.log(log) for word in words) or process.poll() is not None)
+            assert all(word in machines.log(log) for word in words), machines.log(log)
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait(10)
+
+    says(
+        machines.start(folder / "node-a.sh", log="forged"), "forged", "CERTIFICATE_VERIFY_FAILED", "a is not connected"
+    )
+    authority = machines.folder / "certificates" / "ca.pem"
+    (folder / "certificates" / "ca.pem").write_bytes(authority.read_bytes())
+    says(machines.start(folder / "node-a.sh", log="unknown"), "unknown", "[code: 2004]", "a is not connected")
+    keyless = ("flower-supernode", "--superlink", f"127.0.0.1:{machines.port}", "--port", local)
+    process = machines.start(
+        *keyless, "--root-certificates", authority, log="keyless", FLWR_HOME=str(tmp_path / "flwr")
+    )
+    says(process, "keyless", "[code: 2001]")
+    assert known() == before

@@ -1,0 +1,524 @@
+"""Nodes and servers that lose something, are told nonsense, or run out of room. No processes of Flower: its messages go
+from the server to the nodes within this process."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+from sklearn.datasets import load_digits
+
+pytest.importorskip("flwr")
+
+from flwr.app import ArrayRecord, ConfigRecord, Error, Message, RecordDict
+from flwr.supercore.task_identity import TaskIdentity
+
+from headstart.data import Federation
+from headstart.engine import flower
+from headstart.engine.flower import Nodes, recipe_digest, respond, run_of
+from headstart.engine.node import Asked, ForgottenError, Node
+from headstart.errors import MessageError
+from headstart.recipe import Recipe
+from headstart.runner import Result, conduct, run
+from headstart.wire import Message as Wire
+
+NAMES = ("a", "b", "c")
+LOCAL = {"train": "head", "rounds": 3, "lr": 0.01, "batch_size": 20, "evaluate_every": 10}
+MLP = LOCAL | {"head": "mlp", "hidden": 4}
+Change = Callable[[int, int, Message], "Message | None"]
+"""Of a node, the number of the question and the question: what is heard in place of the node's reply."""
+
+
+@pytest.fixture(autouse=True)
+def _identity(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who sends messages, as Flower sets it in its own processes."""
+    for name in ("_task_id", "_run_id", "_node_id"):
+        monkeypatch.setattr(TaskIdentity, name, 1)
+
+
+@pytest.fixture(scope="module")
+def silos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Digits at three clients: all in one file, and each in its own."""
+    folder = tmp_path_factory.mktemp("silos")
+    features, labels = load_digits(return_X_y=True)
+    features, labels = features[:400].astype(np.float32), labels[:400]
+    rng = np.random.default_rng(0)
+    owners = np.where(rng.random(400) < 0.6, labels % 3, rng.integers(0, 3, 400))
+    split = np.where(rng.random(400) < 0.2, 2, 0)
+    np.savez(folder / "all.npz", X=features, y=labels, client=owners, split=split)
+    for number, name in enumerate(NAMES):
+        mine = owners == number
+        np.savez(folder / f"{name}.npz", X=features[mine], y=labels[mine], split=split[mine])
+    return folder
+
+
+def recipe_of(silos: Path, *stages: dict[str, Any]) -> Recipe:
+    partition = {"kind": "natural", "test": "follow"}
+    data = {"dataset": str(silos / "all.npz"), "classes": list(range(10)), "partition": partition}
+    return Recipe.parse({"data": data, "model": {"backbone": "features"}, "stages": list(stages)})
+
+
+class Grid:
+    """Nodes that answer when they are asked, each from its own data and its own folder.
+
+    said: every question, as node, kind, and the names of its parts.
+    """
+
+    def __init__(self, recipe: Recipe, silos: Path, state: Path, change: Change | None = None) -> None:
+        self.recipe, self.silos, self.state, self.change = recipe, silos, state, change
+        self.online = dict(enumerate(NAMES, start=10))
+        self.said: list[tuple[str, str, set[str]]] = []
+        self.replies: dict[str, Message] = {}
+        self.asked = 0
+
+    def get_nodes(self) -> list[Any]:
+        return [SimpleNamespace(node_id=n, name=name, last_activated_at="") for n, name in self.online.items()]
+
+    def push_messages(self, messages: Iterable[Message]) -> list[str]:
+        names = []
+        for message in messages:
+            self.asked += 1
+            message.metadata.__dict__["_message_id"] = str(self.asked)
+            node = message.metadata.dst_node_id
+            facts, parts = flower._facts(message)
+            self.said.append((self.online[node], facts["kind"], set(parts)))
+            changed = self.change(node, self.asked, message) if self.change else None
+            self.replies[str(self.asked)] = changed or self.node(node, message)
+            names.append(str(self.asked))
+        return names
+
+    def pull_messages(self, names: Iterable[str]) -> list[Message]:
+        return [self.replies.pop(name) for name in names]
+
+    def node(self, number: int, message: Message) -> Message:
+        """The reply of a process that has only just started."""
+        name = self.online[number]
+        federation = Federation.silo(self.recipe, str(self.silos / f"{name}.npz"), name)
+        return respond(message, Node(self.recipe, federation, self.folder(name) / run_of(message), alone=True), name)
+
+    def folder(self, name: str) -> Path:
+        return self.state / name
+
+
+def serve(
+    grid: Any,
+    out: Path,
+    resume: bool = False,
+    on_metrics: Callable[[dict[str, Any]], object] | None = None,
+    expected: int = len(NAMES),
+) -> Result:
+    """As the ServerApp of a deployment does."""
+    nodes = Nodes(grid, grid.recipe, {name: number for number, name in enumerate(NAMES)})
+    nodes.present(expected)
+    sizes = np.array([nodes.said.get(number, {"examples": 0})["examples"] for number in range(len(NAMES))])
+    federation = Federation.apart(grid.recipe, NAMES, sizes, 64, None)
+    return conduct(grid.recipe, federation, out, resume, on_metrics, nodes)
+
+
+def model_of(out: Path, stage: int) -> dict[str, np.ndarray]:
+    return load_file(out / "checkpoint" / f"stage-{stage}.safetensors")
+
+
+def assert_same_models(here: Path, there: Path, stages: int) -> None:
+    for stage in range(stages):
+        ours, theirs = model_of(here, stage), model_of(there, stage)
+        assert ours.keys() == theirs.keys()
+        for name in ours:
+            np.testing.assert_array_equal(theirs[name], ours[name], err_msg=name)
+
+
+class InterruptedRunError(Exception):
+    pass
+
+
+def interrupt(evaluations: int) -> Callable[[dict[str, Any]], None]:
+    """Stops a run at an evaluation: after its round has been answered, and before the checkpoint is written."""
+    left = [evaluations]
+
+    def stop(line: dict[str, Any]) -> None:
+        left[0] -= 1
+        if not left[0]:
+            raise InterruptedRunError
+
+    return stop
+
+
+def clients_of(out: Path) -> str:
+    """`clients.csv`, with the numbers by which the data call clients as names."""
+    return re.sub(r"(?m)^(\d+),(\d),", lambda row: f"{row[1]},{NAMES[int(row[2])]},", (out / "clients.csv").read_text())
+
+
+# ------------------------------------------------------------------------------------------------- what a node may lose
+
+
+def dropped(result: Result, stage: int = 0) -> list[tuple[int, str, str]]:
+    return [(drop["round"], drop["clients"], drop["why"]) for drop in result.summary["stages"][stage]["dropped"]]
+
+
+def test_nodes_give_the_model_of_the_same_run_in_process(silos: Path, tmp_path: Path) -> None:
+    recipe = recipe_of(silos, {**MLP, "method": "fedper"}, {**LOCAL, "method": "fedmezo", "start": "pretrained"})
+    run(recipe, tmp_path / "here")
+    result = serve(Grid(recipe, silos, tmp_path / "state"), tmp_path / "there")
+    assert_same_models(tmp_path / "here", tmp_path / "there", 2)
+    assert dropped(result) == []
+
+
+def test_a_node_that_lost_its_folder_is_left_out_of_a_round_and_then_asked_as_a_new_one(
+    silos: Path, tmp_path: Path
+) -> None:
+    recipe = recipe_of(silos, {**MLP, "method": "fedper", "rounds": 3})
+    grid = Grid(recipe, silos, tmp_path / "state")
+
+    def lose(node: int, number: int, message: Message) -> None:
+        if number == 3 + 3 + 2:  # three joined, three answered in the first round; b is asked for the second time
+            shutil.rmtree(grid.folder("b"))
+
+    grid.change = lose
+    result = serve(grid, tmp_path / "out")
+    assert dropped(result) == [(2, "b", "the node no longer has what the stage begins with")]
+    answers = [parts for name, kind, parts in grid.said if name == "b" and kind == "answer"]
+    assert answers == [{"message", "begin"}, {"message"}, {"message", "begin"}]
+    (kept,) = grid.folder("b").glob("*/clients-0/personal.bin")
+    slots = np.frombuffer(kept.read_bytes(), np.float32).reshape(2, -1)
+    assert slots.any(axis=1).tolist() == [True, False]  # it has kept something once, as one who is new
+
+
+@pytest.mark.parametrize("secure", [False, True])
+def test_a_node_that_lost_what_a_client_kept_in_an_earlier_stage_takes_part_again(
+    silos: Path, tmp_path: Path, secure: bool
+) -> None:
+    keys = {"secure": secure, "secure_threshold": 0.6}
+    recipe = recipe_of(silos, {**MLP, "method": "fedper", "rounds": 1}, {**MLP, "method": "fedper", **keys})
+    grid = Grid(recipe, silos, tmp_path / "state")
+
+    def lose(node: int, number: int, message: Message) -> None:
+        facts, parts = flower._facts(message)
+        if grid.online[node] == "b" and "begin" in parts and facts["kept"][0][0] == 1 and facts["kept"][1][1] >= 0:
+            for folder in grid.folder("b").glob("*/clients-0"):
+                shutil.rmtree(folder)
+
+    grid.change = lose
+    result = serve(grid, tmp_path / "out")
+    assert dropped(result, 1) == [(1, "b", "the node no longer has what the client kept")]
+    (kept,) = grid.folder("b").glob("*/clients-1/personal.bin")
+    assert any(kept.read_bytes())
+
+
+def test_a_node_that_lost_its_log_is_told_everything_again(silos: Path, tmp_path: Path) -> None:
+    recipe = recipe_of(silos, {**LOCAL, "method": "fedmezo", "rounds": 4})
+    grid = Grid(recipe, silos, tmp_path / "state")
+
+    def lose(node: int, number: int, message: Message) -> None:
+        if number == 3 + 3 + 3 + 1:  # a is asked for the third time
+            (log,) = grid.folder("a").glob("*/told-0-0.safetensors")
+            log.unlink()
+
+    grid.change = lose
+    result = serve(grid, tmp_path / "out")
+    assert dropped(result) == [(3, "a", "the log starts at step 1, and 0 steps are known")]
+    (log,) = grid.folder("a").glob("*/told-0-0.safetensors")
+    (other,) = grid.folder("b").glob("*/told-0-1.safetensors")
+    ours, theirs = Wire.from_bytes(log.read_bytes()), Wire.from_bytes(other.read_bytes())
+    assert len(theirs.arrays["seeds"]) == 3
+    for name in ("seeds", "slopes"):
+        np.testing.assert_array_equal(ours.arrays[name], theirs.arrays[name])
+
+
+def test_a_client_without_what_it_was_sent_says_so(silos: Path, tmp_path: Path) -> None:
+    recipe = recipe_of(silos, {**MLP, "method": "fedper"})
+    grid = Grid(recipe, silos, tmp_path / "state")
+    serve(grid, tmp_path / "out")
+    (folder,) = (path for path in grid.folder("a").iterdir() if path.is_dir())
+    node = Node(recipe, Federation.silo(recipe, str(silos / "a.npz"), "a"), folder, alone=True)
+    (begin,) = folder.glob("begin-*.safetensors")
+    name = node.remember(begin.read_bytes())
+    with pytest.raises(ForgottenError, match="no longer has what the stage begins with"):
+        node.answer(Asked("s", 0, "0" * 64, [(0, -1, {})], False, Wire()))
+    with pytest.raises(ForgottenError, match="no longer has what the client kept"):
+        node.answer(Asked("s", 0, name, [(0, 0, {}), (7, 1, {"personal.head.weight": (2,)})], False, Wire()))
+
+
+# ----------------------------------------------------------------------------------------------- what a server may lose
+
+
+@pytest.mark.parametrize("method", ["fedper", "ditto", "fedmezo", "scaffold"])
+def test_a_server_goes_on_from_its_checkpoint_with_nodes_that_are_ahead_of_it(
+    silos: Path, tmp_path: Path, method: str
+) -> None:
+    keys = LOCAL if method in ("fedmezo", "scaffold") else MLP
+    recipe = recipe_of(silos, {**keys, "method": method, "rounds": 4, "evaluate_every": 1})
+    run(recipe, tmp_path / "here")
+    with pytest.raises(InterruptedRunError):
+        serve(Grid(recipe, silos, tmp_path / "state"), tmp_path / "there", on_metrics=interrupt(3))
+    serve(Grid(recipe, silos, tmp_path / "state"), tmp_path / "there", True)
+    assert_same_models(tmp_path / "here", tmp_path / "there", 1)
+    assert clients_of(tmp_path / "there") == clients_of(tmp_path / "here")
+
+
+def test_a_run_that_goes_on_without_a_node_keeps_what_is_the_others_own(silos: Path, tmp_path: Path) -> None:
+    recipe = recipe_of(silos, {**MLP, "method": "fedper", "rounds": 2, "evaluate_every": 1, "min_replies": 2})
+    with pytest.raises(InterruptedRunError):
+        serve(Grid(recipe, silos, tmp_path / "state"), tmp_path / "out", on_metrics=interrupt(2))
+    grid = Grid(recipe, silos, tmp_path / "state")
+    before = {name: personal(grid, name) for name in NAMES}
+    del grid.online[12]
+    result = serve(grid, tmp_path / "out", True, expected=2)
+    assert dropped(result) == []
+    for name in "ab":
+        after = personal(grid, name)
+        np.testing.assert_array_equal(after[0], before[name][0])  # of the first round
+        assert after[1].any()
+
+
+def personal(grid: Grid, name: str) -> np.ndarray:
+    """Both slots of what a client has of its own [2, n]."""
+    (kept,) = grid.folder(name).glob("*/clients-0/personal.bin")
+    return np.frombuffer(kept.read_bytes(), np.float32).reshape(2, -1)
+
+
+# ------------------------------------------------------------------------------------------------------------- nonsense
+
+
+def question(facts: Any, **parts: Any) -> Message:
+    text = facts if isinstance(facts, str) else json.dumps(facts)
+    return Message(RecordDict({"headstart": ConfigRecord({"facts": text, **parts})}), 10, "query")
+
+
+def reply_of(message: Message, node: Node) -> dict[str, Any]:
+    answer = respond(message, node, "a")
+    assert set(answer.content.config_records["headstart"]) == {"facts"}
+    facts: dict[str, Any] = json.loads(str(answer.content.config_records["headstart"]["facts"]))
+    return facts
+
+
+@pytest.fixture
+def node(silos: Path, tmp_path: Path) -> Node:
+    recipe = recipe_of(silos, {"method": "fedncm"})
+    return Node(recipe, Federation.silo(recipe, str(silos / "a.npz"), "a"), tmp_path / "node", alone=True)
+
+
+def about(node: Node, **facts: Any) -> dict[str, Any]:
+    same = {"session": "s", "run": "0" * 32, "recipe": recipe_digest(node.recipe), "version": flower._version()}
+    return same | facts
+
+
+def test_a_node_says_who_it_is(node: Node, silos: Path) -> None:
+    examples = int((np.load(silos / "a.npz")["split"] == 0).sum())
+    assert reply_of(question(about(node, kind="join")), node) == {"name": "a", "examples": examples, "dim": 64}
+
+
+def test_a_node_refuses_another_version_and_another_recipe(node: Node, silos: Path) -> None:
+    other = about(node, kind="join", version="0.0.1")
+    assert reply_of(question(other), node) == {
+        "error": f"the node runs headstart {flower._version()}, the server 0.0.1"
+    }
+    other = about(node, kind="join", recipe=recipe_digest(recipe_of(silos, {"method": "fed3r"})))
+    assert reply_of(question(other), node) == {"error": "the server runs another recipe than the node was given"}
+
+
+GOOD = Wire().to_bytes()
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        lambda node: Message(RecordDict(), 10, "query"),
+        lambda node: Message(RecordDict({"headstart": ArrayRecord()}), 10, "query"),
+        lambda node: Message(RecordDict({"other": ConfigRecord({"facts": "{}"})}), 10, "query"),
+        lambda node: question("["),
+        lambda node: question("[]"),
+        lambda node: question("[" * 100_000),
+        lambda node: question('{"kind":' * 50_000),
+        lambda node: question(about(node, kind="join"), message="text"),
+        lambda node: question({}),
+        lambda node: question(about(node, kind="nothing")),
+        lambda node: question(about(node, kind=[])),
+        lambda node: question(about(node, kind="answer")),
+        lambda node: question(about(node, kind="answer"), message=GOOD),
+        lambda node: question(about(node, kind="answer", client=0, begin="x", kept=[[]], new=True), message=GOOD),
+        lambda node: question(about(node, kind="answer", client=0, begin="x", kept=[], new=True), message=GOOD),
+        lambda node: question(about(node, kind="answer", client=1e999, begin="", kept=[], new=1), message=GOOD),
+        lambda node: question(about(node, kind="answer", client=0, begin="\0", kept=[], new=1), message=GOOD),
+        lambda node: question(about(node, kind="examine", client=0, begin="/x", kept=[], new=1), message=b"nothing"),
+        lambda node: question(about(node, kind="secure", client=0, begin="", kept=[], new=False), message=GOOD),
+        lambda node: question(
+            about(node, kind="secure", client=0, begin="", kept=[], new=False), message=GOOD, told=GOOD
+        ),
+        lambda node: question(
+            about(node, kind="answer", client=0, begin="", kept=[], new=True), begin=b"x", message=GOOD
+        ),
+    ],
+)
+def test_a_node_answers_nonsense_with_an_error(node: Node, message: Callable[[Node], Message]) -> None:
+    said = reply_of(message(node), node)
+    assert said.keys() <= {"error", "forgotten"}
+    assert said["error"]
+
+
+@pytest.mark.parametrize(
+    "run", ["../x", "..", "", "/etc", "0" * 31, "0" * 33, "G" * 32, "0" * 32 + "\n", None, 7, ["0" * 32]]
+)
+def test_a_run_is_no_path(run: Any) -> None:
+    with pytest.raises(MessageError, match="which run"):
+        run_of(question({"run": run}))
+    assert run_of(question({"run": "0a" * 16})) == "0a" * 16
+
+
+def garbage(node: int, message: Message) -> list[Message]:
+    """Replies of a node that is broken, or worse."""
+    return [
+        Message(RecordDict(), reply_to=message),
+        Message(RecordDict({"headstart": ConfigRecord({"facts": "[" * 100_000})}), reply_to=message),
+        Message(RecordDict({"headstart": ConfigRecord({"facts": "{}", "message": b"x"})}), reply_to=message),
+        Message(
+            RecordDict({"headstart": ConfigRecord({"facts": '{"passes": -1, "examples": 1, "right": 2}'})}),
+            reply_to=message,
+        ),
+        Message(
+            RecordDict({"headstart": ConfigRecord({"facts": '{"passes": 1, "examples": 1e999}', "message": GOOD})}),
+            reply_to=message,
+        ),
+        Message(Error(2, "it\nfailed\x1b[2J"), reply_to=message),
+    ]
+
+
+@pytest.mark.parametrize("kind", range(6))
+@pytest.mark.parametrize("secure", [False, True])
+def test_a_server_goes_on_without_a_node_that_answers_nonsense(
+    silos: Path, tmp_path: Path, kind: int, secure: bool
+) -> None:
+    stage = {**LOCAL, "method": "fedavg", "rounds": 1, "secure": secure, "secure_threshold": 0.6}
+    recipe = recipe_of(silos, stage)
+
+    def change(node: int, number: int, message: Message) -> Message | None:
+        facts, _ = flower._facts(message)
+        return garbage(node, message)[kind] if node == 11 and facts["kind"] != "join" else None
+
+    result = serve(Grid(recipe, silos, tmp_path / "state", change), tmp_path / "out")
+    ((number, client, why),) = dropped(result)
+    assert (number, client) == (1, "b")
+    assert why.isprintable()
+    rows = [line.split(",") for line in (tmp_path / "out" / "clients.csv").read_text().splitlines()]
+    assert [row[1] for row in rows if row[2] in ("", "nan")] == ["b"]
+
+
+@pytest.mark.parametrize("kind", range(6))
+def test_a_server_starts_without_a_node_that_introduces_itself_with_nonsense(
+    silos: Path, tmp_path: Path, kind: int
+) -> None:
+    recipe = recipe_of(silos, {"method": "fedncm"})
+
+    def change(node: int, number: int, message: Message) -> Message | None:
+        facts, _ = flower._facts(message)
+        return garbage(node, message)[kind] if node == 11 and facts["kind"] == "join" else None
+
+    result = serve(Grid(recipe, silos, tmp_path / "state", change), tmp_path / "out")
+    assert result.summary["examples"] == sum(int((np.load(silos / f"{n}.npz")["split"] == 0).sum()) for n in "ac")
+
+
+def test_nobody_waits_for_a_node_that_calls_itself_by_anothers_name(
+    silos: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    recipe = recipe_of(silos, {"method": "fedncm"})
+    grid = Grid(recipe, silos, tmp_path / "state")
+
+    def change(node: int, number: int, message: Message) -> Message | None:
+        return respond(message, Node(recipe, silo, tmp_path / "x", alone=True), "b") if node in (10, 9) else None
+
+    silo = Federation.silo(recipe, str(silos / "a.npz"), "b")
+    grid.online[9] = "stranger"
+    grid.change = change
+    nodes = Nodes(grid, recipe, {name: number for number, name in enumerate(NAMES)})  # type: ignore[arg-type]
+    assert nodes.present(3, 20) == {1, 2}
+    assert nodes.ids == {1: 11, 2: 12}
+    assert nodes.refusals == {"a": "a: it is registered as 'a' and says that it is 'b'"}
+    assert "a node stays out: a: it is registered as 'a' and says that it is 'b'" in caplog.text
+    assert "a node stays out: stranger: it is registered as 'stranger' and says that it is 'b'" in caplog.text
+
+
+# ------------------------------------------------------------------------------------------------------- room and locks
+
+LIMITED = """
+import resource, signal, sys
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv.pop(1)),) * 2)
+from headstart.cli import main
+main()
+"""
+
+
+@pytest.fixture
+def command(silos: Path, tmp_path: Path) -> list[str]:
+    keys = {"train": "head", "head": "mlp", "hidden": 40, "lr": 0.01, "rounds": 4, "evaluate_every": 1}
+    recipe = recipe_of(silos, {"method": "fedncm"}, {**keys, "method": "ditto", "start": "pretrained"})
+    (tmp_path / "recipe.toml").write_text(recipe.to_toml())
+    return ["run", str(tmp_path / "recipe.toml"), "--out", str(tmp_path / "out")]
+
+
+def test_a_full_disk_is_a_sentence_and_loses_nothing(command: list[str], tmp_path: Path) -> None:
+    recipe = Recipe.load(tmp_path / "recipe.toml")
+    run(recipe, tmp_path / "here")
+    largest = max(path.stat().st_size for path in (tmp_path / "here" / "checkpoint").rglob("*") if path.is_file())
+    limited = [sys.executable, "-c", LIMITED, str(largest // 2)]
+    failed = subprocess.run([*limited, *command], capture_output=True, text=True, timeout=120)
+    assert failed.returncode == 2, failed.stderr
+    assert "File too large; make room, and go on with --resume" in failed.stderr
+    assert "Traceback" not in failed.stderr
+    done = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
+    assert 1 <= len(done) < 5
+    assert not (tmp_path / "out" / "summary.json").exists()
+    again = subprocess.run(
+        [sys.executable, "-m", "headstart.cli", *command, "--resume"], capture_output=True, text=True, timeout=120
+    )
+    assert again.returncode == 0, again.stderr
+    assert_same_models(tmp_path / "here", tmp_path / "out", 2)
+    assert (tmp_path / "here" / "clients.csv").read_text() == (tmp_path / "out" / "clients.csv").read_text()
+    lines = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["round"] for line in lines] == [1, 1, 2, 3, 4]
+
+
+BUSY = """
+import sys, time
+from pathlib import Path
+from headstart.recipe import Recipe
+from headstart.runner import run
+def wait(line):
+    while not Path(sys.argv[3]).exists():
+        time.sleep(0.05)
+run(Recipe.load(Path(sys.argv[1])), sys.argv[2], on_metrics=wait)
+"""
+
+
+def test_a_second_process_in_a_run_directory_is_refused_and_the_first_goes_on(
+    command: list[str], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    first = subprocess.Popen([sys.executable, "-c", BUSY, command[1], str(out), str(tmp_path / "go")])
+    try:
+        until = time.monotonic() + 60
+        while not (out / "metrics.jsonl").is_file():
+            assert first.poll() is None
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        for more in ([], ["--resume"]):
+            second = subprocess.run(
+                [sys.executable, "-m", "headstart.cli", *command, *more], capture_output=True, text=True, timeout=60
+            )
+            assert second.returncode == 2
+            expected = "another process is running there; wait for it, or stop it" if more else "already used"
+            assert expected in second.stderr
+        (tmp_path / "go").touch()
+        assert first.wait(60) == 0
+    finally:
+        first.kill()
+        first.wait()
+    assert json.loads((out / "summary.json").read_text())["stages"][1]["rounds"] == 4
