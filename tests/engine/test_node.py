@@ -1,6 +1,7 @@
 """Nodes and servers that lose something, are told nonsense, or run out of room. No processes of Flower: its messages go
 from the server to the nodes within this process."""
 
+import csv
 import json
 import re
 import shutil
@@ -26,7 +27,7 @@ from headstart.data import Federation
 from headstart.engine import flower
 from headstart.engine.flower import Nodes, recipe_digest, respond, run_of
 from headstart.engine.node import Asked, ForgottenError, Node
-from headstart.errors import MessageError
+from headstart.errors import HeadstartError, MessageError
 from headstart.recipe import Recipe
 from headstart.runner import Result, conduct, run
 from headstart.wire import Message as Wire
@@ -522,3 +523,88 @@ def test_a_second_process_in_a_run_directory_is_refused_and_the_first_goes_on(
         first.kill()
         first.wait()
     assert json.loads((out / "summary.json").read_text())["stages"][1]["rounds"] == 4
+
+
+# --------------------------------------------------------------------------------------- who comes, goes, and keeps quiet
+
+
+def test_a_node_that_comes_late_takes_part_from_then_on_and_one_that_leaves_is_missed(
+    silos: Path, tmp_path: Path
+) -> None:
+    recipe = recipe_of(silos, {**LOCAL, "method": "fedavg", "rounds": 4, "evaluate_every": 1})
+    grid = Grid(recipe, silos, tmp_path / "state")
+    late = grid.online.popitem()
+
+    def after(line: dict[str, Any]) -> None:
+        if line["round"] == 2:
+            grid.online[late[0]] = late[1]
+        if line["round"] == 3:
+            del grid.online[10]
+
+    serve(grid, tmp_path / "out", on_metrics=after, expected=2)
+    with (tmp_path / "out" / "rounds.csv").open(newline="") as file:
+        taken = [(int(row["round"]), row["client"]) for row in csv.DictReader(file)]
+    assert taken == [(1, "a"), (1, "b"), (2, "a"), (2, "b"), (3, "a"), (3, "b"), (3, "c"), (4, "b"), (4, "c")]
+    answers = [parts for name, kind, parts in grid.said if name == "c" and kind == "answer"]
+    assert answers == [{"message", "begin"}, {"message"}]
+
+
+def test_a_node_of_a_secure_stage_says_nothing_that_is_not_masked(silos: Path, tmp_path: Path) -> None:
+    recipe = recipe_of(silos, {"method": "fedncm", "secure": True})
+    grid = Grid(recipe, silos, tmp_path / "state")
+
+    def plainly(node: int, number: int, message: Message) -> Message | None:
+        facts, parts = flower._facts(message)
+        if facts["kind"] != "secure" or Wire.from_bytes(parts["told"]).scalars["step"] != "masked":
+            return None
+        facts["kind"] = "answer"
+        message.content[flower._RECORD]["facts"] = json.dumps(facts)
+        return None
+
+    grid.change = plainly
+    with pytest.raises(HeadstartError, match="fedncm, round 1: 0 of 3 clients"):
+        serve(grid, tmp_path / "out")
+    reply = grid.node(10, asked_of(grid))
+    assert flower._facts(reply) == (
+        {"error": "in this stage clients are added up; nothing is sent that is not masked"}, {}
+    )  # fmt: skip
+
+
+def asked_of(grid: Grid) -> Message:
+    """A question in the clear about a stage that a node of the grid knows."""
+    (begin,) = grid.folder("a").glob("*/begin-*")
+    data, run = begin.read_bytes(), begin.parent.name
+    facts = {"session": "0" * 32, "run": run, "recipe": recipe_digest(grid.recipe), "version": flower._version()}
+    facts |= {"kind": "answer", "client": 0, "begin": flower.digest(data), "kept": [[0, -1, {}]], "new": True}
+    record = ConfigRecord({"facts": json.dumps(facts), "message": Wire(scalars={"round": 0}).to_bytes()})
+    return Message(RecordDict({flower._RECORD: record}), 10, "query")
+
+
+def test_a_node_with_noise_of_its_own_does_not_say_how_many_examples_it_has(silos: Path, tmp_path: Path) -> None:
+    hidden = {"method": "fedncm", "privacy": {"epsilon": 100.0, "clip": 50.0, "noise": "client"}}
+    for stages, known in (([hidden], 0), ([{**hidden, "privacy": hidden["privacy"] | {"noise": "server"}}], 1)):  # type: ignore[operator]
+        recipe = recipe_of(silos, *stages)
+        grid = Grid(recipe, silos, tmp_path / f"state-{known}")
+        summary = serve(grid, tmp_path / f"out-{known}").summary
+        assert (summary["examples"] > 3, summary["stages"][0]["forward_passes"] > 0) == (bool(known), bool(known))
+        secrets = {path.read_bytes() for path in grid.state.glob("*/*/noise.secret")}
+        assert len(secrets) == 3  # each its own
+        assert all(path.stat().st_mode & 0o077 == 0 for path in grid.state.glob("*/*/noise.secret"))
+
+
+def test_a_node_that_lost_its_log_in_a_secure_stage_is_told_everything_again(silos: Path, tmp_path: Path) -> None:
+    keys = {"secure": True, "secure_threshold": 0.6, "rounds": 4}
+    recipe = recipe_of(silos, {**LOCAL, "method": "fedmezo", **keys})
+    grid = Grid(recipe, silos, tmp_path / "state")
+
+    def lose(node: int, number: int, message: Message) -> None:
+        facts, parts = flower._facts(message)
+        if facts["kind"] == "secure" and grid.online[node] == "b":
+            told = Wire.from_bytes(parts["told"]).scalars["step"]
+            rounds.append(str(told))
+            if rounds.count("masked") == 3 and told == "masked":
+                next(grid.folder("b").glob("*/told-*")).unlink()
+
+    rounds: list[str] = []
+    grid.change = lose
+    assert [drop[:2] for drop in dropped(serve(grid, tmp_path / "out"))] == [(3, "b")]
