@@ -525,7 +525,7 @@ def test_a_second_process_in_a_run_directory_is_refused_and_the_first_goes_on(
     assert json.loads((out / "summary.json").read_text())["stages"][1]["rounds"] == 4
 
 
-# --------------------------------------------------------------------------------------- who comes, goes, and keeps quiet
+# ------------------------------------------------------------------------------------ who comes, goes, and keeps quiet
 
 
 def test_a_node_that_comes_late_takes_part_from_then_on_and_one_that_leaves_is_missed(
