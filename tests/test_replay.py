@@ -14,7 +14,8 @@ from headstart.cli import main
 from headstart.engine import RunDirectory
 from headstart.errors import HeadstartError
 from headstart.recipe import Recipe
-from headstart.runner import replay, run
+from headstart.replay import replay
+from headstart.runner import run
 from headstart.wire import Message
 
 MEZO = {"method": "fedmezo", "rounds": 4, "participation": 0.5, "lr": 1e-4, "evaluate_every": 2}

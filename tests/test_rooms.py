@@ -24,6 +24,7 @@ ROOMS = [
     "engine",
     "evaluation",
     "report",
+    "replay",
     "runner",
     "sweep",
     "apps",

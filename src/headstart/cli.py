@@ -142,7 +142,7 @@ def replay(
     out: Annotated[Path | None, typer.Option(help="Where the model goes; by default RUN/replay.")] = None,
 ) -> None:
     """Rebuild the model of a FedMeZO run from the pre-trained weights and its log of seeds and scalars."""
-    from headstart.runner import replay
+    from headstart.replay import replay
 
     where = out or run / "replay"
     differ = replay(run, where)
