@@ -40,7 +40,7 @@ from headstart.methods.plan import Plan
 from headstart.recipe import Recipe
 from headstart.report import write_report
 from headstart.stages import PersonaliseStage, Rounds, Stage
-from headstart.statistics import Features
+from headstart.statistics import Features, Ints
 
 if TYPE_CHECKING:  # Flower takes seconds to load
     from headstart.engine.flower import Nodes
@@ -210,15 +210,7 @@ class _Run:
             message, ledger, slots, progress = saved
             state, played = method.thaw(message), progress["round"]
             metrics, best = progress["metrics"], progress["best"]
-
-        def inherits(name: str) -> bool:
-            return stage.head_init == "previous" or not name.startswith("personal.head.")
-
-        store: ClientStore
-        if federation.announced is None:
-            store = ClientStore(folder, federation.n_clients, method.kept_shapes, slots, begin.store, inherits)
-        else:
-            store = RemoteStore(federation.n_clients, method.kept_shapes, slots, begin.store)
+        store = self._store(federation, stage, method, folder, slots, begin)
         members = federation.tasks_of(np.arange(federation.n_clients))
         remote = None
         if self.nodes is not None and not stage.pools:
@@ -231,13 +223,6 @@ class _Run:
             look = RemoteExaminer(federation, method, remote)
         rounds, _ = rounds_of(stage, federation.n_clients)
         watch = _Watch(self, number, stage, rounds, method, look, ledger, store, before, validates, metrics, best)
-
-        def own(client: int) -> dict[str, Any]:
-            task = int(federation.tasks_of(np.array([client]))[0])
-            kept = method.own(partial(store.read, clients=np.array([client])), task)
-            names = {f"personal.{name}{end}": name for name in kept for end in ("", f"@{federation.tasks[task]}")}
-            return {full: kept[name][0] for full, name in names.items() if full in store.shapes}
-
         if isinstance(stage, PersonaliseStage) and state is None:
             state = method.open()
             watch(-1, state)
@@ -251,7 +236,9 @@ class _Run:
             if isinstance(stage, Rounds) and stage.share:
                 server = shared_examples(stage, federation, self._source(changes), seed)
             state = play_rounds(method, stage, federation, remote, *about, server)
-        if store.settle(own):  # to go on from here, what earlier stages have left with the clients is not needed
+        if store.settle(
+            partial(self._own, federation, method, store)
+        ):  # to go on from here, what earlier stages have left with the clients is not needed
             watch.save(rounds, state)
         self._hand_on(number, stage, method, state, begin, store, changes)
         published = method.published(state, federation.counts[ledger.forward_passes > 0])
@@ -271,6 +258,26 @@ class _Run:
             }
         )
         self.spent = {name: round(self.spent[name] + cost, 3) for name, cost in ledger.totals().items()}
+
+    def _store(
+        self, federation: Federation, stage: Stage, method: Method[Any], folder: Path, slots: Ints | None, begin: Handed
+    ) -> ClientStore:
+        """Where clients keep what they keep: here, or on machines of their own."""
+        if federation.announced is not None:
+            return RemoteStore(federation.n_clients, method.kept_shapes, slots, begin.store)
+
+        def inherits(name: str) -> bool:
+            return stage.head_init == "previous" or not name.startswith("personal.head.")
+
+        return ClientStore(folder, federation.n_clients, method.kept_shapes, slots, begin.store, inherits)
+
+    @staticmethod
+    def _own(federation: Federation, method: Method[Any], store: ClientStore, client: int) -> dict[str, Any]:
+        """What is a client's own now, by the names of the store."""
+        task = int(federation.tasks_of(np.array([client]))[0])
+        kept = method.own(partial(store.read, clients=np.array([client])), task)
+        names = {f"personal.{name}{end}": name for name in kept for end in ("", f"@{federation.tasks[task]}")}
+        return {full: kept[name][0] for full, name in names.items() if full in store.shapes}
 
     def _weights(self) -> Mapping[str, Any]:
         """The weights of the body where earlier stages have trained it; on nodes they are needed as they are now."""
