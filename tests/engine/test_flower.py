@@ -110,7 +110,7 @@ def test_a_simulation_that_is_interrupted_ends_as_if_it_had_not_been(tmp_path: P
     assert rounds == [1, 2, 3, 1, 2, 3, 0, 1, 2]
 
 
-@pytest.mark.slow
+@pytest.mark.minutes
 def test_bodies_with_norm_statistics_are_the_same_on_flower(tmp_path: Path) -> None:
     config = transformers.ResNetConfig(
         embedding_size=4, hidden_sizes=[4, 6], depths=[1, 1], layer_type="basic", num_channels=3
@@ -157,7 +157,7 @@ def texts(path: Path, labels: tuple[str, str], seed: int) -> str:
     return str(path)
 
 
-@pytest.mark.slow
+@pytest.mark.minutes
 def test_modules_of_several_tasks_are_the_same_on_flower(tmp_path: Path) -> None:
     tasks = [
         {
@@ -184,7 +184,7 @@ def test_modules_of_several_tasks_are_the_same_on_flower(tmp_path: Path) -> None
     assert_same(tmp_path / "here", tmp_path / "there", costs=False)
 
 
-@pytest.mark.slow
+@pytest.mark.minutes
 def test_sparse_priming_and_scalars_are_the_same_on_flower(tmp_path: Path) -> None:
     data = {"dataset": texts(tmp_path / "texts.csv", ("wet", "good"), 0), "partition": {"kind": "iid", "clients": 2}}
     module = {"train": "lora", "rank": 2, "blocks": 1, "batch_size": 4}
