@@ -209,8 +209,9 @@ class _Training(_Rounds, _SGD):
     share_train: Literal["body", "all"] = "all"
     """What the server trains on its share."""
     combine: Literal["mean", "median", "trimmed-mean"] = "mean"
-    """What the server makes of the updates of a round, parameter by parameter; the last two withstand a minority of
-    clients that send anything, count every client alike, and hold all updates of a round in memory."""
+    """What the server makes of the updates of a round, parameter by parameter. The median withstands any minority of
+    clients that send anything, the trimmed mean the share that it trims; both count every client alike, and hold all
+    updates of a round in memory."""
     trim: float = Field(default=0.1, gt=0, lt=0.5)
     """Share of the updates that a trimmed mean leaves out at each end."""
     max_norm: PositiveFloat | None = None
