@@ -1,8 +1,23 @@
+"""What a page says of runs is what their files say; it needs nothing from elsewhere."""
+
+import csv
+import json
+import re
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
 from rich.console import Console
+from sklearn.metrics import confusion_matrix
 
+from headstart.data import Federation
+from headstart.errors import HeadstartError
+from headstart.recipe import Recipe
+from headstart.report import Record, find, report_body, write_folder
+from headstart.report.records import curves, grouped
 from headstart.report.tables import human_bytes, partition_table, summary_table
+from headstart.runner import run
 
 STAGE = {
     "method": "fedcof",
@@ -15,6 +30,15 @@ STAGE = {
     "seconds": 12.345,
     "chosen": {"shrinkage": 0.01779},
 }
+PROBE = {"method": "fedavg", "train": "head", "rounds": 4, "lr": 0.1, "clients_per_round": 5}
+
+
+def recipe_of(*stages: dict[str, Any], name: str = "digits", seed: int = 0, alpha: float = 0.5) -> Recipe:
+    shares = {"kind": "dirichlet", "clients": 20, "alpha": alpha, "test": "follow"}
+    data = {"dataset": "digits", "partition": shares}
+    return Recipe.parse(
+        {"name": name, "seed": seed, "data": data, "model": {"backbone": "features"}, "stages": list(stages)}
+    )
 
 
 def printed(table: object, width: int) -> str:
@@ -48,3 +72,127 @@ def test_the_partition_table_says_what_it_leaves_out() -> None:
     first = next(line for line in text.splitlines() if " c0 " in line)
     assert "·" in first
     assert first.split("│")[-3:-1] == ["      29 ", "       29 "]
+
+
+def test_who_holds_what_and_what_was_taken_for_what(tmp_path: Path) -> None:
+    recipe = recipe_of({"method": "fedncm"}, {"method": "fedcof"})
+    head = run(recipe, tmp_path / "run").head
+    federation = Federation.of(recipe)
+    record = Record.read(tmp_path / "run")
+
+    held, train = record.holdings(), federation.dataset.train
+    assert held is not None
+    for client, name in enumerate(held.rows):
+        mine = [int((train.labels[federation.owners == client] == int(label)).sum()) for label in held.columns]
+        assert (name, held.counts[client].tolist()) == (federation.names[client], mine)
+
+    confusion, test = record.confusion(), federation.dataset.test
+    assert confusion is not None
+    assert confusion.rows == tuple("0123456789")
+    answers = head.scores(test.features()).argmax(axis=1)
+    np.testing.assert_array_equal(confusion.counts, confusion_matrix(test.labels, answers))
+    assert np.trace(confusion.counts) / confusion.counts.sum() == pytest.approx(record.metrics[-1]["accuracy"])
+
+    accuracy = record.client_accuracy()
+    for client, name in enumerate(federation.names):
+        mine = federation.test_owners == client  # type: ignore[assignment]
+        right = answers[mine] == test.labels[mine]
+        assert accuracy[name] == pytest.approx(right.mean(), abs=1e-6)
+
+
+def test_costs_are_those_of_the_stages_that_a_stage_builds_on(tmp_path: Path) -> None:
+    alone = PROBE | {"head_init": "random"}
+    run(recipe_of({"method": "fed3r"}, {"method": "fedcof"}, PROBE, alone, PROBE | {"start": 0}), tmp_path / "run")
+    record = Record.read(tmp_path / "run")
+    assert [record.builds_on(stage) for stage in range(5)] == [None, None, 1, None, 0]
+    spent = [stage["bytes_up"] for stage in record.stages]
+    ends = {curve.label: curve for curve in curves(grouped([record]))}
+    assert ends["fed3r"].costs["bytes"].tolist() == [spent[0]]
+    assert ends["fedcof"].costs["bytes"].tolist() == [spent[1]]
+    assert ends["fedcof → fedavg"].costs["bytes"][-1] == spent[1] + spent[2]
+    assert ends["fedcof → fedavg"].costs["round"].tolist() == [1, 2, 3, 4, 5]
+    assert ends["fedcof → fedavg"].accuracy[0] == record.stages[1]["accuracy"]
+    assert ends["fedavg"].costs["bytes"][-1] == spent[3]
+    assert ends["fed3r → fedavg"].costs["bytes"][-1] == spent[0] + spent[4]
+
+
+def test_a_band_is_the_deviation_over_seeds(tmp_path: Path) -> None:
+    for seed in range(3):
+        for alpha in (0.1, 100.0):
+            run(recipe_of({"method": "fedcof"}, PROBE, seed=seed, alpha=alpha), tmp_path / f"{alpha}-{seed}")
+    records = [Record.read(path) for path in find([tmp_path])]
+    groups = grouped(records)
+    assert [(group.label, len(group.runs)) for group in groups] == [
+        ("digits: alpha 0.1", 3),
+        ("digits: alpha 100.0", 3),
+    ]
+    accuracy = np.array([[line["accuracy"] for line in record.metrics] for record in groups[0].runs])
+    curve = curves(groups)[1]
+    assert curve.label == "digits: alpha 0.1: fedcof → fedavg"
+    np.testing.assert_allclose(curve.accuracy, accuracy.mean(axis=0))
+    np.testing.assert_allclose(curve.deviation, accuracy.std(axis=0, ddof=1))
+
+    files = write_folder(tmp_path / "out", records)
+    assert {f"figures/accuracy-by-{axis}.{ending}" for axis in ("round", "bytes", "forward-passes") for ending in
+            ("svg", "png")} <= set(files)  # fmt: skip
+    assert all((tmp_path / "out" / file).stat().st_size for file in files)
+    with (tmp_path / "out" / "costs.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    last = 100 * accuracy[:, -1]
+    assert rows[1]["accuracy, %"] == f"{last.mean():.2f} ± {last.std(ddof=1):.2f}"
+    assert (rows[1]["run"], rows[1]["method"], rows[1]["runs"]) == ("digits: alpha 0.1", "fedavg", "3")
+    assert (tmp_path / "out" / "costs.md").read_text().count("\n") == 2 + len(rows)
+    assert r"\pm" in (tmp_path / "out" / "costs.tex").read_text()
+
+
+def test_a_page_needs_nothing_from_elsewhere_and_says_what_there_is_to_say(tmp_path: Path) -> None:
+    private = {"method": "fedncm", "privacy": {"epsilon": 3.0, "delta": 1e-5, "clip": 50.0, "noise": "server"}}
+    run(recipe_of(private, PROBE), tmp_path / "run")
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert not re.search(r"<(script|link|iframe|img)|url\((?!#)|@import|src=", page)
+    assert set(re.findall(r"https?://[^\"' )<]*", page)) <= {
+        "http://www.w3.org/2000/svg",
+        "http://www.w3.org/1999/xlink",
+    }
+    for said in ("Privacy spent", "Who holds which class", "The worst off", "taken for", "epsilon = 3.0", "torch 2."):
+        assert said in page, said
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert f"{100 * summary['accuracy']:.2f}" in page
+    assert human_bytes(summary["stages"][1]["published_bytes"]) in page
+    assert page.count("<svg") == 6
+    assert "prefers-color-scheme: dark" in page
+    assert "@media print" in page
+    assert "currentColor" in page
+
+
+def test_names_are_shown_as_they_are(tmp_path: Path) -> None:
+    run(recipe_of({"method": "fedncm"}), tmp_path / "run")
+    for name in ("confusion.csv", "holdings.csv"):
+        text = (tmp_path / "run" / name).read_text()
+        (tmp_path / "run" / name).write_text(re.sub(r",7,", ",<script>$x^ & _</script>,", text))
+    body = report_body([Record.read(tmp_path / "run")])
+    assert "<script>" not in body
+    assert body.count("&lt;script&gt;$x^ &amp; _&lt;/script&gt;") >= 3
+
+
+def test_a_run_that_was_cut_short_has_a_page_too(tmp_path: Path) -> None:
+    run(recipe_of({"method": "fedcof"}, PROBE), tmp_path / "run")
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "run" / "metrics.jsonl").write_text("".join(lines[:3]) + lines[3][:20])
+    (tmp_path / "run" / "summary.json").unlink()
+    (tmp_path / "run" / "rounds.csv").open("a").write('1,3,client-3,100,100,"cannot be reached"\n1,3,clie')
+    record = Record.read(tmp_path / "run")
+    assert [stage["rounds"] for stage in record.stages] == [1, 2]
+    body = report_body([record])
+    assert "not finished" in body
+    assert "cannot be reached" in body
+    (tmp_path / "run" / "metrics.jsonl").unlink()
+    assert "not finished" in report_body([Record.read(tmp_path / "run")])
+
+
+def test_where_there_is_no_run(tmp_path: Path) -> None:
+    with pytest.raises(HeadstartError, match="no such directory"):
+        find([tmp_path / "nowhere"])
+    assert find([tmp_path]) == []
+    with pytest.raises(HeadstartError, match=r"there is no recipe\.toml"):
+        Record.read(tmp_path)

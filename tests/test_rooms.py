@@ -27,6 +27,7 @@ ROOMS = [
     "replay",
     "runner",
     "sweep",
+    "dashboard",
     "apps",
     "deploy",
     "export",

@@ -108,6 +108,44 @@ def compare(
 
 
 @app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="Run directories, or folders of them; finished or not.")],
+    out: Annotated[
+        Path | None, typer.Option(help="A folder; by default the one given, or the first free runs/report for several.")
+    ] = None,
+) -> None:
+    """One page about some runs, with every picture as SVG and PNG and the table as CSV, Markdown and LaTeX."""
+    from headstart.report import Record, find, write_folder
+
+    found = find(runs)
+    if not found:
+        raise HeadstartError(f"{', '.join(map(str, runs))}: there is no run; headstart run RECIPE --out DIR makes one")
+    where = out or (runs[0] if len(runs) == 1 else _free("report"))
+    files = write_folder(where, [Record.read(path) for path in found])
+    print(f"{where}: {', '.join(files)}")
+    print(f"open {where / 'report.html'}")
+
+
+@app.command()
+def dashboard(
+    folders: Annotated[list[Path], typer.Argument(help="Run directories, or folders of them, as they come.")],
+    port: Annotated[int, typer.Option(help="0: any that is free.")] = 8050,
+    host: Annotated[str, typer.Option(help="Who may look: by default this machine only.")] = "127.0.0.1",
+) -> None:
+    """A page on this machine that follows runs while they go on, and compares those that are chosen."""
+    from headstart.dashboard import LOOPBACK, Dashboard
+
+    with Dashboard(folders, host, port) as server:
+        if host not in LOOPBACK:
+            print(f"whoever reaches {host} can read these runs", file=sys.stderr)
+        print(f"{server.url} shows the runs in {', '.join(map(str, folders))}; Ctrl-C stops it", flush=True)
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            print()
+
+
+@app.command()
 def demo(
     out: Annotated[Path | None, typer.Option(help="Run directory; by default the first free runs/demo.")] = None,
 ) -> None:

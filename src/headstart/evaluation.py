@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -34,6 +34,8 @@ class Evaluation:
     loss: float | None
     client_accuracy: npt.NDArray[np.float64] | None = None
     """[K], NaN for a client without test examples of its classes."""
+    answers: tuple[Ints, Ints] | None = None
+    """Labels [n] and what the model takes each example for [n], where both are known here."""
 
     def metrics(self) -> dict[str, float | None]:
         """The figures under the names of the metrics."""
@@ -59,13 +61,13 @@ def evaluate(
     the test split, it is the accuracy on each class, weighted by the client's training examples of it.
     """
     scores = head.scores(features)
-    right, losses = _judged(scores, labels)
-    by_client = None
+    answers, losses = _judged(scores, labels)
+    right, by_client = answers == labels, None
     if counts is not None and owners is not None:
         by_client = _rates(right, owners, len(counts))
     elif counts is not None:
         by_client = _weighted(_rates(right, labels, counts.shape[1]), counts)
-    return Evaluation(float(right.mean()), _mean(losses), by_client)
+    return Evaluation(float(right.mean()), _mean(losses), by_client, (labels, answers))
 
 
 def evaluate_each(scorers: Iterable[Scorer], labels: Ints, owners: Ints | None, counts: Ints) -> Evaluation:
@@ -75,12 +77,16 @@ def evaluate_each(scorers: Iterable[Scorer], labels: Ints, owners: Ints | None, 
     training examples.
     """
     by_client, right_answers, losses = np.full(len(counts), np.nan), [], []
+    asked, answered = [], []
     for client, scorer in enumerate(scorers):
         rows = np.flatnonzero(counts[client][labels] > 0 if owners is None else owners == client)
         if not len(rows):
             continue
-        right, loss = _judged(scorer(rows), labels[rows])
+        answers, loss = _judged(scorer(rows), labels[rows])
+        right = answers == labels[rows]
         losses.append(loss)
+        asked.append(labels[rows])
+        answered.append(answers)
         if owners is None:
             by_client[client] = _weighted(_rates(right, labels[rows], counts.shape[1]), counts[client : client + 1])[0]
         else:
@@ -89,17 +95,22 @@ def evaluate_each(scorers: Iterable[Scorer], labels: Ints, owners: Ints | None, 
     there = np.isfinite(by_client)
     sizes = counts.sum(axis=1)[there]
     pooled = np.concatenate(right_answers).mean() if right_answers else np.average(by_client[there], weights=sizes)
-    return Evaluation(float(pooled), _mean(np.concatenate(losses)), by_client)
+    answers = (np.concatenate(asked), np.concatenate(answered))
+    return Evaluation(float(pooled), _mean(np.concatenate(losses)), by_client, answers)
 
 
-def combined(parts: list[Evaluation]) -> Evaluation:
-    """Several tasks as one: the mean of their accuracies, and all their clients."""
+def combined(parts: list[Evaluation], starts: Sequence[int]) -> Evaluation:
+    """Several tasks as one: the mean of their accuracies, all their clients, and answers in the classes of all tasks,
+    where each task's begin at a number of ``starts``."""
     losses = [part.loss for part in parts if part.loss is not None]
     clients = [part.client_accuracy for part in parts if part.client_accuracy is not None]
+    pairs = [np.stack(part.answers) + start for part, start in zip(parts, starts, strict=True) if part.answers]
+    labels, answers = np.concatenate(pairs, axis=1)
     return Evaluation(
         float(np.mean([part.accuracy for part in parts])),
         float(np.mean(losses)) if losses else None,
         np.concatenate(clients) if clients else None,
+        (labels, answers),
     )
 
 
@@ -119,11 +130,11 @@ def heterogeneity_drop(alike: float, unlike: float) -> float:
     return (alike - unlike) / alike if alike else 0.0
 
 
-def _judged(scores: npt.NDArray[np.float32], labels: Ints) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.float32]]:
-    """Right answers [n], and the cross-entropy of the examples of classes that are not masked."""
+def _judged(scores: npt.NDArray[np.float32], labels: Ints) -> tuple[Ints, npt.NDArray[np.float32]]:
+    """Answers [n], and the cross-entropy of the examples of classes that are not masked."""
     known = np.isfinite(scores[np.arange(len(labels)), labels])
     losses: npt.NDArray[np.float32] = -log_softmax(scores[known], axis=1)[np.arange(int(known.sum())), labels[known]]
-    return scores.argmax(axis=1) == labels, losses
+    return scores.argmax(axis=1), losses
 
 
 def _mean(losses: npt.NDArray[np.float32]) -> float | None:
@@ -199,7 +210,7 @@ class Examiner:
                 known = split == "test" and self.federation.announced is None
                 found[name] = evaluate(head, features, labels, owners, counts if known else None)
         parts = list(found.values())
-        return (parts[0] if len(parts) == 1 else combined(parts)), found
+        return (parts[0] if len(parts) == 1 else combined(parts, self.federation.class_starts)), found
 
     def features(self, state: Any, split: str) -> Features:
         """Features of a whole split by the global body, with each task's module."""

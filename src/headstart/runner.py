@@ -37,8 +37,9 @@ from headstart.heads import LinearHead
 from headstart.ledger import Ledger, peak_memory
 from headstart.methods import Method, TaskSetting
 from headstart.methods.plan import Plan
+from headstart.progress import reported
 from headstart.recipe import Recipe
-from headstart.report import write_report
+from headstart.report import Record, write_report
 from headstart.stages import PersonaliseStage, Rounds, Stage
 from headstart.statistics import Features, Ints
 
@@ -98,7 +99,8 @@ def conduct(
     if out is not None:
         directory = RunDirectory.reopen(out, recipe) if resume else RunDirectory.create(out, recipe)
     try:
-        with directory.lock() if directory else nullcontext(), TemporaryDirectory() as temporary:
+        noted = directory.path / "checkpoint" / "progress.json" if directory else None
+        with directory.lock() if directory else nullcontext(), reported(noted), TemporaryDirectory() as temporary:
             returns = any(stage.start != "previous" for stage in recipe.stages)
             owners = {"train": federation.owners, "test": federation.test_owners}
             body = Body(recipe.model, federation.dataset, returns, owners)
@@ -159,6 +161,9 @@ class _Run:
     def play(self) -> Result:
         saved = self.directory.load_checkpoint() if self.directory else None
         start = 0
+        if self.directory and self.federation.announced is None:
+            federation = self.federation
+            self.directory.write_holdings(federation.names, federation.dataset.classes, federation.counts)
         if self.directory and saved is not None:
             progress = saved[3]
             start, self.stages, self.evaluations = progress["stage"], progress["stages"], progress["evaluations"]
@@ -414,9 +419,7 @@ class _Run:
                 federation.class_names,
             )
             report = self.directory.path / "report.html"
-            metrics = self.directory.metrics()
-            counts = federation.counts if federation.announced is None else None
-            write_report(report, self.recipe, summary, metrics, federation.dataset.classes, counts)
+            write_report(report, [Record.read(self.directory.path, summary)])
             self.directory.finish(summary)
         return Result(summary, heads[0], federation, self.directory.path if self.directory else None)
 
@@ -457,6 +460,9 @@ class _Watch:
                 self.run.directory.log(line)
                 if done == self.rounds:
                     self.run.directory.write_clients(self.number, names, self.ledger, found.client_accuracy)
+                    if found.answers is not None:
+                        classes = self.run.federation.dataset.classes
+                        self.run.directory.write_confusion(self.number, classes, *found.answers)
             self.run.on_metrics(line)
         self.save(done, state)
 

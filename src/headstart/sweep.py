@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,13 +9,13 @@ from copy import deepcopy
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 from typing import Any
 
 from headstart.errors import HeadstartError, RecipeError
 from headstart.files import write_text
 from headstart.recipe import Recipe
-from headstart.report import human_bytes, latex, markdown
+from headstart.report import accuracy_cell, human_bytes, table_files
 from headstart.runner import run
 
 # Keys whose own value is a list: a sweep over one of them is a list of lists.
@@ -130,13 +128,11 @@ def compared(points: Sequence[Point], summaries: Sequence[dict[str, Any]]) -> tu
     for values, runs in groups.items():
         for number in range(max(len(each["stages"]) for each in runs)):
             stages = [each["stages"][number] for each in runs if number < len(each["stages"])]
-            accuracy = [100 * stage["accuracy"] for stage in stages]
-            spread = f" ± {stdev(accuracy):.2f}" if len(accuracy) > 1 else ""
             rows.append(
                 [
                     *values,
                     stages[0]["method"],
-                    f"{mean(accuracy):.2f}{spread}",
+                    accuracy_cell([stage["accuracy"] for stage in stages]),
                     str(len(stages)),
                     human_bytes(mean(stage["bytes_up"] for stage in stages)),
                     f"{mean(stage['forward_passes'] for stage in stages):,.0f}",
@@ -146,11 +142,11 @@ def compared(points: Sequence[Point], summaries: Sequence[dict[str, Any]]) -> tu
     return [*keys, "method", "accuracy, %", "runs", "bytes up", "forward passes", "seconds"], rows
 
 
-def write_tables(out: Path, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[Path]:
+def write_tables(
+    out: Path, columns: Sequence[str], rows: Sequence[Sequence[str]], name: str = "compare"
+) -> list[Path]:
     """The table as CSV, Markdown and LaTeX files."""
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows([columns, *rows])
-    written = {"csv": text.getvalue(), "md": markdown(columns, rows), "tex": latex(columns, rows)}
+    written = table_files(columns, rows)
     for ending, content in written.items():
-        write_text(out / f"compare.{ending}", content)
-    return [out / f"compare.{ending}" for ending in written]
+        write_text(out / f"{name}.{ending}", content)
+    return [out / f"{name}.{ending}" for ending in written]

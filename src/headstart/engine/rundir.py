@@ -49,6 +49,12 @@ def _prefixed(head: LinearHead) -> dict[str, np.ndarray]:
     return {f"head.{name}": array for name, array in head.arrays().items()}
 
 
+def _csv(rows: Sequence[Sequence[Any]]) -> str:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    return text.getvalue()
+
+
 class RunDirectory:
     """Everything a run leaves. Files appear whole or not at all; `metrics.jsonl` grows a line at a time."""
 
@@ -88,9 +94,9 @@ class RunDirectory:
     @contextmanager
     def lock(self) -> Iterator[None]:
         """Nobody else runs in this directory meanwhile."""
-        lock = FileLock(self.path / "checkpoint" / "lock", timeout=0)
+        lock = FileLock(self.path / "checkpoint" / "lock")
         try:
-            lock.acquire()
+            lock.acquire(timeout=1)  # who only looks whether somebody runs here holds it for an instant
         except Timeout:
             raise HeadstartError(
                 f"--out {self.path}: another process is running there; wait for it, or stop it"
@@ -99,6 +105,20 @@ class RunDirectory:
             yield
         finally:
             lock.release()
+
+    @property
+    def running(self) -> bool:
+        """Whether a process runs in this directory now."""
+        path = self.path / "checkpoint" / "lock"
+        if not path.is_file():
+            return False
+        try:
+            with FileLock(path, timeout=0):
+                return False
+        except Timeout:
+            return True
+        except OSError:  # somebody else's
+            return False
 
     def identity(self) -> str:
         """32 hexadecimal digits that no other run has."""
@@ -114,7 +134,7 @@ class RunDirectory:
 
     def discard(self) -> None:
         """Remove what `create` made, when a run ends before its first result."""
-        for name in ("recipe.toml", "clients.csv", "rounds.csv"):
+        for name in ("recipe.toml", "clients.csv", "rounds.csv", "holdings.csv", "confusion.csv"):
             (self.path / name).unlink(missing_ok=True)
         for folder in ("model", "checkpoint"):
             shutil.rmtree(self.path / folder, ignore_errors=True)
@@ -278,20 +298,35 @@ class RunDirectory:
         self, stage: int, names: tuple[str, ...], ledger: Ledger, accuracy: npt.NDArray[np.float64] | None
     ) -> None:
         """Costs and accuracy of every client after a stage, as rows of `clients.csv`."""
-        path = self.path / "clients.csv"
-        before = []
+        # A pooled stage has one client, and accuracies of those that pooled their examples.
+        shown = [""] * len(names) if accuracy is None or len(accuracy) != len(names) else accuracy.round(6).tolist()
+        costs = zip(ledger.bytes_up, ledger.bytes_down, ledger.forward_passes, strict=True)
+        self._write_stage(
+            "clients.csv",
+            ["stage", "client", "accuracy", "bytes_up", "bytes_down", "forward_passes"],
+            stage,
+            [[stage, name, right, *cost] for name, right, cost in zip(names, shown, costs, strict=True)],
+        )
+
+    def write_holdings(self, names: Sequence[str], classes: Sequence[str], counts: Ints) -> None:
+        """Who holds how many training examples of which class [K, C], as rows of `holdings.csv`."""
+        rows = [[names[client], classes[label], counts[client, label]] for client, label in np.argwhere(counts)]
+        write_text(self.path / "holdings.csv", _csv([["client", "class", "examples"], *rows]))
+
+    def write_confusion(self, stage: int, classes: Sequence[str], labels: Ints, answers: Ints) -> None:
+        """How often a class [n] was taken for another [n] after a stage, as rows of `confusion.csv`."""
+        pairs, found = np.unique(labels * len(classes) + answers, return_counts=True)
+        named = [(classes[pair // len(classes)], classes[pair % len(classes)]) for pair in pairs]
+        rows = [[stage, label, answer, count] for (label, answer), count in zip(named, found, strict=True)]
+        self._write_stage("confusion.csv", ["stage", "class", "taken for", "examples"], stage, rows)
+
+    def _write_stage(self, name: str, columns: list[str], stage: int, rows: list[list[Any]]) -> None:
+        """Put the rows of a stage after those of earlier stages; those that an interrupted run left behind go."""
+        path, before = self.path / name, []
         if path.exists():
             with path.open(newline="", encoding="utf-8") as file:
                 before = [row for row in csv.reader(file) if row[0].isdigit() and int(row[0]) < stage]
-        # A pooled stage has one client, and accuracies of those that pooled their examples.
-        shown = [""] * len(names) if accuracy is None or len(accuracy) != len(names) else accuracy.round(6).tolist()
-        text = io.StringIO()
-        rows = csv.writer(text, lineterminator="\n")
-        rows.writerow(["stage", "client", "accuracy", "bytes_up", "bytes_down", "forward_passes"])
-        rows.writerows(before)
-        costs = zip(ledger.bytes_up, ledger.bytes_down, ledger.forward_passes, strict=True)
-        rows.writerows([stage, name, right, *cost] for name, right, cost in zip(names, shown, costs, strict=True))
-        write_text(path, text.getvalue())
+        write_text(path, _csv([columns, *before, *rows]))
 
     def finish(self, summary: dict[str, Any]) -> None:
         """The summary: written last, its presence says that the run is complete."""

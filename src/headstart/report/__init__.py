@@ -1,17 +1,25 @@
-"""Tables, pictures, and one self-contained page per run."""
+"""Tables, pictures, and one self-contained page of one run or of several."""
 
 from headstart.report.figures import partition_figure, save
-from headstart.report.page import write_report
-from headstart.report.tables import human_bytes, latex, markdown, partition_table, remarks, summary_table
+from headstart.report.page import STYLE, html_page, html_table, report_body, write_folder, write_report
+from headstart.report.records import Record, find
+from headstart.report.tables import accuracy_cell, human_bytes, partition_table, remarks, summary_table, table_files
 
 __all__ = [
+    "STYLE",
+    "Record",
+    "accuracy_cell",
+    "find",
+    "html_page",
+    "html_table",
     "human_bytes",
-    "latex",
-    "markdown",
     "partition_figure",
     "partition_table",
     "remarks",
+    "report_body",
     "save",
     "summary_table",
+    "table_files",
+    "write_folder",
     "write_report",
 ]

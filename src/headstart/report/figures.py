@@ -1,59 +1,112 @@
-"""Pictures of a run."""
+"""Pictures of runs: for the page, and as files for papers."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullFormatter, PercentFormatter
 
 from headstart.files import write_atomically
+from headstart.report.records import AXES, Curve, Matrix
+
+COLOURS = ("#2f7ed8", "#e4572e", "#3aa655", "#a15bd0", "#c98a00", "#17a2b8", "#d6568c", "#7f8c8d")
+"""They can be told apart on white and on black."""
+_HEAT = LinearSegmentedColormap.from_list("heat", ["#b5d3ec", "#4a90d9", "#8e2a6b"])
+_MANY = 24  # names along an axis that can still be read
+_SIZE = (4.8, 3.3)  # inches: small, so that letters are large enough on a phone
 
 
-def partition_figure(counts: npt.NDArray[np.int64], classes: tuple[str, ...]) -> Figure:
-    """Who holds which class, as a heat map of counts [K, C]: one column per client, one row per class."""
-    figure = Figure(figsize=(9, min(9, 1.6 + 0.28 * min(len(classes), 24))), layout="constrained")
+def _axes(size: tuple[float, float] = _SIZE) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=size, layout="constrained")
     axes = figure.subplots()
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def curve_figure(curves: Sequence[Curve], against: str, legend: bool = True) -> Figure:
+    """Accuracy against rounds, bytes or forward passes (one of `AXES`), with a band of one deviation over seeds.
+
+    A stage of one evaluation is a point. Costs are on a logarithmic scale.
+    """
+    figure, axes = _axes()
+    for number, curve in enumerate(curves):
+        colour, x, y = COLOURS[number % len(COLOURS)], curve.costs[against], 100 * curve.accuracy
+        marker, band = "o" if len(x) == 1 else "." if len(x) < 60 else "", 100 * curve.deviation
+        axes.plot(x, y, color=colour, marker=marker, label=curve.label, linewidth=1.6, zorder=2 + (len(x) == 1))
+        if band.any() and len(x) == 1:
+            axes.errorbar(x, y, band, color=colour, capsize=3)
+        elif band.any():
+            axes.fill_between(x, y - band, y + band, color=colour, alpha=0.2, linewidth=0)
+    drawn = np.concatenate([curve.costs[against] for curve in curves]) if curves else np.zeros(0)
+    if against != "round" and len(drawn) and drawn.min() > 0:
+        axes.set_xscale("log")
+        axes.xaxis.set_major_locator(LogLocator(subs=(1,) if drawn.max() > 50 * drawn.min() else (1, 2, 5)))
+        axes.xaxis.set_minor_formatter(NullFormatter())
+    if against == "round":
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.set_xlim(left=0, right=None if drawn.size and drawn.max() > 1 else 2)
+    else:
+        axes.xaxis.set_major_formatter(EngFormatter("B" if against == "bytes" else "", sep=" "))
+    axes.set(xlabel=AXES[against], ylabel="test accuracy (%)")
+    axes.margins(x=0.08, y=0.12)
+    axes.grid(alpha=0.25)
+    if legend and curves:
+        axes.legend(fontsize="small", frameon=False)
+    return figure
+
+
+def partition_figure(counts: npt.NDArray[np.int64], classes: Sequence[str]) -> Figure:
+    """Who holds which class, as a heat map of counts [K, C]: one column per client, one row per class."""
+    figure, axes = _axes((8, min(7.5, 1.5 + 0.24 * min(len(classes), _MANY))))
     shown = np.ma.masked_equal(counts.T, 0)
-    image = axes.imshow(shown, aspect="auto", interpolation="nearest", cmap="YlGnBu")
-    axes.set(xlabel="client", ylabel="class", title="Who holds which class")
-    if len(classes) <= 24:
-        axes.set_yticks(range(len(classes)), classes)
+    image = axes.imshow(shown, aspect="auto", interpolation="nearest", cmap=_HEAT)
+    axes.set(xlabel="client", ylabel="class")
+    if len(classes) <= _MANY:
+        axes.set_yticks(range(len(classes)), classes, parse_math=False)
     figure.colorbar(image, ax=axes, label="training examples")
     return figure
 
 
-def cost_figure(stages: list[dict[str, Any]]) -> Figure:
-    """Accuracy against bytes sent by the clients, one point per stage."""
-    figure = Figure(figsize=(9, 3.6), layout="constrained")
-    axes = figure.subplots()
-    for stage in stages:
-        point = (max(stage["bytes_up"], 1), 100 * stage["accuracy"])
-        axes.scatter(*point, s=60, zorder=3)
-        axes.annotate(stage["method"], point, xytext=(7, -3), textcoords="offset points")
-    axes.set(xscale="log", xlabel="bytes sent by all clients", ylabel="test accuracy (%)", title="What accuracy costs")
-    axes.margins(x=0.15, y=0.2)
-    axes.grid(alpha=0.3)
+def confusion_figure(confusion: Matrix) -> Figure:
+    """What each class was taken for, as shares of its test examples."""
+    names, counts = confusion.rows, confusion.counts
+    share = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
+    side = min(7.5, 3 + 0.3 * len(names))
+    figure, axes = _axes((side, side * 0.92))
+    image = axes.imshow(np.ma.masked_equal(share, 0), vmin=0, vmax=1, interpolation="nearest", cmap=_HEAT)
+    axes.set(xlabel="taken for", ylabel="class")
+    if len(names) <= _MANY:
+        axes.set_xticks(range(len(names)), names, rotation=45, ha="right", parse_math=False)
+        axes.set_yticks(range(len(names)), names, parse_math=False)
+    if len(names) <= 12:
+        for row, column in np.argwhere(share >= 0.005):
+            ink = "white" if share[row, column] > 0.25 else "#1c2330"
+            axes.text(column, row, f"{100 * share[row, column]:.0f}", ha="center", va="center", color=ink, size=8)
+    figure.colorbar(image, ax=axes, format=PercentFormatter(1.0), shrink=0.8)
     return figure
 
 
-def curve_figure(metrics: list[dict[str, Any]]) -> Figure | None:
-    """Accuracy against rounds, one line per stage that was evaluated more than once; None where there is none."""
-    stages = {number: [line for line in metrics if line["stage"] == number] for number in {m["stage"] for m in metrics}}
-    curves = {number: lines for number, lines in sorted(stages.items()) if len(lines) > 1}
-    if not curves:
-        return None
-    figure = Figure(figsize=(9, 3.6), layout="constrained")
-    axes = figure.subplots()
-    for number, lines in curves.items():
-        label = f"{lines[0]['method']} (stage {number + 1})"
-        axes.plot([m["round"] for m in lines], [100 * m["accuracy"] for m in lines], label=label, marker=".")
-    axes.set(xlabel="round", ylabel="test accuracy (%)", title="Accuracy by round")
-    axes.legend()
-    axes.grid(alpha=0.3)
+def clients_figure(accuracies: Mapping[str, Sequence[float]], legend: bool = True) -> Figure:
+    """How many clients have which accuracy, by the name of the run."""
+    figure, axes = _axes()
+    bins = np.linspace(0, 100, 21)
+    for number, (label, values) in enumerate(accuracies.items()):
+        colour = COLOURS[number % len(COLOURS)]
+        style = {"alpha": 0.75} if len(accuracies) == 1 else {"histtype": "step", "linewidth": 1.8}
+        axes.hist(100 * np.array(values), bins=bins, color=colour, label=label, **style)  # type: ignore[arg-type]
+    axes.set(xlabel="a client's accuracy (%)", ylabel="clients")
+    axes.grid(alpha=0.25)
+    if legend and len(accuracies) > 1:
+        axes.legend(fontsize="small", frameon=False)
     return figure
 
 
@@ -62,9 +115,13 @@ def save(figure: Figure, path: Path) -> None:
     write_atomically(path, lambda temporary: figure.savefig(temporary, dpi=150))
 
 
-def svg(figure: Figure) -> str:
-    """A figure as an <svg> element to put into a page."""
+def svg(figure: Figure, title: str) -> str:
+    """A figure as an <svg> element for a page: its ink is that of the page, in the light and in the dark."""
     buffer = BytesIO()
-    figure.savefig(buffer, format="svg", metadata={"Date": None})
+    # Names inside are made from the salt: two figures of a page must not share them.
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": title}):
+        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None}, transparent=True)
     text = buffer.getvalue().decode()
-    return text[text.index("<svg") :]
+    text = text[text.index("<svg") :].replace("#000000", "currentColor").replace("stroke: #b0b0b0", "stroke: #888")
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    return re.sub(r"(<svg[^>]*)>", rf'\1 role="img" aria-label="{title}">', text, count=1)

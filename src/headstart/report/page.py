@@ -1,81 +1,263 @@
-"""One self-contained HTML page per run: it opens offline, and it is its own archive."""
+"""Self-contained HTML pages: they open offline, in the light and in the dark, on a phone and in print."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from headstart.files import write_text
-from headstart.recipe import Recipe
-from headstart.report.figures import cost_figure, curve_figure, partition_figure, svg
-from headstart.report.tables import COLUMNS, human_bytes, remarks, stage_cells
+from headstart.report.figures import (
+    COLOURS,
+    clients_figure,
+    confusion_figure,
+    curve_figure,
+    partition_figure,
+    save,
+    svg,
+)
+from headstart.report.records import AXES, Curve, Group, Matrix, Record, curves, grouped
+from headstart.report.tables import COST_COLUMNS, cost_rows, human_bytes, remarks, table_files
 
-_STYLE = """
-:root { color-scheme: light dark; --ink: #1c2330; --paper: #fff; --line: #d8dde6; --soft: #f4f6fa; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e6e9ef; --paper: #14171d; --line: #333a46; --soft: #1d222b; } }
-body { font: 16px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper); max-width: 62rem;
-  margin: 2rem auto; padding: 0 1rem; }
-table { border-collapse: collapse; display: block; overflow-x: auto; }
-th, td { padding: .35rem .55rem; font-size: .92rem; border-bottom: 1px solid var(--line); text-align: right;
+STYLE = """
+:root { color-scheme: light dark; --ink: #1c2330; --paper: #fff; --line: #d8dde6; --soft: #f4f6fa; --accent: #2f7ed8; }
+@media (prefers-color-scheme: dark) {
+  :root { --ink: #e6e9ef; --paper: #14171d; --line: #333a46; --soft: #1d222b; } }
+* { box-sizing: border-box; }
+body { font: 16px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper); max-width: 78rem;
+  margin: 0 auto; padding: 1.5rem 1rem 4rem; }
+h1 { margin: 0 0 .3rem; font-size: 1.7rem; } h2 { margin: 2.2rem 0 .6rem; font-size: 1.2rem; }
+.scroll { overflow-x: auto; margin: .8rem 0; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+th, td { padding: .35rem .6rem; font-size: .9rem; border-bottom: 1px solid var(--line); text-align: right;
   white-space: nowrap; }
-th:first-child, td:first-child { text-align: left; }
-figure { margin: 1.5rem 0; background: #fff; border: 1px solid var(--line); border-radius: .5rem; padding: .5rem; }
-svg { width: 100%; height: auto; }
-pre { background: var(--soft); padding: 1rem; border-radius: .5rem; overflow-x: auto; font-size: .85rem; }
-small { opacity: .75; }
+th { opacity: .75; font-weight: 600; } th:first-child, td:first-child, td.text { text-align: left; }
+td.text { white-space: normal; min-width: 14rem; }
+.figures { display: grid; gap: 1rem; grid-template-columns: repeat(auto-fit, minmax(min(21rem, 100%), 1fr));
+  align-items: start; }
+figure { margin: 0; border: 1px solid var(--line); border-radius: .6rem; padding: .6rem; break-inside: avoid; }
+figure.half { max-width: 40rem; } figcaption { font-size: .85rem; opacity: .75; }
+svg { display: block; width: 100%; height: auto; } svg text { fill: currentColor; }
+.legend { display: flex; flex-wrap: wrap; gap: .3rem 1.2rem; margin: .4rem 0 .8rem; font-size: .9rem; }
+.legend i { display: inline-block; width: .9rem; height: .9rem; border-radius: .2rem; margin-right: .4rem;
+  vertical-align: -.1rem; }
+pre { background: var(--soft); padding: 1rem; border-radius: .6rem; overflow-x: auto; font-size: .82rem; }
+small, .soft { opacity: .75; } summary { cursor: pointer; } ul { padding-left: 1.2rem; }
+@media print {
+  :root { color-scheme: light; --ink: #000; --paper: #fff; --line: #ccc; --soft: #f6f6f6; }
+  body { max-width: none; padding: 0; font-size: 11pt; } pre { white-space: pre-wrap; } h2 { break-after: avoid; }
+  details:not([open]) > :not(summary) { display: block; } th, td { padding: .2rem .35rem; font-size: 8pt; } }
+"""
+_WORST = 10  # clients and mistakes that are named
+_LISTED = 200  # clients left out that are listed
+
+
+def html_page(title: str, body: str) -> str:
+    """A whole page."""
+    return f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{escape(title)} · headstart</title><style>{STYLE}</style></head><body>
+{body}
+</body></html>
 """
 
 
-def write_report(
-    path: Path,
-    recipe: Recipe,
-    summary: dict[str, Any],
-    metrics: list[dict[str, Any]],
-    classes: tuple[str, ...],
-    counts: npt.NDArray[np.int64] | None,
-) -> None:
-    """Write the page of a run; metrics: every evaluation; counts: [K, C] who holds which class, where that is known."""
-    stages, curves = summary["stages"], curve_figure(metrics)
+def html_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table; long texts may wrap."""
+    head = "".join(f"<th>{escape(column)}</th>" for column in columns)
+    cells = ["".join(f"<td{' class=text' if len(c) > 40 else ''}>{escape(c)}</td>" for c in row) for row in rows]
+    body = "".join(f"<tr>{row}</tr>" for row in cells)
+    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def write_report(path: Path, records: Sequence[Record]) -> None:
+    """Write the page of some runs."""
+    write_text(path, html_page(_title(records), report_body(records)))
+
+
+def write_folder(folder: Path, records: Sequence[Record]) -> list[str]:
+    """Write the page of some runs, every picture as SVG and PNG, and the table of costs as CSV, Markdown and LaTeX."""
+    (folder / "figures").mkdir(parents=True, exist_ok=True)
+    groups = grouped(records)
+    drawn = curves(groups)
+    written = {f"accuracy-by-{name.replace('_', '-')}": curve_figure(drawn, name) for name in AXES if drawn}
+    if accuracies := _accuracies(groups):
+        written["clients"] = clients_figure(accuracies)
+    if len(records) == 1 and (held := records[0].holdings()) is not None:
+        written["who-holds-what"] = partition_figure(held.counts, held.columns)
+    if len(records) == 1 and (confusion := records[0].confusion()) is not None:
+        written["confusion"] = confusion_figure(confusion)
+    for name, figure in written.items():
+        for ending in ("svg", "png"):
+            save(figure, folder / "figures" / f"{name}.{ending}")
+    for ending, text in table_files(COST_COLUMNS, cost_rows(groups)).items():
+        write_text(folder / f"costs.{ending}", text)
+    write_report(folder / "report.html", records)
+    figures = [f"figures/{name}.{ending}" for name in written for ending in ("svg", "png")]
+    return ["report.html", *(f"costs.{ending}" for ending in ("csv", "md", "tex")), *figures]
+
+
+def _title(records: Sequence[Record]) -> str:
+    return " · ".join(dict.fromkeys(record.recipe.name for record in records))
+
+
+def report_body(records: Sequence[Record]) -> str:
+    """What there is to see of some runs, finished or not: accuracy and cost together, then each run on its own."""
+    groups = grouped(records)
+    drawn = curves(groups)
+    parts = [f"<h1>{escape(_title(records))}</h1>"]
+    if len(records) == 1:
+        parts.append(_about(records[0]))
+    if drawn:
+        parts += ["<h2>Accuracy and cost</h2>", _legend([curve.label for curve in drawn]), _curves(drawn)]
+        named = 0 if len(groups) > 1 else 1
+        parts.append(html_table(COST_COLUMNS[named:], [row[named:] for row in cost_rows(groups)]))
+        parts.append(_formulas(records))
+    parts += [_remarks(groups), _privacy(records), _clients(groups)]
+    if len(records) == 1:
+        parts += [_holdings(records[0].holdings()), _confusion(records[0].confusion())]
+    parts += [_left_out(records), *map(_recipe, (group.runs[0] for group in groups)), _versions(records)]
+    return "\n".join(part for part in parts if part)
+
+
+def _about(record: Record) -> str:
+    recipe, summary = record.recipe, record.summary
+    told = f"{escape(recipe.datasets)} through {escape(recipe.model.backbone)}"
+    if summary is None:
+        return f"<p>{told}. The run is not finished.</p>"
     unused = f", {summary['unused_examples']:,} left unused" if summary["unused_examples"] else ""
-    formulas = "".join(f"<li>{escape(s['method'])}: {escape(s['published_formula'])}</li>" for s in stages)
-    said = "".join(f"<li>{escape(remark)}</li>" for stage in stages for remark in remarks(stage))
-    dropped = [f"{s['method']}, round {d['round']}: {d['clients']}: {d['why']}" for s in stages for d in s["dropped"]]
-    left_out = f"<h2>Left out</h2><ul>{''.join(f'<li>{escape(line)}</li>' for line in dropped)}</ul>" if dropped else ""
-    held = ""
-    if counts is not None:
-        held = f"<h2>Who holds which class</h2><figure>{svg(partition_figure(counts, classes))}</figure>"
-    versions = ", ".join(f"{name} {number}" for name, number in summary["versions"].items())
-    write_text(
-        path,
-        f"""<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{escape(recipe.name)} · headstart</title><style>{_STYLE}</style></head><body>
-<h1>{escape(recipe.name)}</h1>
-<p>{escape(recipe.datasets)} through {escape(recipe.model.backbone)}: {summary["clients"]:,} clients,
-{summary["examples"]:,} training examples{unused}, {summary["classes"]:,} classes.
-Peak memory {human_bytes(summary["peak_rss_bytes"])}.</p>
-<h2>Accuracy and cost</h2>
-{_table(COLUMNS, [stage_cells(stage) for stage in stages])}
-<p><small>Bytes are those of the serialised messages; beside them, as the papers count:</small></p>
-<ul><small>{formulas}</small></ul>
-{f"<ul>{said}</ul>" if said else ""}
-<figure>{svg(cost_figure(stages))}</figure>
-{f"<figure>{svg(curves)}</figure>" if curves else ""}
-{held}
-{left_out}
-<h2>Recipe</h2>
-<pre>{escape(recipe.to_toml())}</pre>
-<p><small>{escape(versions)}</small></p>
-</body></html>
-""",
+    return (
+        f"<p>{told}: {summary['clients']:,} clients, {summary['examples']:,} training examples{unused}, "
+        f"{summary['classes']:,} classes. Peak memory {human_bytes(summary['peak_rss_bytes'])}.</p>"
     )
 
 
-def _table(columns: tuple[str, ...], rows: list[list[str]]) -> str:
-    head = "".join(f"<th>{escape(column)}</th>" for column in columns)
-    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+def _legend(labels: Sequence[str]) -> str:
+    chips = [
+        f'<span><i style="background:{COLOURS[number % len(COLOURS)]}"></i>{escape(label)}</span>'
+        for number, label in enumerate(labels)
+    ]
+    return f'<div class="legend">{"".join(chips)}</div>'
+
+
+def _curves(drawn: Sequence[Curve]) -> str:
+    pictures = [svg(curve_figure(drawn, name, legend=False), f"accuracy against {said}") for name, said in AXES.items()]
+    return f'<div class="figures">{"".join(f"<figure>{picture}</figure>" for picture in pictures)}</div>'
+
+
+def _formulas(records: Sequence[Record]) -> str:
+    stages = [stage for record in records for stage in record.stages if "published_formula" in stage]
+    if not stages:
+        return ""
+    said = dict.fromkeys(f"{stage['method']}: {stage['published_formula']}" for stage in stages)
+    lines = "".join(f"<li>{escape(line)}</li>" for line in said)
+    return (
+        "<details><summary><small>Bytes are those of the serialised messages; beside them, as the papers count"
+        f"</small></summary><ul><small>{lines}</small></ul></details>"
+    )
+
+
+def _remarks(groups: Sequence[Group]) -> str:
+    said = [
+        f"{group.label}: {remark}" if len(groups) > 1 else remark
+        for group in groups
+        for stage in group.runs[0].stages
+        for remark in remarks(stage)
+    ]
+    return f"<ul>{''.join(f'<li>{escape(line)}</li>' for line in said)}</ul>" if said else ""
+
+
+def _privacy(records: Sequence[Record]) -> str:
+    rows = []
+    for record in records:
+        if spent := (record.summary or {}).get("privacy"):
+            uncovered = ", ".join(spent["uncovered"]) or "none"
+            rows.append([record.recipe.name, f"{spent['epsilon']:.3g}", f"{spent['delta']:.1g}", uncovered])
+    return "<h2>Privacy spent</h2>" + html_table(("run", "ε", "δ", "stages without noise"), rows) if rows else ""
+
+
+def _accuracies(groups: Sequence[Group]) -> dict[str, list[float]]:
+    """The accuracy of each client of each group, where clients have one."""
+    found = {g.label: [a for record in g.runs for a in record.client_accuracy().values()] for g in groups}
+    return {label: values for label, values in found.items() if values}
+
+
+def _clients(groups: Sequence[Group]) -> str:
+    accuracies = _accuracies(groups)
+    if not accuracies:
+        return ""
+    everybody = []
+    for group in groups:
+        for record in group.runs:
+            seed = f", seed {record.recipe.seed}" if len(group.runs) > 1 else ""
+            everybody += [(a, [group.label + seed, name]) for name, a in record.client_accuracy().items()]
+    worst = sorted(everybody, key=lambda each: each[0])[:_WORST]
+    rows = [[*who, f"{100 * accuracy:.2f}"] for accuracy, who in worst]
+    named = 0 if sum(len(group.runs) for group in groups) > 1 else 1
+    table = html_table(("run", "client", "accuracy, %")[named:], [row[named:] for row in rows])
+    spread = "; ".join(
+        f"{escape(label)}: {100 * np.mean(values):.2f} ± {100 * np.std(values):.2f} %"
+        for label, values in accuracies.items()
+    )
+    picture = svg(clients_figure(accuracies, legend=False), "how many clients have which accuracy")
+    legend = _legend(list(accuracies)) if len(accuracies) > 1 else ""
+    return (
+        f"<h2>Clients</h2>{legend}<div class='figures'><figure>{picture}<figcaption>Mean and deviation over clients: "
+        f"{spread}</figcaption></figure><div><p class='soft'>The worst off</p>{table}</div></div>"
+    )
+
+
+def _holdings(held: Matrix | None) -> str:
+    if held is None:
+        return ""
+    picture = svg(partition_figure(held.counts, held.columns), "who holds which class")
+    classes = np.count_nonzero(held.counts, axis=1)
+    told = f"A client holds {classes.mean():.1f} of {len(held.columns)} classes on average, {classes.min()} at least."
+    return f"<h2>Who holds which class</h2><figure>{picture}<figcaption>{told}</figcaption></figure>"
+
+
+def _confusion(confusion: Matrix | None) -> str:
+    if confusion is None:
+        return ""
+    names, counts = confusion.rows, confusion.counts
+    wrong = counts * ~np.eye(len(names), dtype=bool)
+    worst = [divmod(int(place), len(names)) for place in np.argsort(-wrong, axis=None, kind="stable")[:_WORST]]
+    rows = [
+        [names[a], names[b], f"{wrong[a, b]:,}", f"{100 * wrong[a, b] / counts[a].sum():.1f}"]
+        for a, b in worst
+        if wrong[a, b]
+    ]
+    picture = svg(confusion_figure(confusion), "what each class was taken for, in percent")
+    table = html_table(("class", "taken for", "examples", "% of the class"), rows)
+    return (
+        f"<h2>Mistakes</h2><div class='figures'><figure class='half'>{picture}</figure>"
+        f"<div><p class='soft'>The most frequent</p>{table}</div></div>"
+    )
+
+
+def _left_out(records: Sequence[Record]) -> str:
+    rows = []
+    for record in records:
+        for row in record.left_out():
+            method = record.recipe.stages[int(row["stage"])].method
+            rows.append([record.recipe.name, method, row["round"], row["client"], row["left_out"]])
+    if not rows:
+        return ""
+    more = f"<p>and {len(rows) - _LISTED:,} more</p>" if len(rows) > _LISTED else ""
+    return "<h2>Left out</h2>" + html_table(("run", "method", "round", "client", "why"), rows[:_LISTED]) + more
+
+
+def _recipe(record: Record) -> str:
+    name = escape(record.recipe.name)
+    text = escape(record.recipe.to_toml())
+    return f"<h2>Recipe</h2><details open><summary>{name}</summary><pre>{text}</pre></details>"
+
+
+def _versions(records: Sequence[Record]) -> str:
+    said: dict[str, Any] = {}
+    for record in records:
+        said |= {", ".join(f"{n} {v}" for n, v in (record.summary or {}).get("versions", {}).items()): None}
+    return "".join(f"<p><small>{escape(line)}</small></p>" for line in said if line)

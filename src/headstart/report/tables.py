@@ -1,14 +1,19 @@
-"""Tables for the terminal."""
+"""Tables for the terminal, for pages and for papers."""
 
 from __future__ import annotations
 
+import csv
+import io
 from collections.abc import Sequence
+from statistics import mean, stdev
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
+
+from headstart.report.records import Group
 
 # As the papers write them.
 _SYMBOLS = {"ridge": "λ", "shrinkage": "γ"}
@@ -25,9 +30,8 @@ def human_bytes(count: float) -> str:
 
 def stage_cells(stage: dict[str, Any]) -> list[str]:
     """One row of the summary table."""
-    chosen = "".join(f" {_SYMBOLS[key]} {value:.3g}" for key, value in stage["chosen"].items())
     return [
-        stage["method"] + chosen,
+        stage["method"] + _chosen(stage),
         f"{100 * stage['accuracy']:.2f} %",
         str(stage["rounds"]),
         human_bytes(stage["bytes_up"]),
@@ -36,6 +40,11 @@ def stage_cells(stage: dict[str, Any]) -> list[str]:
         f"{stage['forward_passes']:,}",
         f"{stage['seconds']:.2f}",
     ]
+
+
+def _chosen(stage: dict[str, Any]) -> str:
+    """What the server has chosen itself."""
+    return "".join(f" {_SYMBOLS[key]} {value:.3g}" for key, value in stage["chosen"].items())
 
 
 def remarks(stage: dict[str, Any]) -> list[str]:
@@ -75,6 +84,61 @@ def remarks(stage: dict[str, Any]) -> list[str]:
 
 def _spread(stage: dict[str, Any], name: str) -> str:
     return f"{100 * stage[f'{name}_mean']:.2f} ± {100 * stage[f'{name}_std']:.2f} %"
+
+
+COST_COLUMNS = (
+    "run", "method", "accuracy, %", "runs", "rounds", "bytes up", "bytes down", "bytes (paper)", "forward passes",
+    "forward passes (paper)", "seconds",
+)  # fmt: skip
+
+
+def cost_rows(groups: Sequence[Group]) -> list[list[str]]:
+    """Accuracy and cost of every stage of every group of runs, under `COST_COLUMNS`: means over the seeds."""
+    rows = []
+    for group in groups:
+        for number in range(max(len(record.stages) for record in group.runs)):
+            stages = [record.stages[number] for record in group.runs if number < len(record.stages)]
+            means = {name: _mean([each.get(name) for each in stages]) for name in _COUNTED}
+            chosen = _chosen(stages[0]) if len(stages) == 1 else ""
+            rows.append(
+                [
+                    group.label,
+                    stages[0]["method"] + chosen,
+                    accuracy_cell([each["accuracy"] for each in stages]),
+                    str(len(stages)),
+                    *(_count(means[name], name) for name in _COUNTED),
+                ]
+            )
+    return rows
+
+
+_COUNTED = (
+    "rounds", "bytes_up", "bytes_down", "published_bytes", "forward_passes", "published_compute", "seconds"
+)  # fmt: skip
+
+
+def accuracy_cell(accuracies: Sequence[float]) -> str:
+    """The mean in percent, with the standard deviation where there are several."""
+    spread = f" ± {100 * stdev(accuracies):.2f}" if len(accuracies) > 1 else ""
+    return f"{100 * mean(accuracies):.2f}{spread}"
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    there = [value for value in values if value is not None]
+    return mean(there) if there else None
+
+
+def _count(value: float | None, name: str) -> str:
+    if value is None:
+        return ""
+    return human_bytes(value) if "bytes" in name else f"{value:,.2f}" if name == "seconds" else f"{value:,.0f}"
+
+
+def table_files(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> dict[str, str]:
+    """A table as CSV, Markdown and LaTeX, by the ending of a file."""
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows([columns, *rows])
+    return {"csv": text.getvalue(), "md": markdown(columns, rows), "tex": latex(columns, rows)}
 
 
 def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
