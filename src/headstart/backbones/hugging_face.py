@@ -58,7 +58,7 @@ class _Cloze(nn.Module):
         """Token ids, mask and segments [B, L] → [B, d]."""
         extra = {} if segments is None else {"token_type_ids": segments}
         states: Tensor = self.encoder(input_ids=inputs, attention_mask=mask, **extra).logits
-        return states[torch.arange(len(inputs)), (inputs == self.mask_token).int().argmax(dim=1)]
+        return states[torch.arange(inputs.shape[0]), (inputs == self.mask_token).int().argmax(dim=1)]
 
 
 def cloze(place: str, model: Model, name: str) -> Backbone:

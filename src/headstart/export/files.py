@@ -1,4 +1,4 @@
-"""A run's model as files that other libraries read: `peft`, `transformers`, safetensors."""
+"""A run's model as files that other libraries read: `peft`, `transformers`, safetensors, or a whole graph."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tomli_w
@@ -18,9 +18,26 @@ from headstart.errors import HeadstartError
 from headstart.export.model import Model
 from headstart.files import write_json, write_text
 
+if TYPE_CHECKING:  # torch is not needed where the data are features
+    from headstart.export.graph import Format
 
-def export(run: Path, out: Path, task: str | None = None, client: str | None = None, merge: bool = False) -> list[str]:
-    """Write a run's model as files that other libraries read into a new folder; their names."""
+
+def export(
+    run: Path,
+    out: Path,
+    task: str | None = None,
+    client: str | None = None,
+    merge: bool = False,
+    format: Format | None = None,
+) -> list[str]:
+    """Write a run's model as files that other libraries read into a new folder; their names.
+
+    format: the whole model as one graph, instead of its parts; a LoRA is added to the body's weights then.
+    """
+    if format is not None:
+        from headstart.export.graph import check_installed
+
+        check_installed(format)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise HeadstartError(f"--out {out}: already used; give another directory")
     model = Model.of(run, task, client)
@@ -32,9 +49,17 @@ def export(run: Path, out: Path, task: str | None = None, client: str | None = N
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}."))
-        model.head.save(temporary / "head.safetensors")
         write_json(temporary / "classes.json", list(model.classes))
-        write_text(temporary / "README.md", _save_body(model, merge, temporary, out))
+        if format is None:
+            model.head.save(temporary / "head.safetensors")
+            readme = _save_body(model, merge, temporary, out)
+        else:
+            from headstart.export.graph import save_graph
+
+            if model.body.backbone is not None:
+                _merge(model.body.backbone.core)
+            readme = save_graph(model, format, temporary, out)
+        write_text(temporary / "README.md", readme)
         umask = os.umask(0)
         os.umask(umask)
         temporary.chmod(0o777 & ~umask)  # mkdtemp makes private folders

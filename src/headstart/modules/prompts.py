@@ -27,7 +27,7 @@ def prompts(
     def before(number: int) -> Callable[..., Any]:
         def hook(block: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
             states: Tensor = given[0]
-            prompt = learned[number].to(states.dtype).expand(len(states), -1, -1)
+            prompt = learned[number].to(states.dtype).expand(states.shape[0], -1, -1)
             rest = states[:, 1:] if number == 0 else states[:, 1 + tokens :]
             given = (torch.cat([states[:, :1], prompt, rest], dim=1), *(_widened(each, tokens) for each in given[1:]))
             return given, {name: _widened(value, tokens) for name, value in named.items()}
