@@ -1,8 +1,10 @@
 """The command as a user meets it: exit status 0, or 2 and a sentence."""
 
 import json
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -172,6 +174,44 @@ def test_an_unwritable_output_is_refused(recipe: Path, tmp_path: Path, command: 
     done = command("run", recipe, "--out", recipe / "run", cwd=tmp_path)
     assert done.returncode == 2
     assert "cannot write there" in done.stderr
+
+
+def test_ctrl_c_says_how_to_go_on_and_going_on_ends_where_it_would_have(recipe: Path, tmp_path: Path) -> None:
+    recipe.write_text(GOOD + '[[stages]]\nmethod = "fedavg"\ntrain = "head"\nrounds = 400\nlr = 0.1\n')
+    whole = headstart("run", recipe, "--out", "whole", cwd=tmp_path)
+    assert whole.returncode == 0, whole.stderr
+    command = [sys.executable, "-m", "headstart.cli", "run", str(recipe), "--out", "cut"]
+    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    metrics, end = tmp_path / "cut" / "metrics.jsonl", time.monotonic() + 60
+    while not metrics.is_file() and time.monotonic() < end:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "interrupted; go on with the same command and --out cut --resume" in said
+    assert "Traceback" not in said
+    assert not (tmp_path / "cut" / "summary.json").exists()
+    done = headstart("run", recipe, "--out", "cut", "--resume", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    heads = [(tmp_path / name / "model" / "head.safetensors").read_bytes() for name in ("whole", "cut")]
+    assert heads[0] == heads[1]
+
+
+def test_reports_of_runs_and_where_there_is_none(recipe: Path, tmp_path: Path, command: Command) -> None:
+    assert command("run", recipe, "--out", "runs/one", cwd=tmp_path).returncode == 0
+    assert command("run", recipe, "--out", "runs/two", "--set", "seed=1", cwd=tmp_path).returncode == 0
+    done = command("report", "runs", "--out", "both", cwd=tmp_path)
+    assert done.returncode == 0
+    assert "open both/report.html" in done.stdout
+    assert "<td>2</td>" in (tmp_path / "both" / "report.html").read_text()  # two seeds are one row
+    assert command("report", "runs/one", cwd=tmp_path).returncode == 0
+    assert (tmp_path / "runs" / "one" / "figures" / "confusion.svg").is_file()
+    (tmp_path / "empty").mkdir()
+    for folder, why in (("empty", "there is no run"), ("nowhere", "no such directory")):
+        for name in ("report", "dashboard"):
+            if (folder, name) != ("empty", "dashboard"):  # runs may come
+                done = command(name, folder, cwd=tmp_path)
+                assert (done.returncode, why in done.stderr) == (2, True), done.stderr
 
 
 def test_usage_errors_have_status_two(tmp_path: Path) -> None:

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from headstart.errors import HeadstartError
     from headstart.heads.estimators import Fed3R, FedCOF, FedNCM
+    from headstart.methods import register
     from headstart.recipe import Recipe
     from headstart.runner import Result, run
     from headstart.statistics import ClientStatistics
 
-__all__ = ["ClientStatistics", "Fed3R", "FedCOF", "FedNCM", "HeadstartError", "Recipe", "Result", "run"]
+__all__ = ["ClientStatistics", "Fed3R", "FedCOF", "FedNCM", "HeadstartError", "Recipe", "Result", "register", "run"]
 
 _HOMES = {
     "ClientStatistics": "statistics",
@@ -22,6 +23,7 @@ _HOMES = {
     "HeadstartError": "errors",
     "Recipe": "recipe",
     "Result": "runner",
+    "register": "methods",
     "run": "runner",
 }
 

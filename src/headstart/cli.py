@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from enum import StrEnum
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,6 +31,21 @@ class Engine(StrEnum):
 
     local = "local"
     flower = "flower"
+
+
+class Log(StrEnum):
+    """Who is told of a run's evaluations."""
+
+    tensorboard = "tensorboard"
+    mlflow = "mlflow"
+    wandb = "wandb"
+
+
+class Format(StrEnum):
+    """A whole model as one graph."""
+
+    onnx = "onnx"
+    openvino = "openvino"
 
 
 RecipeFile = Annotated[Path, typer.Argument(help="A recipe (TOML).")]
@@ -68,6 +85,9 @@ def run(
     engine: Annotated[
         Engine, typer.Option(help="local: all clients in this process; flower: a node each on Flower's simulation.")
     ] = Engine.local,
+    log: Annotated[
+        list[Log] | None, typer.Option("--log", help="Also log every evaluation there (repeatable).")
+    ] = None,
 ) -> None:
     """Run a recipe: a table here, and a run directory with metrics, model and report."""
     from headstart.recipe import Recipe
@@ -75,7 +95,7 @@ def run(
     loaded = Recipe.load(recipe, settings or ())
     if out is None and resume:
         raise HeadstartError("--resume needs --out, the directory of the run to go on with")
-    _run_and_show(loaded, out or _free(loaded.name), resume, engine)
+    _run_and_show(loaded, out or _free(loaded.name), resume, engine, log or ())
 
 
 @app.command()
@@ -91,6 +111,7 @@ def compare(
     With --out of an interrupted comparison, finished runs stay and the others go on.
     """
     from headstart.recipe import read_table
+    from headstart.report import Record, write_report
     from headstart.sweep import compared, expand, sweep, write_tables
 
     points = expand([read_table(recipe, settings or ()) for recipe in recipes])
@@ -99,12 +120,15 @@ def compare(
     def say(point: object, summary: dict[str, Any]) -> None:
         print(f"{getattr(point, 'folder', '')}: {100 * summary['accuracy']:.2f} %", flush=True)
 
-    columns, rows = compared(points, sweep(points, where, say))
+    with _interrupted(where):
+        columns, rows = compared(points, sweep(points, where, say))
     table = Table(*columns)
     for row in rows:
         table.add_row(*(escape(cell) for cell in row))
     _console().print(table)
     print(f"tables: {', '.join(str(path) for path in write_tables(where, columns, rows))}")
+    write_report(where / "report.html", [Record.read(where / point.folder) for point in points])
+    print(f"open {where / 'report.html'}")
 
 
 @app.command()
@@ -143,6 +167,44 @@ def dashboard(
             server.serve_forever()
         except KeyboardInterrupt:
             print()
+
+
+@app.command()
+def reproduce(
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="[ROWS]...", help="Rows, tables (fedncm/2) or papers; all by default.")
+    ] = None,
+    show: Annotated[bool, typer.Option("--list", help="Only show the rows, and which of them can run here.")] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="A directory for all runs; by default the first free runs/reproduce.")
+    ] = None,
+) -> None:
+    """The papers' printed figures beside those of a run or of a formula.
+
+    Data are looked for in HEADSTART_DATA, weights in HEADSTART_WEIGHTS. With --out of an interrupted reproduction,
+    finished runs stay and the others go on.
+    """
+    from headstart.published import COLUMNS, Found, published, reproduce, select, why_not
+
+    rows = select(names or [])
+    if show:
+        for row in rows:
+            able = "by formula" if row.formula else why_not(row) or "runs"
+            print(f"{row.id}: {published(row) or 'not at hand'}; {able}")
+        return
+    where = out or _free("reproduce")
+
+    def say(found: Found) -> None:
+        row, printed, measured, difference, note = found.cells
+        beside = f"published {printed or 'not at hand'}" + (f", difference {difference}" if difference else "")
+        print(f"{row}: {measured}; {beside}" if measured else f"{row}: left out: {note}", flush=True)
+
+    found = reproduce(rows, where, say)
+    table = Table(*COLUMNS)
+    for each in found:
+        table.add_row(*(escape(cell) for cell in each.cells))
+    _console().print(table)
+    print(f"tables: {where} (open {where / 'reproduce.html'})")
 
 
 @app.command()
@@ -227,12 +289,17 @@ def export(
     out: Annotated[Path, typer.Option(help="A new directory.")],
     task: TaskName = None,
     client: ClientName = None,
-    merge: Annotated[bool, typer.Option("--merge", help="Add a LoRA to the body's weights.")] = False,
+    merge: Annotated[
+        bool, typer.Option("--merge", help="Add a LoRA to the body's weights; with --format it always is.")
+    ] = False,
+    format: Annotated[
+        Format | None, typer.Option(help="The whole model as one graph, from preprocessed inputs to probabilities.")
+    ] = None,
 ) -> None:
-    """Write the model of a finished run as files that peft, transformers or a recipe load."""
+    """Write the model of a finished run as files that peft, transformers or a recipe load, or as one graph."""
     from headstart.export import export
 
-    files = export(run, out, task, client, merge)
+    files = export(run, out, task, client, merge, format.value if format else None)
     print(f"{out}: {', '.join(files)}")
 
 
@@ -267,8 +334,9 @@ def methods(
 ) -> None:
     """The methods and what is theirs alone; of one method, every key with its default and what it means."""
     from headstart.errors import nearest
-    from headstart.stages import STAGES
+    from headstart.stages import STAGES, load_plugins
 
+    load_plugins()
     if name is not None and name not in STAGES:
         raise HeadstartError(f"{name!r} is not a method; {nearest(name, STAGES)}")
     if name is not None:
@@ -282,7 +350,7 @@ def methods(
     table = Table("method", "what it is", "its own keys and their defaults")
     for method, stage in STAGES.items():
         family = next(
-            base for base in stage.__mro__ if base.__name__ in ("_ClosedForm", "_Training", "_Rounds", "_SGD")
+            base for base in stage.__mro__ if base.__name__ in ("ClosedFormStage", "TrainingStage", "_Rounds", "_SGD")
         )
         usual = {key: field.default for key, field in family.model_fields.items()}  # type: ignore[attr-defined]
         own = {k: f.default for k, f in stage.model_fields.items() if not f.is_required() and k != "method"}
@@ -322,19 +390,20 @@ def datasets() -> None:
     _console().print(table)
 
 
-def _run_and_show(recipe: object, out: Path, resume: bool, engine: Engine = Engine.local) -> None:
+def _run_and_show(
+    recipe: object, out: Path, resume: bool, engine: Engine = Engine.local, log: Sequence[Log] = ()
+) -> None:
     from headstart.recipe import Recipe
     from headstart.report import remarks, summary_table
     from headstart.runner import run
+    from headstart.trackers import trackers
 
     assert isinstance(recipe, Recipe)
     if engine == Engine.flower:
         _needs_flower()
-        from headstart.apps import simulate
-
-        result = simulate(recipe, out, resume)
-    else:
-        result = run(recipe, out, resume)
+        from headstart.apps import simulate as run
+    with _interrupted(out, "--resume"), trackers([each.value for each in log], recipe, out) as tell:
+        result = run(recipe, out, resume, tell)
     _console().print(summary_table(result.summary))
     if result.federation.unused:
         print(f"{result.federation.unused:,} training examples were held by nobody")
@@ -344,6 +413,18 @@ def _run_and_show(recipe: object, out: Path, resume: bool, engine: Engine = Engi
         for dropped in stage["dropped"]:
             print(f"left out of {stage['method']}, round {dropped['round']}: {dropped['clients']}: {dropped['why']}")
     print(f"run directory: {out} (open {out / 'report.html'})")
+
+
+@contextmanager
+def _interrupted(out: Path, *options: str) -> Iterator[None]:
+    """Ctrl-C says how to go on."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        how = f"go on with the same command and {' '.join(['--out', str(out), *options])}"
+        kept = how if out.is_dir() else "there was no result yet; features that were computed are kept"
+        print(f"\nheadstart: interrupted; {kept}", file=sys.stderr)
+        raise SystemExit(130) from None
 
 
 def _needs_flower() -> None:

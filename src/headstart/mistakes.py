@@ -10,7 +10,7 @@ from pydantic import BaseModel, ValidationError
 
 from headstart.errors import nearest
 from headstart.recipe import PARTITIONS, Data, Model, Recipe, Task
-from headstart.stages import STAGES, CountNoise, Privacy
+from headstart.stages import STAGES, ClosedForm, CountNoise, Privacy
 
 _TABLES: dict[str, type[BaseModel]] = {"privacy": Privacy, "count_noise": CountNoise}
 """Tables within the table of a stage."""
@@ -94,7 +94,7 @@ def contradictions(table: Mapping[str, Any]) -> list[str]:
             problems += [f"stages.{number}.{problem}" for problem in _unprotected(values, kind.silent, bool(tasks))]
         if stage.get("secure") and kind and "secure" in kind.model_fields:
             problems += [f"stages.{number}.{problem}" for problem in _unsummed(stage, kind, bool(tasks))]
-        if stage.get("method") in ("fedncm", "fed3r", "fedcof"):
+        if kind and issubclass(kind, ClosedForm):
             problems += [f"stages.{number}.{problem}" for problem in _unhidden(stage)]
     return problems
 

@@ -17,7 +17,7 @@ from pydantic import (
 )
 
 from headstart.errors import RecipeError
-from headstart.stages import STAGES, Stage, Table
+from headstart.stages import STAGES, Stage, Table, load_plugins
 
 ONE_TASK = "default"
 """The name of the task where a recipe has one."""
@@ -158,6 +158,7 @@ class Recipe(Table):
         """Validate a table, or raise one `RecipeError` that lists every problem."""
         from headstart.mistakes import contradictions, sentences
 
+        load_plugins()
         table = _on_features(table)
         problems = contradictions(table)
         try:

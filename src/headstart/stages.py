@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from functools import cache
+from importlib.metadata import entry_points
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    GetCoreSchemaHandler,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
 )
+from pydantic_core import CoreSchema, core_schema
 
 Auto = Literal["auto"]
 Role = Literal["frozen", "shared", "personal"]
@@ -49,6 +53,7 @@ class _Stage(Table):
     """Whether nothing travels from round to round."""
     one_task: ClassVar[bool] = False
     """Whether the method is defined for a single task only."""
+    method: str
     head_init: Literal["previous", "zeros", "random"] = "previous"
     """Where a trained head starts from; a closed-form head is computed and starts from nothing."""
     evaluate_every: PositiveInt = 1
@@ -82,7 +87,9 @@ class _Sampled(_Stage):
         return min(self.clients_per_round or max(1, round(share * n_clients)), n_clients)
 
 
-class _ClosedForm(_Sampled):
+class ClosedFormStage(_Sampled):
+    """Statistics of the clients' features, each client heard once, and a head that the server computes from them."""
+
     rounds: PositiveInt | None = None
     """None: as many as it takes to hear every client once."""
     privacy: Privacy | None = None
@@ -102,14 +109,14 @@ class CountNoise(Table):
     epsilon: PositiveFloat
 
 
-class FedNCMStage(_ClosedForm):
+class FedNCMStage(ClosedFormStage):
     """Nearest class mean (Legate et al., NeurIPS 2023)."""
 
     method: Literal["fedncm"]
     distance: Literal["cosine", "euclidean"] = "cosine"
 
 
-class Fed3RStage(_ClosedForm):
+class Fed3RStage(ClosedFormStage):
     """Federated recursive ridge regression (Fanì et al., ICML 2024)."""
 
     method: Literal["fed3r"]
@@ -124,7 +131,7 @@ class Fed3RStage(_ClosedForm):
     """Width of the Gaussian kernel that the random features approximate."""
 
 
-class FedCOFStage(_ClosedForm):
+class FedCOFStage(ClosedFormStage):
     """Covariances estimated from class means (Goswami et al., 2025)."""
 
     method: Literal["fedcof"]
@@ -194,7 +201,7 @@ class _Rounds(_Sampled, _Optimiser):
     set augment to "none"); None: in all of them."""
 
 
-class _Training(_Rounds, _SGD):
+class TrainingStage(_Rounds, _SGD):
     """Local SGD on the clients, an average on the server, round after round."""
 
     local_epochs: PositiveInt | None = None
@@ -220,14 +227,14 @@ class _Training(_Rounds, _SGD):
     """Hides any one client (DP-FedAvg): needs weighting = "uniform"."""
 
 
-class FedAvgStage(_Training):
+class FedAvgStage(TrainingStage):
     """Local SGD, then the mean (McMahan et al., AISTATS 2017)."""
 
     method: Literal["fedavg"]
     server_lr: PositiveFloat = 1.0
 
 
-class FedProxStage(_Training):
+class FedProxStage(TrainingStage):
     """FedAvg with a pull towards the global model (Li et al., MLSys 2020)."""
 
     method: Literal["fedprox"]
@@ -235,7 +242,7 @@ class FedProxStage(_Training):
     server_lr: PositiveFloat = 1.0
 
 
-class FedAvgMStage(_Training):
+class FedAvgMStage(TrainingStage):
     """FedAvg with momentum on the server (Hsu et al., 2019)."""
 
     method: Literal["fedavgm"]
@@ -243,7 +250,7 @@ class FedAvgMStage(_Training):
     server_momentum: float = Field(default=0.9, ge=0, lt=1)
 
 
-class _Adaptive(_Training):
+class _Adaptive(TrainingStage):
     server_lr: PositiveFloat = 0.01
     beta1: float = Field(default=0.9, ge=0, lt=1)
     beta2: float = Field(default=0.99, ge=0, lt=1)
@@ -265,7 +272,7 @@ class FedYogiStage(_Adaptive):
     method: Literal["fedyogi"]
 
 
-class FedAdagradStage(_Training):
+class FedAdagradStage(TrainingStage):
     """Adagrad on the mean update (Reddi et al., ICLR 2021)."""
 
     method: Literal["fedadagrad"]
@@ -273,7 +280,7 @@ class FedAdagradStage(_Training):
     tau: PositiveFloat = 1e-3
 
 
-class FedDynStage(_Training):
+class FedDynStage(TrainingStage):
     """A dynamic regulariser that aligns local and global optima (Acar et al., ICLR 2021)."""
 
     method: Literal["feddyn"]
@@ -282,14 +289,14 @@ class FedDynStage(_Training):
     """Divide alpha by a client's share of the examples, as the official code does."""
 
 
-class ScaffoldStage(_Training):
+class ScaffoldStage(TrainingStage):
     """Control variates against client drift, option II (Karimireddy et al., ICML 2020)."""
 
     method: Literal["scaffold"]
     server_lr: PositiveFloat = 1.0
 
 
-class FedNovaStage(_Training):
+class FedNovaStage(TrainingStage):
     """Updates normalised by the local steps behind them (Wang et al., NeurIPS 2020)."""
 
     method: Literal["fednova"]
@@ -297,7 +304,7 @@ class FedNovaStage(_Training):
     server_momentum: float = Field(default=0.0, ge=0, lt=1)
 
 
-class CentralisedStage(_Training):
+class CentralisedStage(TrainingStage):
     """The oracle: one machine holds everybody's examples; a round is so many epochs over all of them."""
 
     pools: ClassVar[bool] = True
@@ -306,7 +313,7 @@ class CentralisedStage(_Training):
     method: Literal["centralised"]
 
 
-class FedYoloStage(_Training):
+class FedYoloStage(TrainingStage):
     """A module and a head for each task on one frozen transformer, averaged per task (Zhang et al., 2023)."""
 
     method: Literal["fedyolo"]
@@ -318,7 +325,7 @@ class FedYoloStage(_Training):
     weighting: Literal["examples", "uniform"] = "uniform"
 
 
-class FedBABUStage(_Training):
+class FedBABUStage(TrainingStage):
     """The body under a head that stays as it starts; clients fine-tune afterwards (Oh et al., ICLR 2022)."""
 
     classifier: ClassVar[Role] = "frozen"
@@ -329,7 +336,7 @@ class FedBABUStage(_Training):
     """Pull towards the global model: FedProx+BABU where it is not 0."""
 
 
-class FedPerStage(_Training):
+class FedPerStage(TrainingStage):
     """The body is averaged, every client keeps a head of its own (Arivazhagan et al., 2019)."""
 
     classifier: ClassVar[Role] = "personal"
@@ -337,7 +344,7 @@ class FedPerStage(_Training):
     train: Part = "all"
 
 
-class FedRepStage(_Training):
+class FedRepStage(TrainingStage):
     """As FedPer, but each client trains its head first, then the body (Collins et al., ICML 2021)."""
 
     classifier: ClassVar[Role] = "personal"
@@ -347,7 +354,7 @@ class FedRepStage(_Training):
     """Epochs on the head, before local_epochs on the body."""
 
 
-class LGFedAvgStage(_Training):
+class LGFedAvgStage(TrainingStage):
     """The head is averaged, every client keeps a body of its own (Liang et al., 2020)."""
 
     representation: ClassVar[Role] = "personal"
@@ -355,7 +362,7 @@ class LGFedAvgStage(_Training):
     train: Part = "all"
 
 
-class PerFedAvgStage(_Training):
+class PerFedAvgStage(TrainingStage):
     """A model that one step of a client makes good, first-order variant (Fallah et al., NeurIPS 2020)."""
 
     method: Literal["per-fedavg"]
@@ -364,7 +371,7 @@ class PerFedAvgStage(_Training):
     """Of the step whose result the meta step looks at."""
 
 
-class DittoStage(_Training):
+class DittoStage(TrainingStage):
     """FedAvg, and beside it a model of each client's own that is pulled towards the global one (Li et al., 2021)."""
 
     method: Literal["ditto"]
@@ -373,7 +380,7 @@ class DittoStage(_Training):
     """Strength of the pull."""
 
 
-class LocalOnlyStage(_Training):
+class LocalOnlyStage(TrainingStage):
     """Every client trains for itself, and nothing travels."""
 
     silent: ClassVar[bool] = True
@@ -429,7 +436,7 @@ class PersonaliseStage(_SGD):
         return n_clients
 
 
-class SLoRAStage(_Training):
+class SLoRAStage(TrainingStage):
     """Sparse fine-tuning, whose low-rank part LoRA then starts from (Babakniya et al., 2023)."""
 
     one_task: ClassVar[bool] = True
@@ -444,7 +451,7 @@ class SLoRAStage(_Training):
     server_lr: PositiveFloat = 1.0
 
 
-class _ZerothOrder(_Rounds):
+class ZerothOrderStage(_Rounds):
     """Slopes along random directions instead of gradients; batch norm and dropout as in evaluation."""
 
     one_task: ClassVar[bool] = True
@@ -459,7 +466,7 @@ class _ZerothOrder(_Rounds):
     """Directions, and so scalars, of a step."""
 
 
-class FedMeZOStage(_ZerothOrder):
+class FedMeZOStage(ZerothOrderStage):
     """One seed and a few scalars per round (thesis, chapter 4)."""
 
     method: Literal["fedmezo"]
@@ -467,7 +474,7 @@ class FedMeZOStage(_ZerothOrder):
     """Examples of each client that a round looks at: all of them, or so many."""
 
 
-class DistMeZOStage(_ZerothOrder):
+class DistMeZOStage(ZerothOrderStage):
     """Every client takes MeZO steps of its own, with seeds of its own; then the mean of the weights."""
 
     method: Literal["distmezo"]
@@ -475,19 +482,16 @@ class DistMeZOStage(_ZerothOrder):
     server_lr: PositiveFloat = 1.0
 
 
-Training = (
-    FedAvgStage | FedProxStage | FedAvgMStage | FedAdamStage | FedYogiStage | FedAdagradStage | FedDynStage
-    | ScaffoldStage | FedNovaStage | CentralisedStage | SLoRAStage | FedYoloStage | FedBABUStage | FedPerStage
-    | FedRepStage | LGFedAvgStage | PerFedAvgStage | DittoStage | LocalOnlyStage | PersonaliseStage
-)  # fmt: skip
+Training = TrainingStage | PersonaliseStage
 """Local SGD."""
-Rounds = Training | FedMeZOStage | DistMeZOStage
+Rounds = Training | ZerothOrderStage
 """Anything that is trained round after round."""
-ClosedForm = FedNCMStage | Fed3RStage | FedCOFStage
-Stage = Annotated[ClosedForm | Rounds, Field(discriminator="method")]
+ClosedForm = ClosedFormStage
+FAMILIES = (ClosedFormStage, TrainingStage, ZerothOrderStage)
+"""What the stage of another method is a subclass of."""
 
 
-STAGES: dict[str, type[_Stage]] = {
+STAGES: dict[str, type[ClosedForm] | type[Training] | type[ZerothOrderStage]] = {
     "fedncm": FedNCMStage,
     "fed3r": Fed3RStage,
     "fedcof": FedCOFStage,
@@ -514,3 +518,22 @@ STAGES: dict[str, type[_Stage]] = {
     "fedmezo": FedMeZOStage,
     "distmezo": DistMeZOStage,
 }
+"""The stage of every method; `headstart.register` adds to it."""
+
+
+class _ByMethod:
+    """Tells pydantic that a stage is one of `STAGES`, whichever its key `method` names."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        stages = {name: handler.generate_schema(stage) for name, stage in STAGES.items()}
+        return core_schema.tagged_union_schema(stages, discriminator="method")
+
+
+Stage = Annotated[ClosedForm | Rounds, _ByMethod()]
+
+
+@cache
+def load_plugins() -> None:
+    """Import what installed packages name under the entry point group `headstart`: they register their methods."""
+    for plugin in entry_points(group="headstart"):
+        plugin.load()

@@ -142,9 +142,7 @@ def compared(points: Sequence[Point], summaries: Sequence[dict[str, Any]]) -> tu
     return [*keys, "method", "accuracy, %", "runs", "bytes up", "forward passes", "seconds"], rows
 
 
-def write_tables(
-    out: Path, columns: Sequence[str], rows: Sequence[Sequence[str]], name: str = "compare"
-) -> list[Path]:
+def write_tables(out: Path, columns: Sequence[str], rows: Sequence[Sequence[str]], name: str = "compare") -> list[Path]:
     """The table as CSV, Markdown and LaTeX files."""
     written = table_files(columns, rows)
     for ending, content in written.items():

@@ -22,11 +22,16 @@ COLOURS = ("#2f7ed8", "#e4572e", "#3aa655", "#a15bd0", "#c98a00", "#17a2b8", "#d
 """They can be told apart on white and on black."""
 _HEAT = LinearSegmentedColormap.from_list("heat", ["#b5d3ec", "#4a90d9", "#8e2a6b"])
 _MANY = 24  # names along an axis that can still be read
-_SIZE = (4.8, 3.3)  # inches: small, so that letters are large enough on a phone
 
 
-def _axes(size: tuple[float, float] = _SIZE) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=size, layout="constrained")
+def _axes(size: tuple[float, float] | None = None) -> tuple[Figure, Axes]:
+    """A figure of a size in inches, laid out by what is in it; or one for a plot of numbers, whose margins are known.
+
+    That one is small, so that letters are large enough on a phone.
+    """
+    figure = Figure(figsize=size, layout="constrained") if size else Figure(figsize=(4.8, 3.3))
+    if not size:
+        figure.subplots_adjust(left=0.14, bottom=0.16, right=0.97, top=0.97)
     axes = figure.subplots()
     axes.spines[["top", "right"]].set_visible(False)
     return figure, axes
