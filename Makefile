@@ -2,13 +2,13 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install demo test faults lint types bench clean
+.PHONY: install demo test browser faults lint types docs bench clean
 
 install: .venv/installed
 
 .venv/installed: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --editable '.[openvino,efficientnet,federation,dev]'
+	$(BIN)/pip install --quiet --editable '.[openvino,efficientnet,federation,docs,dev]'
 	touch $@
 
 demo: install
@@ -32,8 +32,11 @@ lint: install
 types: install
 	$(BIN)/mypy
 
+docs: install
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 bench: install
 	$(BIN)/python -m benchmarks
 
 clean:
-	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .coverage
+	rm -rf .venv site .mypy_cache .ruff_cache .pytest_cache .coverage

@@ -95,8 +95,8 @@ def evaluate_each(scorers: Iterable[Scorer], labels: Ints, owners: Ints | None, 
     there = np.isfinite(by_client)
     sizes = counts.sum(axis=1)[there]
     pooled = np.concatenate(right_answers).mean() if right_answers else np.average(by_client[there], weights=sizes)
-    answers = (np.concatenate(asked), np.concatenate(answered))
-    return Evaluation(float(pooled), _mean(np.concatenate(losses)), by_client, answers)
+    pairs = (np.concatenate(asked), np.concatenate(answered))
+    return Evaluation(float(pooled), _mean(np.concatenate(losses)), by_client, pairs)
 
 
 def combined(parts: list[Evaluation], starts: Sequence[int]) -> Evaluation:

