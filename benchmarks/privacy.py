@@ -224,7 +224,7 @@ def groups() -> None:
 EPSILONS = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 SIDES = ("server", "client")
 COUNT_NOISE = ("uniform", "gaussian", "laplace")
-COUNT_EPSILONS = (0.1, 1.0, 10.0)
+COUNT_EPSILONS = (0.1, 0.5, 0.9)  # the paper's range
 TRAINED_EPSILONS = (1.0, 3.0, 10.0, 30.0)
 # Tried on this seed, which is not shown, at this epsilon.
 TUNING_SEED, TUNING_EPSILON = 99, 10.0

@@ -97,15 +97,14 @@ class ClosedFormStage(_Sampled):
 
 
 class CountNoise(Table):
-    """Noise on the counts alone, as in the FedCOF paper: an experiment on robustness, not differential privacy.
+    """Noise on the counts alone (FedCOF paper, appendix I): an experiment on robustness, not differential privacy.
 
-    The paper says that a count becomes max(n + noise, 0), that uniform noise is proportional to n and the others are
-    not, and that a smaller ε means more noise; its exact parameters are not published. These are the natural ones.
+    A count becomes max(n + noise, 0); a smaller ε means more noise.
     """
 
     kind: Literal["uniform", "gaussian", "laplace"]
-    """"uniform": n · U(−1/ε, 1/ε); "gaussian": N(0, 1/ε²); "laplace": Lap(1/ε). The noisy count is rounded to a whole
-    number; a class that comes out at zero is not sent."""
+    """"uniform": n · U(−(1 − ε), 1 − ε), nothing from ε = 1 on; "gaussian": N(0, 1/ε), of variance 1/ε; "laplace":
+    Lap(1/ε). The noisy count is rounded to a whole number; a class that comes out at zero is not sent."""
     epsilon: PositiveFloat
 
 

@@ -44,4 +44,4 @@ class Fed3RMethod(StatisticsMethod):
         """As the FedCOF paper counts it; half of the symmetric Gram matrix is redundant."""
         rows = int(np.count_nonzero(counts))
         total = (rows * self.dim + len(counts) * self.dim**2) * 4
-        return Published(total, int(counts.sum()), "FedCOF paper, table 2: (P · d + K · d²) · 4 bytes, up")
+        return Published(total, int(counts.sum()), "FedCOF paper, appendix H: (P · d + K · d²) · 4 bytes, up")

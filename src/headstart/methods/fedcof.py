@@ -53,4 +53,4 @@ class FedCOFMethod(StatisticsMethod):
         d, means = self.dim, sum(len(heard.labels) for heard in state)
         extra = {"estimated": 0, "full": d * d, "diagonal": d, "spherical": 1}[self.stage.covariance]
         what = "P · d" if not extra else f"P (d + {'d²' if extra == d * d else 'd' if extra == d else '1'})"
-        return Published(means * (d + extra) * 4, int(counts.sum()), f"FedCOF paper, table 2: {what} · 4 bytes, up")
+        return Published(means * (d + extra) * 4, int(counts.sum()), f"FedCOF paper, appendix H: {what} · 4 bytes, up")

@@ -150,7 +150,7 @@ def generators_of(seed: tuple[int, ...], task: int, clients: Ints | None = None)
 def blur_counts(
     statistics: ClientStatistics, owners: Ints, noise: CountNoise, seed: tuple[int, ...]
 ) -> tuple[ClientStatistics, Ints]:
-    """FedCOF's noise on counts (its equation 26): ñ = max(n + noise, 0), to the nearest whole number.
+    """FedCOF's noise on counts (its appendix I): ñ = max(n + noise, 0), to the nearest whole number.
 
     A row whose count becomes zero is not sent; the sum of any other becomes mean · ñ, so that its mean stays as it is.
     owners: [R] the client behind each row, in ascending order; a client's noise depends on the seed and on it alone.
@@ -160,9 +160,9 @@ def blur_counts(
     for start, stop in zip(starts, [*starts[1:], len(owners)], strict=True):
         rng, mine = np.random.default_rng([*seed, _COUNTS, int(owners[start])]), slice(start, stop)
         if noise.kind == "uniform":
-            counts[mine] *= 1 + rng.uniform(-1, 1, stop - start) / noise.epsilon
+            counts[mine] *= 1 + rng.uniform(-1, 1, stop - start) * max(0.0, 1 - noise.epsilon)
         elif noise.kind == "gaussian":
-            counts[mine] += rng.normal(0, 1 / noise.epsilon, stop - start)
+            counts[mine] += rng.normal(0, sqrt(1 / noise.epsilon), stop - start)
         else:
             counts[mine] += rng.laplace(0, 1 / noise.epsilon, stop - start)
     blurred = np.rint(np.clip(counts, 0, _LARGEST_COUNT)).astype(np.int64)

@@ -31,7 +31,7 @@ def _axes(size: tuple[float, float] | None = None) -> tuple[Figure, Axes]:
     """
     figure = Figure(figsize=size, layout="constrained") if size else Figure(figsize=(4.8, 3.3))
     if not size:
-        figure.subplots_adjust(left=0.14, bottom=0.16, right=0.97, top=0.97)
+        figure.subplots_adjust(left=0.14, bottom=0.16, right=0.95, top=0.97)
     axes = figure.subplots()
     axes.spines[["top", "right"]].set_visible(False)
     return figure, axes
@@ -40,13 +40,14 @@ def _axes(size: tuple[float, float] | None = None) -> tuple[Figure, Axes]:
 def curve_figure(curves: Sequence[Curve], against: str, legend: bool = True) -> Figure:
     """Accuracy against rounds, bytes or forward passes (one of `AXES`), with a band of one deviation over seeds.
 
-    A stage of one evaluation is a point. Costs are on a logarithmic scale.
+    Where a curve begins is a point, and so is a stage of one evaluation. Costs are on a logarithmic scale.
     """
     figure, axes = _axes()
     for number, curve in enumerate(curves):
         colour, x, y = COLOURS[number % len(COLOURS)], curve.costs[against], 100 * curve.accuracy
-        marker, band = "o" if len(x) == 1 else "." if len(x) < 60 else "", 100 * curve.deviation
-        axes.plot(x, y, color=colour, marker=marker, label=curve.label, linewidth=1.6, zorder=2 + (len(x) == 1))
+        marker, band = "." if len(x) < 60 else "", 100 * curve.deviation
+        axes.plot(x, y, color=colour, marker=marker, label=curve.label, linewidth=1.6)
+        axes.plot(x[:1], y[:1], color=colour, marker="o", zorder=3)
         if band.any() and len(x) == 1:
             axes.errorbar(x, y, band, color=colour, capsize=3)
         elif band.any():

@@ -37,7 +37,7 @@ th, td { padding: .35rem .6rem; font-size: .9rem; border-bottom: 1px solid var(-
 th { opacity: .75; font-weight: 600; white-space: normal; vertical-align: bottom; }
 th:first-child, td:first-child, td.text { text-align: left; }
 td.text { white-space: normal; min-width: 14rem; }
-.figures { display: grid; gap: 1rem; grid-template-columns: repeat(auto-fit, minmax(min(21rem, 100%), 1fr));
+.figures { display: grid; gap: 1rem; grid-template-columns: repeat(auto-fit, minmax(min(19rem, 100%), 1fr));
   align-items: start; }
 figure { margin: 0; border: 1px solid var(--line); border-radius: .6rem; padding: .6rem; break-inside: avoid; }
 figure.half { max-width: 40rem; } figcaption { font-size: .85rem; opacity: .75; }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -225,20 +225,30 @@ class Curve:
 
 
 def curves(groups: Sequence[Group]) -> list[Curve]:
-    """A curve for every stage of every group of runs."""
+    """The curves of all groups: called by their methods, by their runs, or by both where that is needed."""
+    found = [_curves(group) for group in groups]
+    if len(groups) > 1:
+        alone = all(len(drawn) < 2 for drawn in found)
+        named = zip(groups, found, strict=True)
+        found = [[replace(c, label=g.label if alone else f"{g.label}: {c.label}") for c in drawn] for g, drawn in named]
+    return [curve for drawn in found for curve in drawn]
+
+
+def _curves(group: Group) -> list[Curve]:
+    """A curve for every stage of a group; a stage of one evaluation is the beginning of those that build on it."""
+    first, stages = group.runs[0], range(len(group.runs[0].recipe.stages))
+    lines = [[each for record in group.runs if (each := _evaluations(record, stage))] for stage in stages]
+    begun = {first.builds_on(stage) for stage in stages if lines[stage]}
     found = []
-    for group in groups:
-        for stage in range(max(len(record.recipe.stages) for record in group.runs)):
-            lines = [_evaluations(record, stage) for record in group.runs]
-            lines = [each for each in lines if each]
-            if not lines:
-                continue
-            steps = [[each[place] for each in lines if place < len(each)] for place in range(max(map(len, lines)))]
-            costs = {name: np.array([np.mean([c[name] for c, _ in step]) for step in steps]) for name in AXES}
-            accuracy = np.array([np.mean([a for _, a in step]) for step in steps])
-            deviation = np.array([np.std([a for _, a in step], ddof=len(step) > 1) for step in steps])
-            method = chain(group.runs[0], stage)
-            found.append(Curve(method if len(groups) == 1 else f"{group.label}: {method}", costs, accuracy, deviation))
+    for stage in stages:
+        length = max(map(len, lines[stage]), default=0)
+        if not length or (length == 1 and stage in begun):
+            continue
+        steps = [[each[place] for each in lines[stage] if place < len(each)] for place in range(length)]
+        costs = {name: np.array([np.mean([c[name] for c, _ in step]) for step in steps]) for name in AXES}
+        accuracy = np.array([np.mean([a for _, a in step]) for step in steps])
+        deviation = np.array([np.std([a for _, a in step], ddof=len(step) > 1) for step in steps])
+        found.append(Curve(chain(first, stage), costs, accuracy, deviation))
     return found
 
 
