@@ -146,11 +146,11 @@ def test_rows_run_and_finished_ones_stay(tiny: Path) -> None:
     assert ncm.cells[1] == "40.02 %"
     assert ncm.cells[2].startswith(f"{average:.2f} ± ")
     assert float(ncm.cells[3]) == pytest.approx(average - 40.02, abs=0.006)
-    assert ncm.cells[4].startswith("3 seeds; SqueezeNet 1.1 with weights trained in Caffe")
+    assert ncm.cells[5].startswith("3 seeds; SqueezeNet 1.1 with weights trained in Caffe")
     lacking = by_id["fedcof/3/cifar100/squeezenet/fedncm"]
-    assert lacking.cells[1:] == ["41.5 ± 0.1 %", "", "", "cifar100 is not in HEADSTART_DATA"]
+    assert lacking.cells[1:] == ["41.5 ± 0.1 %", "", "", "5.9 MB", "cifar100 is not in HEADSTART_DATA"]
     # What goes wrong with one row does not keep the others from coming.
-    assert by_id["fedncm/D/lp"].cells[4] == "data.test_examples = 2000 is more than the 40 examples there are"
+    assert by_id["fedncm/D/lp"].cells[5] == "data.test_examples = 2000 is more than the 40 examples there are"
     with (tiny / "out" / "reproduce.csv").open(newline="") as file:
         assert [line["row"] for line in csv.DictReader(file)] == [row.id for row in chosen]
     page = (tiny / "out" / "reproduce.html").read_text()
@@ -232,4 +232,4 @@ def test_the_command(tmp_path: Path) -> None:
 def test_printed_figures_are_shown_as_printed() -> None:
     shown = {name: published(BY_ID[name]) for name in ("fedcof/14/cub200/shrinkage-1", "mezo/4/slora/comm")}
     assert list(shown.values()) == ["53.57 %", "69.254 GB"]
-    assert published(Row(*[""] * 8, None, None, "%", "", "", "", "")) == ""
+    assert published(Row(*[""] * 8, None, None, "%", None, "", "", "", "")) == ""

@@ -195,7 +195,7 @@ def reproduce(
     where = out or _free("reproduce")
 
     def say(found: Found) -> None:
-        row, printed, measured, difference, note = found.cells
+        row, printed, measured, difference, _, note = found.cells
         beside = f"published {printed or 'not at hand'}" + (f", difference {difference}" if difference else "")
         print(f"{row}: {measured}; {beside}" if measured else f"{row}: left out: {note}", flush=True)
 

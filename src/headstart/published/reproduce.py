@@ -12,10 +12,10 @@ from headstart.errors import HeadstartError
 from headstart.files import write_text
 from headstart.published.formulas import FORMULAS
 from headstart.published.tables import Row, rows, why_not
-from headstart.report import html_page, html_table
+from headstart.report import html_page, html_table, human_bytes
 from headstart.sweep import sweep, write_tables
 
-COLUMNS = ("row", "published", "measured", "difference", "note")
+COLUMNS = ("row", "published", "measured", "difference", "published bytes", "note")
 _SCALES = {"MB": 1e6, "GB": 1e9}
 _METRICS = {
     "accuracy": "accuracy",
@@ -37,14 +37,15 @@ class Found:
     def cells(self) -> list[str]:
         """A line of the table of results."""
         row, figures = self.row, self.figures
+        charged = "" if row.bytes is None else human_bytes(row.bytes)
         if not figures:
-            return [row.id, published(row), "", "", str(self.reason)]
+            return [row.id, published(row), "", "", charged, str(self.reason)]
         places = 2 if row.unit in ("%", "MB", "GB") else 0
         spread = f" ± {stdev(figures):.{places}f}" if len(figures) > 1 else ""
         measured = f"{mean(figures):,.{places}f}{spread} {row.unit}"
         difference = "" if row.value is None else f"{round(mean(figures) - row.value, places) + 0.0:+,.{places}f}"
         how = f"by formula {row.formula}" if row.formula else f"{len(figures)} seed{'s' if len(figures) > 1 else ''}"
-        return [row.id, published(row), measured, difference, "; ".join(filter(None, (how, row.note)))]
+        return [row.id, published(row), measured, difference, charged, "; ".join(filter(None, (how, row.note)))]
 
 
 def published(row: Row) -> str:

@@ -36,6 +36,8 @@ class Row:
     """None: the printed figure was not at hand."""
     deviation: float | None
     unit: str
+    bytes: float | None
+    """The communication that is printed for the same method, in bytes."""
     recipe: str
     """A file of published/recipes, without its ending."""
     set: str
@@ -70,7 +72,7 @@ def rows() -> tuple[Row, ...]:
     for path in sorted(HERE.glob("*.csv")):
         with path.open(newline="", encoding="utf-8") as file:
             for line in csv.DictReader(file):
-                numbers = {key: float(line[key]) if line[key] else None for key in ("value", "deviation")}
+                numbers = {key: float(line[key]) if line[key] else None for key in ("value", "deviation", "bytes")}
                 found.append(Row(**(line | numbers)))  # type: ignore[arg-type]
     return tuple(found)
 
