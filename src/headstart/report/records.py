@@ -164,7 +164,11 @@ def find(paths: Iterable[Path]) -> list[Path]:
 
 def _recipes(folder: Path) -> Iterator[Path]:
     """Recipes of runs below a folder; what a run keeps inside its own directory is no run."""
-    for entry in folder.iterdir():
+    try:
+        entries = list(folder.iterdir())
+    except OSError:  # somebody else's, or just deleted
+        return
+    for entry in entries:
         if entry.is_dir() and not entry.name.startswith(".") and not entry.is_symlink():
             if (entry / "recipe.toml").is_file() and (entry / "checkpoint").is_dir():
                 yield entry / "recipe.toml"
