@@ -70,7 +70,7 @@ class Gallery:
         key = "|".join(names)
         with self._lock:  # one picture at a time: a run needs the processor more
             if self._bodies.get(key, ("", ""))[0] != version:
-                records = [self._record(name, known[name]) for name in names]
+                records = [self._record(name, known[name])[1] for name in names]
                 self._bodies[key] = (version, report_body(records))
             return self._bodies[key][1]
 
@@ -79,15 +79,15 @@ class Gallery:
         facts = [file.stat() for file in files if file.exists()]
         return "-".join(f"{fact.st_mtime_ns:x}.{fact.st_size:x}" for fact in facts)
 
-    def _record(self, name: str, path: Path) -> Record:
-        """A run, read again only where its files have changed."""
+    def _record(self, name: str, path: Path) -> tuple[str, Record]:
+        """A run, read again only where its files have changed, and the version that it has at least."""
         version = self._version(path)
         if self._records.get(name, ("",))[0] != version:
             self._records[name] = (version, Record.read(path))
-        return self._records[name][1]
+        return self._records[name]
 
     def _status(self, name: str, path: Path) -> Status:
-        record = self._record(name, path)
+        version, record = self._record(name, path)
         stages, done, dropped = record.recipe.stages, record.stages, self._left_out(name, path)
         accuracy = done[-1]["accuracy"] if done else None
         state = "finished" if record.summary else "running" if RunDirectory(path).running else "stopped"
@@ -101,7 +101,7 @@ class Gallery:
             share = min((sum(rounds[:number]) + played) / sum(rounds), 1.0)
             if state == "running":
                 doing, left = _under_way(path, doing)
-        return Status(name, record.recipe.name, state, doing, share, left, accuracy, dropped, self._version(path))
+        return Status(name, record.recipe.name, state, doing, share, left, accuracy, dropped, version)
 
     def _left_out(self, name: str, path: Path) -> int:
         """How often a client was left out of a round; the file only grows, and is read on from where it was."""
