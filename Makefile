@@ -15,7 +15,7 @@ demo: install
 	$(BIN)/headstart demo
 
 test: install browser
-	$(BIN)/pytest
+	$(BIN)/pytest -n 2 --dist loadfile
 
 # The dashboard is tested in Debian's Chromium; where there is none, and none can be installed, those tests are skipped.
 browser:
