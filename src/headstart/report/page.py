@@ -35,7 +35,7 @@ table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { padding: .35rem .6rem; font-size: .9rem; border-bottom: 1px solid var(--line); text-align: right;
   white-space: nowrap; }
 th { opacity: .75; font-weight: 600; white-space: normal; vertical-align: bottom; }
-th:first-child, td:first-child, td.text { text-align: left; }
+th:first-child, td:first-child, .text { text-align: left; }
 td.text { white-space: normal; min-width: 14rem; }
 .figures { display: grid; gap: 1rem; grid-template-columns: repeat(auto-fit, minmax(min(19rem, 100%), 1fr));
   align-items: start; }
@@ -68,9 +68,10 @@ def html_page(title: str, body: str) -> str:
 
 
 def html_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table; long texts may wrap."""
-    head = "".join(f"<th>{escape(column)}</th>" for column in columns)
-    cells = ["".join(f"<td{' class=text' if len(c) > 40 else ''}>{escape(c)}</td>" for c in row) for row in rows]
+    """A table; a column that has long texts is one of texts, which may wrap."""
+    kinds = [" class=text" if any(len(row[place]) > 40 for row in rows) else "" for place in range(len(columns))]
+    head = "".join(f"<th{kind}>{escape(column)}</th>" for kind, column in zip(kinds, columns, strict=True))
+    cells = ["".join(f"<td{kind}>{escape(c)}</td>" for kind, c in zip(kinds, row, strict=True)) for row in rows]
     body = "".join(f"<tr>{row}</tr>" for row in cells)
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
