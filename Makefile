@@ -19,8 +19,8 @@ test: install browser
 
 # The dashboard is tested in Debian's Chromium; where there is none, and none can be installed, those tests are skipped.
 browser:
-	@command -v chromium chromedriver > /dev/null || { apt-get update -qq && \
-	  DEBIAN_FRONTEND=noninteractive apt-get install -y -qq chromium chromium-driver fonts-dejavu-core > /dev/null; } || \
+	@{ command -v chromium && command -v chromedriver; } > /dev/null || { apt-get update -qq && \
+	  DEBIAN_FRONTEND=noninteractive apt-get install -y -qq chromium chromium-driver fonts-dejavu-core; } > /dev/null || \
 	  echo "no Chromium: the tests in a browser are skipped"
 
 faults: install
