@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,13 @@ def secret(path: Path) -> tuple[int, ...]:
 def write_text(path: Path, text: str) -> None:
     """Write ``text`` atomically."""
     write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+
+
+def csv_text(rows: Iterable[Sequence[Any]]) -> str:
+    """Rows as the text of a CSV file."""
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    return text.getvalue()
 
 
 def write_json(path: Path, value: Any) -> None:

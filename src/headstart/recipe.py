@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -181,6 +181,10 @@ class Recipe(Table):
             del table["tasks"]
         return tomli_w.dumps(table)
 
+    def settings(self) -> dict[str, Any]:
+        """Every value under the name that ``--set`` uses, such as stages.0.shrinkage."""
+        return dict(_settings(self.model_dump(mode="json", exclude_none=True)))
+
     @property
     def datasets(self) -> str:
         """What the run learns from, in words."""
@@ -225,6 +229,17 @@ def _on_features(table: Mapping[str, Any]) -> Mapping[str, Any]:
         heads = {key: "head" for key, default in usual.items() if default in ("all", "body")}
         changed.append({**heads, **stage} if isinstance(stage, dict) else stage)
     return {**table, "stages": changed}
+
+
+def _settings(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """The values of a table by their paths; the tables of a list by their numbers."""
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        value = dict(enumerate(value))
+    if isinstance(value, dict):
+        for key, part in value.items():
+            yield from _settings(part, f"{name}.{key}" if name else str(key))
+    else:
+        yield name, value
 
 
 def _apply(table: dict[str, Any], setting: str) -> str | None:

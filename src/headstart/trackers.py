@@ -198,7 +198,7 @@ class _MLflow:
         write_json(kept, {"run": self.run})
         from mlflow.entities import Param
 
-        settings = [Param(key, value) for key, value in _settings(recipe.model_dump(mode="json", exclude_none=True))]
+        settings = [Param(key, str(value)) for key, value in recipe.settings().items()]
         for start in range(0, len(settings), _BATCH):
             self.client.log_batch(self.run, params=settings[start : start + _BATCH])
 
@@ -214,17 +214,6 @@ class _MLflow:
         if summary:
             self.client.log_dict(self.run, dict(summary), "summary.json")
         self.client.set_terminated(self.run, "FINISHED" if summary is not None else "FAILED")
-
-
-def _settings(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
-    """The settings of a recipe by the names that --set uses: stages.0.shrinkage."""
-    if isinstance(value, list) and value and isinstance(value[0], dict):
-        value = dict(enumerate(value))
-    if isinstance(value, dict):
-        for key, part in value.items():
-            yield from _settings(part, f"{name}.{key}" if name else str(key))
-    else:
-        yield name, str(value)
 
 
 class _Wandb:

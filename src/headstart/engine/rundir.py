@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import io
 import json
 import os
 import shutil
@@ -22,7 +21,7 @@ from safetensors.numpy import save_file
 from headstart.engine.body import PRETRAINED, Body, Module, Version
 from headstart.engine.store import ClientStore, RemoteStore
 from headstart.errors import HeadstartError
-from headstart.files import secret, write_atomically, write_json, write_text
+from headstart.files import csv_text, secret, write_atomically, write_json, write_text
 from headstart.heads import LinearHead
 from headstart.ledger import Ledger
 from headstart.recipe import Recipe
@@ -47,12 +46,6 @@ class Handed:
 
 def _prefixed(head: LinearHead) -> dict[str, np.ndarray]:
     return {f"head.{name}": array for name, array in head.arrays().items()}
-
-
-def _csv(rows: Sequence[Sequence[Any]]) -> str:
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(rows)
-    return text.getvalue()
 
 
 class RunDirectory:
@@ -150,26 +143,23 @@ class RunDirectory:
 
     def log_round(self, stage: int, round: int, names: Sequence[str], ledger: Ledger) -> None:
         """Append who was asked in a round (from 1), what each moved, and why a client was left out, to `rounds.csv`."""
-        path, text = self.path / "rounds.csv", io.StringIO()
-        rows = csv.writer(text, lineterminator="\n")
-        if not path.exists():
-            rows.writerow(_ROUNDS)
+        path = self.path / "rounds.csv"
+        rows: list[Sequence[Any]] = [] if path.exists() else [_ROUNDS]
         gone = [entry for entry in ledger.dropped if entry["round"] == round]
         why = {name: str(entry["why"]) for entry in gone for name in str(entry["clients"]).split(", ")}
         for client, up, down in ledger.latest:
-            rows.writerow([stage, round, names[client], up, down, why.get(names[client], "")])
+            rows.append([stage, round, names[client], up, down, why.get(names[client], "")])
         with path.open("a", encoding="utf-8") as file:
-            file.write(text.getvalue())
+            file.write(csv_text(rows))
 
     def _cut_rounds(self, stage: int, round: int) -> None:
         """Leave out of `rounds.csv` what came after a round."""
-        path, text = self.path / "rounds.csv", io.StringIO()
+        path = self.path / "rounds.csv"
         if path.exists():
             with path.open(newline="", encoding="utf-8") as file:
                 rows = [row for row in csv.reader(file) if len(row) == len(_ROUNDS)]
             kept = [row for row in rows[1:] if (int(row[0]), int(row[1])) <= (stage, round)]
-            csv.writer(text, lineterminator="\n").writerows([_ROUNDS, *kept])
-            write_text(path, text.getvalue())
+            write_text(path, csv_text([_ROUNDS, *kept]))
 
     def metrics(self) -> list[dict[str, Any]]:
         """All evaluations so far; a line cut short by a crash does not count."""
@@ -311,7 +301,7 @@ class RunDirectory:
     def write_holdings(self, names: Sequence[str], classes: Sequence[str], counts: Ints) -> None:
         """Who holds how many training examples of which class [K, C], as rows of `holdings.csv`."""
         rows = [[names[client], classes[label], counts[client, label]] for client, label in np.argwhere(counts)]
-        write_text(self.path / "holdings.csv", _csv([["client", "class", "examples"], *rows]))
+        write_text(self.path / "holdings.csv", csv_text([["client", "class", "examples"], *rows]))
 
     def write_confusion(self, stage: int, classes: Sequence[str], labels: Ints, answers: Ints) -> None:
         """How often a class [n] was taken for another [n] after a stage, as rows of `confusion.csv`."""
@@ -326,7 +316,7 @@ class RunDirectory:
         if path.exists():
             with path.open(newline="", encoding="utf-8") as file:
                 before = [row for row in csv.reader(file) if row[0].isdigit() and int(row[0]) < stage]
-        write_text(path, _csv([columns, *before, *rows]))
+        write_text(path, csv_text([columns, *before, *rows]))
 
     def finish(self, summary: dict[str, Any]) -> None:
         """The summary: written last, its presence says that the run is complete."""

@@ -190,7 +190,7 @@ def grouped(records: Sequence[Record]) -> list[Group]:
     for record in records:
         groups.setdefault(record.recipe.model_copy(update={"seed": 0}).to_toml(), []).append(record)
     several = list(groups.values())
-    tables = [_flat(runs[0].recipe.model_dump(mode="json", exclude_none=True)) for runs in several]
+    tables = [runs[0].recipe.settings() for runs in several]
     apart = [key for key in dict.fromkeys(key for table in tables for key in table) if key != "seed"]
     apart = [key for key in apart if len({json.dumps(table.get(key)) for table in tables}) > 1]
     names = [runs[0].recipe.name for runs in several]
@@ -202,17 +202,6 @@ def grouped(records: Sequence[Record]) -> list[Group]:
             for name, said, runs in zip(names, short, several, strict=True)
         ]
     return [Group(name, runs) for name, runs in zip(names, several, strict=True)]
-
-
-def _flat(table: Any, path: str = "") -> dict[str, Any]:
-    """The values of a recipe under the paths of their keys."""
-    if not isinstance(table, dict | list):
-        return {path: table}
-    items = table.items() if isinstance(table, dict) else enumerate(table)
-    found: dict[str, Any] = {}
-    for key, value in items:
-        found |= _flat(value, f"{path}.{key}" if path else str(key))
-    return found
 
 
 @dataclass(frozen=True, eq=False)

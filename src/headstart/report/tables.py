@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Sequence
 from statistics import mean, stdev
 from typing import Any
@@ -13,6 +11,7 @@ import numpy.typing as npt
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from headstart.files import csv_text
 from headstart.report.records import Group
 
 # As the papers write them.
@@ -136,9 +135,7 @@ def _count(value: float | None, name: str) -> str:
 
 def table_files(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> dict[str, str]:
     """A table as CSV, Markdown and LaTeX, by the ending of a file."""
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows([columns, *rows])
-    return {"csv": text.getvalue(), "md": markdown(columns, rows), "tex": latex(columns, rows)}
+    return {"csv": csv_text([columns, *rows]), "md": markdown(columns, rows), "tex": latex(columns, rows)}
 
 
 def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
