@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import difflib
-import io
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from headstart.engine import PRETRAINED, Body, Handed, RunDirectory
 from headstart.engine.body import Module, Version
 from headstart.errors import HeadstartError, nearest
 from headstart.export.inputs import read
-from headstart.files import write_text
+from headstart.files import csv_text, write_text
 from headstart.heads import LinearHead
 from headstart.recipe import Data, Recipe
 from headstart.statistics import Ints
@@ -48,13 +47,10 @@ class Predictions:
 
     def write(self, path: Path) -> None:
         """A CSV file: the input, the class, and a column of probabilities for every class."""
-        text = io.StringIO()
-        rows = csv.writer(text, lineterminator="\n")
-        rows.writerow(["input", "predicted", *self.classes])
-        for (each, name, _), row in zip(self.best(), self.probabilities, strict=True):
-            rows.writerow([each, name, *(f"{value:.6g}" for value in row)])
+        found = zip(self.best(), self.probabilities, strict=True)
+        rows = [[each, name, *(f"{value:.6g}" for value in row)] for (each, name, _), row in found]
         try:
-            write_text(path, text.getvalue())
+            write_text(path, csv_text([["input", "predicted", *self.classes], *rows]))
         except OSError as error:
             raise HeadstartError(f"--out {path}: cannot write there: {error.strerror or error}") from None
 
