@@ -1,4 +1,4 @@
-"""Every test has a cache of its own, and no way to a hub."""
+"""Every test has a cache of its own, the same random numbers, and no way to a hub."""
 
 from pathlib import Path
 
@@ -6,6 +6,11 @@ import pytest
 import torch
 
 torch.set_num_threads(1)  # the tests are small, and threads that wait for each other are slower than one
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    torch.manual_seed(0)  # before any fixture: what a test draws does not depend on the tests before it
 
 
 @pytest.fixture(autouse=True)
