@@ -1,6 +1,8 @@
 """The same recipes on Flower: every method gives the model that it gives in process."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ import pytest
 import torch
 import transformers
 from safetensors.numpy import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 pytest.importorskip("flwr")
 pytest.importorskip("ray")
@@ -77,11 +80,18 @@ def assert_same(first: Path, second: Path, costs: bool = True) -> None:
 def test_every_method_gives_the_same_model_on_flower(tmp_path: Path) -> None:
     recipe = features(ON_FEATURES)
     assert {stage.method for stage in recipe.stages} == STAGES.keys() - {"slora", "fedyolo"}  # they need a body
-    here = run(recipe, tmp_path / "here").summary
-    there = simulate(recipe, tmp_path / "there").summary
+    run(recipe, tmp_path / "here")
+    (tmp_path / "recipe.toml").write_text(recipe.to_toml())
+    command = [sys.executable, "-m", "headstart.cli", "run", "recipe.toml", "--out", "there", "--engine", "flower"]
+    done = subprocess.run([*command, "--log", "tensorboard"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    here, there = (json.loads((tmp_path / name / "summary.json").read_text()) for name in ("here", "there"))
     for ours, theirs in zip(here["stages"], there["stages"], strict=True):
         assert {k: v for k, v in theirs.items() if k not in CLOCK} == {k: v for k, v in ours.items() if k not in CLOCK}
     assert_same(tmp_path / "here", tmp_path / "there")
+    logged = EventAccumulator(str(tmp_path / "there" / "tensorboard")).Reload().Scalars("accuracy")
+    lines = (tmp_path / "here" / "metrics.jsonl").read_text().splitlines()
+    assert [point.value for point in logged] == pytest.approx([json.loads(line)["accuracy"] for line in lines])
 
 
 @pytest.mark.slow
