@@ -8,6 +8,7 @@ no step left does not move. A cohort of one client is the same code.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -20,7 +21,7 @@ from torch.nn import functional
 
 from headstart.methods.base import Cohort
 from headstart.stages import Rounds, Training
-from headstart.statistics import Ints
+from headstart.statistics import Features, Ints
 
 Stack = dict[str, Tensor]
 """Parameters by name, each with a leading dimension for the clients [M, …]."""
@@ -91,18 +92,17 @@ class HeadSolver:
         stage, rate = self.stage, learning_rate(self.stage, round)
         # [M, S, B], -1 where there is no example
         index = torch.from_numpy(batches(cohort, stage, round, self.seed, objective))
-        features = torch.from_numpy(np.asarray(cohort.features[cohort.rows], np.float32))
-        labels = torch.from_numpy(cohort.labels)
+        source, rows, labels = _shared(cohort.features), torch.from_numpy(cohort.rows), torch.from_numpy(cohort.labels)
         parameters = {name: value.clone() for name, value in start.items()}
         moves = objective.moves if objective.moves is not None else self.trained
         velocity = {name: torch.zeros_like(value) for name, value in start.items()} | (objective.velocity or {})
         anchor = objective.anchor or start
         inner, origin = objective.inner_lr, parameters
         for step in range(index.shape[1] if inner is None else index.shape[1] // 2 * 2):
-            batch = index[:, step]
-            present = batch >= 0
+            present, batch = index[:, step] >= 0, index[:, step].clamp(min=0)
             active = present.any(dim=1)
-            gradients = _gradients(parameters, features[batch.clamp(min=0)], labels[batch.clamp(min=0)], present, stage)
+            features = functional.embedding(rows[batch], source).float()  # [M, B, d]; faster than an index
+            gradients = _gradients(parameters, features, labels[batch], present, stage)
             gradients = {name: gradient for name, gradient in gradients.items() if name in moves}
             for name, gradient in gradients.items():
                 if stage.weight_decay:
@@ -126,6 +126,13 @@ class HeadSolver:
             index = index[:, 1::2]
         steps = (index >= 0).any(dim=2).sum(dim=1).numpy().astype(np.int64)
         return LocalResult(parameters, steps, velocity)
+
+
+def _shared(features: Features) -> Tensor:
+    """Features as a tensor on the same memory, which is only read."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch would rather have memory that it may write to
+        return torch.from_numpy(features)
 
 
 def layers_of(names: list[str]) -> list[str]:
