@@ -72,7 +72,7 @@ def test_the_files_are_sound() -> None:
         assert row.recipe or row.formula or row.note  # why it cannot be computed
         if row.quantity.endswith("accuracy"):
             assert row.value is None or row.value < 100
-        else:
+        elif row.quantity != "clients per class":
             assert row.formula
 
 

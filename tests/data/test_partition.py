@@ -136,6 +136,19 @@ def test_dirichlet_has_the_distribution_of_one_draw_at_a_time(alpha: float) -> N
     assert np.all(np.abs(difference) < 3.5 * error), difference / error
 
 
+@pytest.mark.parametrize(("size", "n_classes", "published"), [(50_000, 100, 2870), (5_994, 200, 2353)])
+def test_dirichlet_gives_as_many_class_means_as_the_fedcof_paper_counts(
+    size: int, n_classes: int, published: int
+) -> None:
+    """Of CIFAR-100 and CUB-200, whose classes are of one size, with 100 clients and alpha = 0.1 (appendix H)."""
+    labels = np.arange(size) % n_classes
+    means = []
+    for seed in range(10):
+        owners = partition(examples(labels), n_classes, Dirichlet(clients=100, alpha=0.1), seed)
+        means.append(len(np.unique((owners * n_classes + labels)[owners >= 0])))
+    assert abs(np.mean(means) - published) < 2.5 * np.std(means, ddof=1)  # theirs is one draw
+
+
 def test_dirichlet_concentrates_as_alpha_falls() -> None:
     labels = np.repeat(np.arange(10), 200)
     seen = [

@@ -32,7 +32,7 @@ class Row:
     setting: str
     quantity: str
     """accuracy of the last round, best accuracy (of the round that is best on test data, as some papers print it),
-    initial, personalised or headless accuracy, communication, compute, parameters."""
+    initial, personalised, headless or training accuracy, communication, compute, parameters, clients per class."""
     value: float | None
     """None: the printed figure was not at hand."""
     deviation: float | None
