@@ -167,7 +167,6 @@ def cost_of(net: str) -> tuple[str, ...]:
         with TemporaryDirectory() as folder:
             store = ClientStore(Path(folder) / "clients", CLIENTS, method.kept_shapes)
             play(method, stage, federation, source, (0, 1), Ledger.open(CLIENTS), store, lambda *_: None)
-            store.discard()
 
     plans = []
     for client in range(CLIENTS):

@@ -22,6 +22,7 @@ from headstart.engine.store import ClientStore
 from headstart.errors import HeadstartError, MessageError
 from headstart.methods.training import TrainingMethod
 from headstart.recipe import Recipe
+from headstart.report.tables import remarks
 from headstart.runner import run
 
 
@@ -202,9 +203,6 @@ def test_what_clients_keep_is_gone_after_the_stage_and_nothing_else(tmp_path: Pa
     assert sorted(path.name for path in (tmp_path / "run" / "checkpoint").iterdir()) == [
         "lock", "stage-0.safetensors", "state.safetensors",
     ]  # fmt: skip
-    (tmp_path / "precious").mkdir()
-    ClientStore(tmp_path / "precious", 3, {}, None).discard()
-    assert (tmp_path / "precious").is_dir()
 
 
 def test_two_stages_start_where_the_first_ended(tmp_path: Path) -> None:
@@ -241,6 +239,59 @@ def test_validation_chooses_and_the_test_reports(tmp_path: Path) -> None:
     assert summary["best_accuracy"] == chosen["accuracy"]
     assert summary["best_validation_accuracy"] == chosen["validation_accuracy"]
     assert summary["accuracy"] == evaluations[-1]["accuracy"]
+    assert remarks(summary)[0].endswith("on the test split; the table shows the last round")
+    assert summary["best_round"] < 11  # or there would be nothing to choose
+
+    # The chosen round is what the stage ends with, whichever rounds come after it: the same as if it were the last.
+    best = run(Recipe.parse(table | {"stages": [stage | {"keep": "best"}]}), tmp_path / "best")
+    short = run(Recipe.parse(table | {"stages": [stage | {"rounds": summary["best_round"]}]}))
+    np.testing.assert_array_equal(best.head.weight, short.head.weight)
+    found = best.summary["stages"][0]
+    assert (found["accuracy"], found["rounds"], found["loss"]) == (chosen["accuracy"], 12, chosen["loss"])
+    assert remarks(found)[0].endswith("on the test split; the stage ends with it")
+    np.testing.assert_array_equal(
+        load_file(tmp_path / "best" / "model" / "head.safetensors")["weight"], best.head.weight
+    )
+    assert not list((tmp_path / "best" / "checkpoint").glob("best-*"))
+
+    # Patience ends it at the first evaluation that is no better than all before.
+    patient = run(Recipe.parse(table | {"stages": [stage | {"patience": 1, "keep": "best"}]}), tmp_path / "patient")
+    seen = [line["validation_accuracy"] for line in evaluations]
+    stop = next(n for n in range(2, 13) if max(seen[: n - 1]) >= seen[n - 1])
+    assert patient.summary["stages"][0]["rounds"] == len(lines(tmp_path / "patient")) == stop < 12
+    assert patient.summary["stages"][0]["accuracy"] == evaluations[int(np.argmax(seen[:stop]))]["accuracy"]
+
+
+def test_a_validation_accuracy_is_called_one(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    y = np.arange(60) % 3
+    np.savez(tmp_path / "data.npz", X=np.eye(3)[y] + rng.normal(0, 0.6, (60, 3)), y=y, split=np.arange(60) // 3 % 3)
+    stage = {"method": "fedavg", "train": "head", "rounds": 3, "eval_split": "validation"}
+    table = {
+        "data": {"dataset": str(tmp_path / "data.npz"), "partition": {"kind": "iid", "clients": 3}},
+        "model": {"backbone": "features"},
+        "stages": [stage],
+    }
+    summary = run(Recipe.parse(table), tmp_path / "run").summary["stages"][0]
+    assert summary["eval_split"] == "validation"
+    assert summary["accuracy"] == summary["validation_accuracy"]
+    assert "on the validation split" in remarks(summary)[0]
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert "test split" not in page
+
+
+@pytest.mark.parametrize(
+    ("stage", "sentence"),
+    [
+        ({"method": "fedavg", "keep": "best"}, "need a validation split"),
+        ({"method": "fedavg", "patience": 3}, "need a validation split"),
+        ({"method": "fedper", "keep": "best", "head": "mlp"}, "personal models are those of the last round"),
+        ({"method": "ditto", "keep": "best"}, "personal models are those of the last round"),
+    ],
+)
+def test_the_best_round_needs_a_validation_split_and_one_model(stage: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(HeadstartError, match=sentence):
+        run(recipe_of(stage | {"train": "head", "rounds": 1}))
 
 
 def test_too_few_usable_answers_stop_the_run_and_leave_a_good_checkpoint(

@@ -1,4 +1,4 @@
-"""Files that are either whole or absent."""
+"""Files that are either whole or absent, and stay so when the power fails."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+_TEMPORARY = ".headstart-"  # how the name of a file begins that is not whole yet
+
 
 def write_atomically(path: Path, write: Callable[[Path], object], private: bool = False) -> None:
-    """Let ``write`` fill a temporary sibling of ``path``, flush it to disk and rename it into place.
+    """Let ``write`` fill a temporary sibling of ``path``, flush it to disk and rename it into place, durably.
 
     private: for the eyes of its owner only.
     """
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}.", suffix=path.suffix)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=_TEMPORARY, suffix=path.suffix)
     os.close(handle)
     temporary = Path(name)
     try:
@@ -29,8 +31,38 @@ def write_atomically(path: Path, write: Callable[[Path], object], private: bool 
         os.umask(umask)
         temporary.chmod(0o600 if private else 0o666 & ~umask)
         temporary.replace(path)
+        sync_folder(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names of a folder's files durable: a rename is lost with the power before that."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def append_text(path: Path, text: str) -> None:
+    """Append to a file, durably; a crash may leave a part of ``text``."""
+    new = not path.exists()
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    try:
+        data = memoryview(text.encode())
+        while len(data):  # a nearly full disk takes a part
+            data = data[os.write(handle, data) :]
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+    if new:
+        sync_folder(path.parent)
+
+
+def temporaries(folder: Path) -> list[Path]:
+    """The temporary files in a folder: of somebody who is writing there, or of a process that was killed."""
+    return list(folder.glob(f"{_TEMPORARY}*"))
 
 
 def secret(path: Path) -> tuple[int, ...]:

@@ -87,6 +87,11 @@ def contradictions(table: Mapping[str, Any]) -> list[str]:
             problems.append(f"stages.{number}.share: a server that trains on a share is for one task and one model")
         elif stage.get("share") and stage.get("share_train") == "body" and train == "head":
             problems.append(f"stages.{number}.share_train: no body is trained; use 'all'")
+        roles = [getattr(kind, role, "") for role in ("representation", "classifier")]
+        if stage.get("keep") == "best" and ("personal" in roles or stage.get("method") == "ditto"):
+            problems.append(f"stages.{number}.keep: personal models are those of the last round; use 'last'")
+        if stage.get("keep") == "best" and stage.get("method") == "slora":
+            problems.append(f"stages.{number}.keep: slora's first rounds train other parameters; use 'last'")
         if stage.get("method") == "scaffold" and stage.get("momentum"):
             problems.append(f"stages.{number}.momentum: scaffold is defined for plain local SGD; leave it 0")
         if kind and "combine" in kind.model_fields:

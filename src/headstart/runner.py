@@ -20,10 +20,13 @@ from headstart.engine import (
     PRETRAINED,
     Begin,
     Body,
+    Checkpoint,
     ClientStore,
     Handed,
     RemoteStore,
     RunDirectory,
+    StageCheckpoint,
+    collect,
     method_of,
     play,
     play_rounds,
@@ -42,6 +45,7 @@ from headstart.recipe import Recipe
 from headstart.report import Record, write_report
 from headstart.stages import PersonaliseStage, Rounds, Stage
 from headstart.statistics import Features, Ints
+from headstart.wire import Message
 
 if TYPE_CHECKING:  # Flower takes seconds to load
     from headstart.engine.flower import Nodes
@@ -111,21 +115,23 @@ def conduct(
             kept = kept or (directory.path / "checkpoint" if directory else Path(temporary))
             return _Run(recipe, federation, body, directory, on_metrics or (lambda line: None), kept, nodes).play()
     except BaseException as error:
-        if directory is not None and not resume and not directory.metrics():
+        if directory is not None and not resume and not directory.has_checkpoint:
             directory.discard()
         if isinstance(error, OSError) and error.errno in _FULL:
-            raise HeadstartError(
-                f"{error.filename or out}: {error.strerror}; make room, and go on with --resume: what the last "
-                "checkpoint holds is safe"
-            ) from None
+            safe = directory is not None and directory.has_checkpoint
+            how = "go on with --resume: what the last checkpoint holds is safe" if safe else "start again"
+            raise HeadstartError(f"{error.filename or out}: {error.strerror}; make room, and {how}") from None
         raise
 
 
 def _check(recipe: Recipe, federation: Federation) -> None:
     """What a recipe asks for and its data do not have."""
     for number, stage in enumerate(recipe.stages):
-        if stage.eval_split == "validation" and federation.dataset.validation is None:
-            raise HeadstartError(f"stages.{number}.eval_split: the data have no validation split; use 'test'")
+        if federation.dataset.validation is None:
+            if stage.eval_split == "validation":
+                raise HeadstartError(f"stages.{number}.eval_split: the data have no validation split; use 'test'")
+            if isinstance(stage, Rounds) and (stage.keep == "best" or stage.patience):
+                raise HeadstartError(f"stages.{number}: keep = 'best' and patience need a validation split in the data")
         if len(federation.tasks) > 1 and stage.one_task:
             raise HeadstartError(f"stages.{number}.method: {stage.method} is for one task; give [data] instead")
         if federation.announced is not None and (stage.pools or (isinstance(stage, Rounds) and stage.share)):
@@ -165,7 +171,7 @@ class _Run:
             federation = self.federation
             self.directory.write_holdings(federation.names, federation.dataset.classes, federation.counts)
         if self.directory and saved is not None:
-            progress = saved[3]
+            progress = saved.progress
             start, self.stages, self.evaluations = progress["stage"], progress["stages"], progress["evaluations"]
             self.spent = progress["spent"]
             for number in range(start):
@@ -173,13 +179,41 @@ class _Run:
                 if version is not None:
                     self.body.remember(number, version)
                 self.handed.append(handed)
+            self._collect_garbage()
         for number, stage in enumerate(self.recipe.stages):
             if number >= start:
-                folder = self.kept / f"clients-{number}"
-                self._play_stage(number, stage, saved if number == start else None, folder)
+                within = saved.stage if saved is not None and number == start else None
+                progress = saved.progress if saved is not None and within is not None else {}
+                self._play_stage(number, stage, within, progress)
+                if self.directory:
+                    self.directory.save_checkpoint(Checkpoint(self._progress(number + 1, 0)))
+                self._collect_garbage()
         return self._finish()
 
-    def _play_stage(self, number: int, stage: Stage, saved: Any, folder: Path) -> None:
+    def _progress(self, stage: int, round: int) -> dict[str, Any]:
+        """Where the run stands, for a checkpoint."""
+        return {
+            "stage": stage, "round": round, "stages": self.stages, "spent": self.spent, "evaluations": self.evaluations,
+        }  # fmt: skip
+
+    def _collect_garbage(self) -> None:
+        """Remove what finished stages no longer need, and what their clients kept where no later stage starts from it.
+
+        Only once a checkpoint says that those stages are finished: until then a resumed run needs all of it.
+        """
+        done = len(self.handed)
+        needed = {self._origin(number, stage) for number, stage in enumerate(self.recipe.stages) if number >= done}
+        for number, handed in enumerate(self.handed):
+            if self.directory:
+                self.directory.collect_best(number, None)
+            if not isinstance(handed.store, RemoteStore):
+                last = number == len(self.recipe.stages) - 1  # the user's
+                collect(self.kept / f"clients-{number}", handed.store is not None and (last or number in needed))
+
+    def _play_stage(
+        self, number: int, stage: Stage, saved: StageCheckpoint | None, progress: Mapping[str, Any]
+    ) -> None:
+        """Play a stage; saved, progress: after the round to go on from, where it was interrupted."""
         seed = (self.recipe.seed, number)
         federation = self.federation.pooled() if stage.pools else self.federation
         begin = self._begin(number, stage)
@@ -212,10 +246,10 @@ class _Run:
         metrics: dict[str, Any] = {}
         best: dict[str, Any] = {}
         if saved is not None:
-            message, ledger, slots, progress = saved
-            state, played = method.thaw(message), progress["round"]
+            ledger, slots = saved.ledger, saved.slots
+            state, played = method.thaw(saved.state), progress["round"]
             metrics, best = progress["metrics"], progress["best"]
-        store = self._store(federation, stage, method, folder, slots, begin)
+        store = self._store(federation, stage, method, self.kept / f"clients-{number}", slots, begin)
         members = federation.tasks_of(np.arange(federation.n_clients))
         remote = None
         if self.nodes is not None and not stage.pools:
@@ -227,10 +261,14 @@ class _Run:
         if remote and federation.announced is not None and (method.personal or not len(federation.dataset.test)):
             look = RemoteExaminer(federation, method, remote)
         rounds, _ = rounds_of(stage, federation.n_clients)
-        watch = _Watch(self, number, stage, rounds, method, look, ledger, store, before, validates, metrics, best)
+        watch = _Watch(
+            self, number, stage, rounds, method, look, ledger, store, before, validates, metrics, best, played
+        )
         if isinstance(stage, PersonaliseStage) and state is None:
             state = method.open()
             watch(-1, state)
+        if watch.out_of_patience:
+            played = rounds
         owns = [begin.store is not None and begin.store.has(client) for client in range(federation.n_clients)]
         needs = np.array([begins[int(task), has].nbytes for task, has in zip(members, owns, strict=True)])
         about = (seed, ledger, store, watch, state, played, needs)
@@ -244,15 +282,18 @@ class _Run:
         if store.settle(
             partial(self._own, federation, method, store)
         ):  # to go on from here, what earlier stages have left with the clients is not needed
-            watch.save(rounds, state)
-        self._hand_on(number, stage, method, state, begin, store, changes)
+            watch.save(state)
         published = method.published(state, federation.counts[ledger.forward_passes > 0])
+        state = watch.kept(state)
+        self._hand_on(number, stage, method, state, begin, store, changes)
         self.stages.append(
             {
                 "method": stage.method,
-                "rounds": rounds,
+                "rounds": watch.done,
+                "eval_split": stage.eval_split,
+                **({"keep": "best"} if watch.keeps_best else {}),
                 **metrics,
-                **best,
+                **{name: value for name, value in best.items() if name.startswith("best_")},
                 **ledger.totals(),
                 "published_bytes": published.bytes,
                 "published_compute": published.forward_passes,
@@ -365,7 +406,7 @@ class _Run:
         store: ClientStore,
         changes: bool,
     ) -> None:
-        """Remember what a stage has made; what no later stage starts from is the clients' no longer."""
+        """Remember what a stage has made."""
         tasks = range(len(self.federation.tasks))
         heads = tuple(method.head(state, task) for task in tasks)
         version, body = None, begin.body
@@ -381,13 +422,6 @@ class _Run:
             self.directory.save_model(number, self.handed[-1], version)
             if method.catches_up:
                 self.directory.save_log(number, method.freeze(state))
-        later = self.recipe.stages[number + 1 :]
-        needed = {one.start for one in later} | {
-            number + place for place, o in enumerate(later) if o.start == "previous"
-        }
-        for earlier, handed in enumerate(self.handed[:-1]):
-            if handed.store is not None and earlier not in needed:
-                handed.store.discard()
 
     def _finish(self) -> Result:
         federation, heads = self.federation, self.handed[-1].heads
@@ -412,6 +446,7 @@ class _Run:
             }
         if self.directory:
             final = [head for head in heads if head is not None]
+            self.body.load(self.handed[-1].body)
             self.directory.save_final(
                 self.body if self.handed[-1].body != PRETRAINED else None,
                 final,
@@ -441,54 +476,110 @@ class _Watch:
     validates: bool
     metrics: dict[str, Any]
     best: dict[str, Any]
-    """The round that validation chooses, and what the test says of it."""
+    """The round that validation chooses, and what the evaluated split says of it."""
+    done: int
+    """Rounds that have been played."""
+    _best_state: bytes | None = None
 
-    def __call__(self, index: int, state: Any) -> None:
-        """After the round with this number, from 0."""
-        done = index + 1
-        names = self.run.federation.pooled().names if self.stage.pools else self.run.federation.names
-        if self.run.directory and done:
-            self.run.directory.log_round(self.number, done, names, self.ledger)
-        if done == self.rounds or done % self.stage.evaluate_every == 0:
-            found = self._evaluate(done, state)
+    def __call__(self, index: int, state: Any) -> bool:
+        """After the round with this number, from 0; returns whether it is the last."""
+        self.done = index + 1
+        if self.run.directory and self.done:
+            self.run.directory.log_round(self.number, self.done, self._names, self.ledger)
+        if self.done == self.rounds or self.done % self.stage.evaluate_every == 0:
+            found = self._evaluate(state)
+            if self.validates:
+                self._validate(state)
+            if self._is_last:
+                self._conclude(state, found)
             self.ledger.tick()
             spent = self.run.spent
             costs = {name: round(spent[name] + cost, 3) for name, cost in self.ledger.totals().items()}
-            line = {"stage": self.number, "method": self.stage.method, "round": done, **self.metrics, **costs}
+            line = {"stage": self.number, "method": self.stage.method, "round": self.done, **self.metrics, **costs}
             self.run.evaluations += 1
             if self.run.directory:
                 self.run.directory.log(line)
-                if done == self.rounds:
-                    self.run.directory.write_clients(self.number, names, self.ledger, found.client_accuracy)
-                    if found.answers is not None:
-                        classes = self.run.federation.dataset.classes
-                        self.run.directory.write_confusion(self.number, classes, *found.answers)
             self.run.on_metrics(line)
-        self.save(done, state)
+        self.save(state)
+        return self._is_last
 
-    def _evaluate(self, done: int, state: Any) -> Evaluation:
-        stage, metrics, best = self.stage, self.metrics, self.best
+    @property
+    def _names(self) -> tuple[str, ...]:
+        return self.run.federation.pooled().names if self.stage.pools else self.run.federation.names
+
+    @property
+    def out_of_patience(self) -> bool:
+        """Whether validation has not improved for too long."""
+        patience = self.stage.patience if isinstance(self.stage, Rounds) else None
+        return patience is not None and self.best.get("evaluations_since_best", 0) >= patience
+
+    @property
+    def _is_last(self) -> bool:
+        return self.done == self.rounds or self.out_of_patience
+
+    @property
+    def keeps_best(self) -> bool:
+        """Whether the stage ends with the round that validation chooses."""
+        return isinstance(self.stage, Rounds) and self.stage.keep == "best"
+
+    def _evaluate(self, state: Any) -> Evaluation:
+        """On the split of the stage."""
+        stage, metrics = self.stage, self.metrics
         found, by_task = self.look(state, stage.eval_split)
         metrics.update(found.metrics())
         if len(by_task) > 1:
             metrics["tasks"] = {name: part.metrics() for name, part in by_task.items()}
         if isinstance(stage, PersonaliseStage):
-            metrics.update(self.look.personalised(stage, state, done, found, metrics))
-        if self.before is not None and done == self.rounds:
-            metrics["feature_similarity"] = similarity(self.before, self.look.features(state, stage.eval_split))
-        if self.validates:
-            metrics["validation_accuracy"] = self.look(state, "validation")[0].accuracy
-            if metrics["validation_accuracy"] > best.get("best_validation_accuracy", -1.0):
-                best["best_validation_accuracy"] = metrics["validation_accuracy"]
-                best["best_accuracy"], best["best_round"] = metrics["accuracy"], done
+            metrics.update(self.look.personalised(stage, state, self.done, found, metrics))
         return found
 
-    def save(self, done: int, state: Any) -> None:
+    def _validate(self, state: Any) -> None:
+        """Whether this is the best round so far, on the validation split."""
+        metrics, best = self.metrics, self.best
+        metrics["validation_accuracy"] = self.look(state, "validation")[0].accuracy
+        if metrics["validation_accuracy"] > best.get("best_validation_accuracy", -1.0):
+            best["best_validation_accuracy"] = metrics["validation_accuracy"]
+            best["best_accuracy"], best["best_round"] = metrics["accuracy"], self.done
+            best["evaluations_since_best"] = 0
+            if self.keeps_best:
+                self._best_state = self.method.freeze(state).to_bytes()
+                if self.run.directory:
+                    self.run.directory.save_best(self.number, self.done, self._best_state)
+        else:
+            best["evaluations_since_best"] += 1
+
+    def _conclude(self, state: Any, found: Evaluation) -> None:
+        """What is noted of the model that the stage ends with, clients and confusion included."""
+        if self.before is not None:
+            similar = similarity(self.before, self.look.features(state, self.stage.eval_split))
+            self.metrics["feature_similarity"] = similar
+        if self.run.directory:
+            self.run.directory.write_clients(self.number, self._names, self.ledger, found.client_accuracy)
+            if found.answers is not None:
+                classes = self.run.federation.dataset.classes
+                self.run.directory.write_confusion(self.number, classes, *found.answers)
+
+    def kept(self, state: Any) -> Any:
+        """The state that the stage ends with: the last one, or that of the best round, evaluated anew."""
+        if not self.keeps_best or self.best["best_round"] == self.done:
+            return state
+        if self._best_state is None:  # saved before the run was interrupted
+            assert self.run.directory is not None
+            self._best_state = self.run.directory.load_best(self.number, self.best["best_round"])
+        state = self.method.thaw(Message.from_bytes(self._best_state))
+        found = self._evaluate(state)
+        self.metrics["validation_accuracy"] = self.best["best_validation_accuracy"]
+        self._conclude(state, found)
+        return state
+
+    def save(self, state: Any) -> None:
         """A checkpoint to go on from."""
         if self.run.directory:
-            where = {"stage": self.number, "round": done, "stages": self.run.stages, "spent": self.run.spent}
-            where |= {"evaluations": self.run.evaluations, "metrics": self.metrics, "best": self.best}
-            self.run.directory.save_checkpoint(self.method.freeze(state), self.ledger, self.store.slots, where)
+            where = self.run._progress(self.number, self.done) | {"metrics": self.metrics, "best": self.best}
+            stage = StageCheckpoint(self.method.freeze(state), self.ledger, self.store.slots)
+            self.run.directory.save_checkpoint(Checkpoint(where, stage))
+            if self.keeps_best:
+                self.run.directory.collect_best(self.number, self.best.get("best_round"))
 
 
 def _versions() -> dict[str, str]:

@@ -187,6 +187,11 @@ class _Rounds(_Sampled, _Optimiser):
     warmup_rounds: NonNegativeInt = 0
     """Rounds over which the learning rate rises to its value."""
     weighting: Literal["examples", "uniform"] = "examples"
+    keep: Literal["last", "best"] = "last"
+    """The model that the stage ends with: that of its last round, or that of the evaluated round with the highest
+    accuracy on the validation split."""
+    patience: PositiveInt | None = None
+    """Stop after so many evaluations without a higher accuracy on the validation split; None: play every round."""
     rank: PositiveInt = 8
     """Of LoRA's updates."""
     alpha_lora: PositiveFloat = 16.0
@@ -398,6 +403,8 @@ class PersonaliseStage(_SGD):
     schedule: ClassVar[Literal["constant"]] = "constant"
     warmup_rounds: ClassVar[int] = 0
     weighting: ClassVar[Literal["uniform"]] = "uniform"
+    keep: ClassVar[Literal["last"]] = "last"
+    patience: ClassVar[None] = None
     hide_task: ClassVar[bool] = False
     share: ClassVar[float] = 0.0
     representation: ClassVar[Role] = "personal"

@@ -31,8 +31,8 @@ SMALLEST_SUM = 3
 
 Bools = npt.NDArray[np.bool_]
 
-AfterRound = Callable[[int, Any], None]
-"""Called when a round is over, with its number from 0 and the server's state."""
+AfterRound = Callable[[int, Any], object]
+"""Called when a round is over, with its number from 0 and the server's state; what is true ends the stage."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -183,7 +183,8 @@ def play_rounds(
                 state = method.refine(state, server)
             store.commit()
             ledger.tick()
-            after_round(number, state)
+            if after_round(number, state):
+                break
     return state
 
 

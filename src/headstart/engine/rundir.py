@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,7 +20,16 @@ from safetensors.numpy import save_file
 from headstart.engine.body import PRETRAINED, Body, Module, Version
 from headstart.engine.store import ClientStore, RemoteStore
 from headstart.errors import HeadstartError
-from headstart.files import csv_text, secret, write_atomically, write_json, write_text
+from headstart.files import (
+    append_text,
+    csv_text,
+    secret,
+    sync_folder,
+    temporaries,
+    write_atomically,
+    write_json,
+    write_text,
+)
 from headstart.heads import LinearHead
 from headstart.ledger import Ledger
 from headstart.recipe import Recipe
@@ -44,6 +52,49 @@ class Handed:
     store: ClientStore | None = None
 
 
+@dataclass(frozen=True, eq=False)
+class Checkpoint:
+    """Where a run stands: within a stage, after a round, or between two stages."""
+
+    progress: Mapping[str, Any]
+    """The stage (the next one, between stages), its round, and what earlier stages came to."""
+    stage: StageCheckpoint | None = None
+
+    def to_message(self) -> Message:
+        """All of it."""
+        arrays: dict[str, Array] = {}
+        progress = dict(self.progress)
+        if self.stage is not None:
+            state, ledger = self.stage.state, self.stage.ledger
+            arrays |= {f"state.{name}": array for name, array in state.arrays.items()}
+            arrays |= {f"ledger.{name}": getattr(ledger, name) for name in _COSTS}
+            arrays["slots"] = self.stage.slots
+            progress |= {"seconds": ledger.seconds, "dropped": ledger.dropped, "state": dict(state.scalars)}
+        arrays["progress"] = np.frombuffer(json.dumps(progress).encode(), np.uint8)  # it may be long
+        return Message(arrays)
+
+    @classmethod
+    def from_message(cls, message: Message) -> Checkpoint:
+        """What `to_message` made."""
+        progress = json.loads(message.arrays["progress"].tobytes())
+        if "state" not in progress:
+            return cls(progress)
+        costs = {name: message.arrays[f"ledger.{name}"] for name in _COSTS}
+        ledger = Ledger(**costs, seconds=progress["seconds"], dropped=progress["dropped"])  # type: ignore[arg-type]
+        state = {name.removeprefix("state."): a for name, a in message.arrays.items() if name.startswith("state.")}
+        slots = message.arrays["slots"].astype(np.int64)
+        return cls(progress, StageCheckpoint(Message(state, progress["state"]), ledger, slots))
+
+
+@dataclass(frozen=True, eq=False)
+class StageCheckpoint:
+    """A stage after a round: the server's state, what it has cost, and where clients keep what they keep [K]."""
+
+    state: Message
+    ledger: Ledger
+    slots: Ints
+
+
 def _prefixed(head: LinearHead) -> dict[str, np.ndarray]:
     return {f"head.{name}": array for name, array in head.arrays().items()}
 
@@ -61,17 +112,19 @@ class RunDirectory:
         cls.check_free(path)
         run = cls(path)
         try:
-            for folder in (path, path / "model", path / "checkpoint"):
-                folder.mkdir(parents=True, exist_ok=True)
+            path.mkdir(parents=True, exist_ok=True)
+            sync_folder(path.parent)
             write_text(path / "recipe.toml", recipe.to_toml())
+            run._make_folders()
         except OSError as error:
+            run.discard()
             raise HeadstartError(f"--out {path}: cannot write there: {error.strerror or error}") from None
         return run
 
     @staticmethod
     def check_free(path: Path) -> None:
         """Refuse a path that is taken, before any work is done."""
-        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        if path.exists() and (not path.is_dir() or set(path.iterdir()) - set(temporaries(path))):
             raise HeadstartError(f"--out {path}: already used; give another directory, or --resume to go on with a run")
 
     @classmethod
@@ -82,7 +135,14 @@ class RunDirectory:
             raise HeadstartError(f"--resume: {path} holds no run")
         if Recipe.load(saved) != recipe:
             raise HeadstartError(f"--resume: {path} is a run of another recipe; compare {saved}")
-        return cls(path)
+        run = cls(path)
+        run._make_folders()
+        return run
+
+    def _make_folders(self) -> None:
+        for name in ("model", "checkpoint"):
+            (self.path / name).mkdir(exist_ok=True)
+        sync_folder(self.path)
 
     @contextmanager
     def lock(self) -> Iterator[None]:
@@ -95,6 +155,9 @@ class RunDirectory:
                 f"--out {self.path}: another process is running there; wait for it, or stop it"
             ) from None
         try:
+            for folder in (self.path, self.path / "model", self.path / "checkpoint"):
+                for path in temporaries(folder):  # of a process that was killed
+                    path.unlink()
             yield
         finally:
             lock.release()
@@ -125,9 +188,20 @@ class RunDirectory:
         write_json(path, known.tolist())
         return known
 
+    @property
+    def has_checkpoint(self) -> bool:
+        """Whether there is anything to go on from."""
+        return self._checkpoint.is_file()
+
+    @property
+    def _checkpoint(self) -> Path:
+        return self.path / "checkpoint" / "state.safetensors"
+
     def discard(self) -> None:
-        """Remove what `create` made, when a run ends before its first result."""
-        for name in ("recipe.toml", "clients.csv", "rounds.csv", "holdings.csv", "confusion.csv"):
+        """Remove what a run made that ended before its first checkpoint."""
+        if not self.path.is_dir():
+            return
+        for name in ("recipe.toml", "metrics.jsonl", "clients.csv", "rounds.csv", "holdings.csv", "confusion.csv"):
             (self.path / name).unlink(missing_ok=True)
         for folder in ("model", "checkpoint"):
             shutil.rmtree(self.path / folder, ignore_errors=True)
@@ -136,10 +210,7 @@ class RunDirectory:
 
     def log(self, metrics: dict[str, Any]) -> None:
         """Append one evaluation to `metrics.jsonl`."""
-        with (self.path / "metrics.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(metrics, allow_nan=False) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        append_text(self.path / "metrics.jsonl", json.dumps(metrics, allow_nan=False) + "\n")
 
     def log_round(self, stage: int, round: int, names: Sequence[str], ledger: Ledger) -> None:
         """Append who was asked in a round (from 1), what each moved, and why a client was left out, to `rounds.csv`."""
@@ -149,8 +220,7 @@ class RunDirectory:
         why = {name: str(entry["why"]) for entry in gone for name in str(entry["clients"]).split(", ")}
         for client, up, down in ledger.latest:
             rows.append([stage, round, names[client], up, down, why.get(names[client], "")])
-        with path.open("a", encoding="utf-8") as file:
-            file.write(csv_text(rows))
+        append_text(path, csv_text(rows))
 
     def _cut_rounds(self, stage: int, round: int) -> None:
         """Leave out of `rounds.csv` what came after a round."""
@@ -167,34 +237,39 @@ class RunDirectory:
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
         return [json.loads(line) for line in lines if line.endswith("\n")]
 
-    def save_checkpoint(self, state: Message, ledger: Ledger, slots: Ints, progress: dict[str, Any]) -> None:
-        """State, ledger, where clients keep what they keep [K], and progress after a round, in one file."""
-        costs = {name: getattr(ledger, name) for name in _COSTS}
-        arrays = {f"state.{name}": array for name, array in state.arrays.items()}
-        arrays |= {f"ledger.{name}": array for name, array in costs.items()}
-        arrays["slots"] = slots
-        progress = {**progress, "seconds": ledger.seconds, "dropped": ledger.dropped, "state": dict(state.scalars)}
-        arrays["progress"] = np.frombuffer(json.dumps(progress).encode(), np.uint8)  # it may be long
-        data = Message(arrays).to_bytes()
-        write_atomically(self.path / "checkpoint" / "state.safetensors", lambda file: file.write_bytes(data))
+    def save_checkpoint(self, checkpoint: Checkpoint) -> None:
+        """Replace the checkpoint before."""
+        data = checkpoint.to_message().to_bytes()
+        write_atomically(self._checkpoint, lambda file: file.write_bytes(data))
 
-    def load_checkpoint(self) -> tuple[Message, Ledger, Ints, dict[str, Any]] | None:
+    def load_checkpoint(self) -> Checkpoint | None:
         """What `save_checkpoint` wrote last, and metrics cut back to it; None where there is none."""
-        path = self.path / "checkpoint" / "state.safetensors"
-        if not path.is_file():
+        if not self.has_checkpoint:
             for name in ("metrics.jsonl", "rounds.csv"):
                 (self.path / name).unlink(missing_ok=True)
             return None
-        saved = Message.from_bytes(path.read_bytes())
-        progress = json.loads(saved.arrays["progress"].tobytes())
-        costs = {name: saved.arrays[f"ledger.{name}"] for name in _COSTS}
-        ledger = Ledger(**costs, seconds=progress["seconds"], dropped=progress["dropped"])  # type: ignore[arg-type]
-        state = {name.removeprefix("state."): a for name, a in saved.arrays.items() if name.startswith("state.")}
-        slots = saved.arrays["slots"].astype(np.int64)
-        lines = [json.dumps(line) + "\n" for line in self.metrics()[: progress["evaluations"]]]
+        saved = Checkpoint.from_message(Message.from_bytes(self._checkpoint.read_bytes()))
+        lines = [json.dumps(line) + "\n" for line in self.metrics()[: saved.progress["evaluations"]]]
         write_text(self.path / "metrics.jsonl", "".join(lines))
-        self._cut_rounds(progress["stage"], progress["round"])
-        return Message(state, progress["state"]), ledger, slots, progress
+        self._cut_rounds(saved.progress["stage"], saved.progress["round"])
+        return saved
+
+    def save_best(self, stage: int, round: int, state: bytes) -> None:
+        """The state after the best round so far of a stage that may end with it."""
+        write_atomically(self._best(stage, round), lambda file: file.write_bytes(state))
+
+    def load_best(self, stage: int, round: int) -> bytes:
+        """What `save_best` wrote."""
+        return self._best(stage, round).read_bytes()
+
+    def collect_best(self, stage: int, round: int | None) -> None:
+        """Remove the states of a stage's other rounds, once a checkpoint no longer names them."""
+        for path in (self.path / "checkpoint").glob(f"best-{stage}-*.safetensors"):
+            if round is None or path != self._best(stage, round):
+                path.unlink()
+
+    def _best(self, stage: int, round: int) -> Path:
+        return self.path / "checkpoint" / f"best-{stage}-{round}.safetensors"
 
     def save_model(self, stage: int, handed: Handed, version: Version | None) -> None:
         """What a stage hands on: its heads, the number of the stage that made its body, the body where it is new, and

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from headstart.files import sync_folder
 from headstart.statistics import Ints
 
 Values = npt.NDArray[np.float32]
@@ -55,10 +56,13 @@ class ClientStore:
         weakref.finalize(self, _close, self._files)
         if shapes:
             folder.mkdir(parents=True, exist_ok=True)
+            sync_folder(folder.parent)
         for file, record in self._records.items():
             fresh = os.O_TRUNC if slots is None else 0
             self._files[file] = os.open(folder / file, os.O_RDWR | os.O_CREAT | fresh, 0o666)
             os.ftruncate(self._files[file], 2 * n_clients * record)
+        if self._files:
+            sync_folder(folder)
 
     @staticmethod
     def is_there(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> bool:
@@ -117,7 +121,7 @@ class ClientStore:
         return bool(self.slots[client] >= 0) or (self._earlier is not None and self._earlier.has(client))
 
     def settle(self, own: Callable[[int], Arrays]) -> bool:
-        """A stage is over: what is the clients' own stays, for later stages and for the user; the rest goes.
+        """A stage is over: only what is the clients' own counts from now on, for later stages and for the user.
 
         Clients that had something of their own before, and took no part in this stage, bring it along. own: all that
         such a client has now, by the names of the files. Returns whether there was anybody.
@@ -129,19 +133,16 @@ class ClientStore:
         brought = bool(self._changed)
         self.commit()
         self._earlier = None
-        if _KEPT in self._files:
-            os.close(self._files.pop(_KEPT))
-            (self._folder / _KEPT).unlink(missing_ok=True)
-            self.shapes = {name: shape for name, shape in self.shapes.items() if _file_of(name) == _OWN}
-        if not self._files and self._folder.is_dir() and not any(self._folder.iterdir()):
-            self._folder.rmdir()
+        self.shapes = {name: shape for name, shape in self.shapes.items() if _file_of(name) == _OWN}
         return brought
 
-    def discard(self) -> None:
-        """Forget everything."""
-        if self._files:  # otherwise the folder is not ours
-            _close(self._files)
-            shutil.rmtree(self._folder, ignore_errors=True)
+
+def collect(folder: Path, personal: bool) -> None:
+    """Remove what clients kept during a finished stage; ``personal``: what is their own stays."""
+    if personal:
+        (folder / _KEPT).unlink(missing_ok=True)
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 class RemoteStore(ClientStore):

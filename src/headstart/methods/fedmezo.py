@@ -60,6 +60,8 @@ class FedMeZOMethod:
         self.model = ZerothOrder(self.network, stage.epsilon, stage.temperature)
         self.rounds_known = 0
         """Steps of the log that the weights have taken."""
+        starts = self.network.parameters if stage.keep == "best" else {}
+        self._start = {name: parameter.detach().clone() for name, parameter in starts.items()}
 
     # ------------------------------------------------------------------------------------------------ on the server
 
@@ -209,7 +211,14 @@ class FedMeZOMethod:
         return np.concatenate(drawn)
 
     def _follow(self, first: int, seeds: Ints, slopes: npt.NDArray[np.float32]) -> None:
-        """Take the steps of a log that starts at step ``first``, from where the weights are."""
+        """Take the steps of a log that starts at step ``first``, from where the weights are, or from the start where
+        they have taken more."""
+        if first + len(seeds) < self.rounds_known:
+            assert self._start, "an earlier model is rebuilt only where keep is 'best'"
+            with torch.no_grad():
+                for name, value in self._start.items():
+                    self.network.parameters[name].copy_(value)
+            self.rounds_known = 0
         if first > self.rounds_known:
             raise MessageError(f"the log starts at step {first}, and the weights have taken {self.rounds_known}")
         for number in range(self.rounds_known, first + len(seeds)):

@@ -64,7 +64,7 @@ def remarks(stage: dict[str, Any]) -> list[str]:
         )
     if "forgetting_ratio" in stage:
         found.append(
-            f"on the whole test split: {100 * stage['initial_whole_accuracy']:.2f} % at first, "
+            f"on the whole {_split(stage)} split: {100 * stage['initial_whole_accuracy']:.2f} % at first, "
             f"{100 * stage['whole_accuracy']:.2f} % personalised; forgetting ratio {stage['forgetting_ratio']:.3f}"
         )
     if "privacy" in stage:
@@ -76,9 +76,15 @@ def remarks(stage: dict[str, Any]) -> list[str]:
     if "feature_similarity" in stage:
         found.append(f"cosine of features before and after: {stage['feature_similarity']:.4f}")
     if "best_round" in stage:
-        best = f"round {stage['best_round']}, {100 * stage['best_accuracy']:.2f} % on the test split"
-        found.append(f"validation chooses {best}; the table shows the last round")
+        best = f"round {stage['best_round']}, {100 * stage['best_accuracy']:.2f} % on the {_split(stage)} split"
+        kept = "the stage ends with it" if stage.get("keep") == "best" else "the table shows the last round"
+        found.append(f"validation chooses {best}; {kept}")
     return [f"{stage['method']}: {remark}" for remark in found]
+
+
+def _split(stage: dict[str, Any]) -> str:
+    """What its accuracy was measured on; runs of earlier versions do not say."""
+    return str(stage.get("eval_split", "test"))
 
 
 def _spread(stage: dict[str, Any], name: str) -> str:
