@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from headstart.backbones import Backbone
 from headstart.backbones.hugging_face import _Pooled
-from headstart.backbones.transforms import ImageTransform
+from headstart.backbones.transforms import ImageTransform, TextTransform
 from headstart.errors import HeadstartError
 from headstart.modules import Attached, attach, plain_parameters, plain_state
 from headstart.modules.blocks import blocks_of, projections_of
@@ -31,6 +31,24 @@ def seeded(make: Callable[[], nn.Module]) -> nn.Module:
     return network.eval().requires_grad_(False)
 
 
+class Numbers:
+    """A tokenizer of numbers, between 1 and 2, padded with 0; any other word is 3."""
+
+    pad_token_id = 0
+    model_input_names = ("input_ids", "token_type_ids", "attention_mask")
+
+    def __call__(self, text: str, truncation: bool, max_length: int) -> dict[str, list[int]]:
+        return {"input_ids": [1, *(int(word) if word.isdigit() else 3 for word in text.split()), 2][:max_length]}
+
+
+class ChannelsFirst(ImageTransform):
+    """For bodies that read [B, 3, H, W], as those of transformers do."""
+
+    @staticmethod
+    def collate(values: list[Any]) -> tuple[Tensor, ...]:
+        return (torch.from_numpy(np.stack(values)).permute(0, 3, 1, 2),)
+
+
 def bert(attention: str = "sdpa") -> Backbone:
     config = transformers.BertConfig(
         vocab_size=11, hidden_size=WIDTH, num_hidden_layers=3, num_attention_heads=2, intermediate_size=12,
@@ -38,7 +56,7 @@ def bert(attention: str = "sdpa") -> Backbone:
     )  # fmt: skip
     encoder = seeded(lambda: transformers.BertModel(config, add_pooling_layer=False))
     body = _Pooled(encoder, "mean", image=False).eval()
-    return Backbone("bert", "text", WIDTH, body, encoder, ImageTransform(8), "bert")  # no test reads a raw example
+    return Backbone("bert", "text", WIDTH, body, encoder, TextTransform(Numbers(), 16), "bert")
 
 
 def vit(width: int = WIDTH, blocks: int = 3, heads: int = 2, size: int = 8) -> nn.Module:
@@ -52,7 +70,7 @@ def vit(width: int = WIDTH, blocks: int = 3, heads: int = 2, size: int = 8) -> n
 def tiny_vit() -> Backbone:
     encoder = seeded(vit)
     body = _Pooled(encoder, "cls", image=True).eval()
-    return Backbone("vit", "image", WIDTH, body, encoder, ImageTransform(8), "vit")
+    return Backbone("vit", "image", WIDTH, body, encoder, ChannelsFirst(8), "vit")
 
 
 class Convolutions(nn.Module):
@@ -107,7 +125,7 @@ def test_modules_are_as_large_as_in_the_fedyolo_paper(kind: str, size: str) -> N
     with torch.device("meta"):
         encoder = vit(width, blocks, heads, size=224)
         body = _Pooled(encoder, "cls", image=True)
-        backbone = Backbone(size, "image", width, body, encoder, ImageTransform(224), size)
+        backbone = Backbone(size, "image", width, body, encoder, ChannelsFirst(224), size)
         settings = {"rank": 8, "alpha_lora": 16.0, "bottleneck": 8, "tokens": 8}
         module = attach(kind, backbone, settings, seed=0)
     count = sum(parameter.numel() for parameter in module.parameters.values())

@@ -1,9 +1,9 @@
 """f(x): load a pre-trained body, cut its head off, extract features, cache them."""
 
-from headstart.backbones.backbone import Backbone, moved, run_body
+from headstart.backbones.backbone import Backbone, moved, run_body, some, unused
 from headstart.backbones.extract import embed, embed_rows, extract
 from headstart.backbones.inputs import Inputs
-from headstart.backbones.prefix import Prefix
+from headstart.backbones.prefix import Prefix, evaluating
 from headstart.backbones.registry import BACKBONES, load_backbone
 
 __all__ = [
@@ -13,8 +13,11 @@ __all__ = [
     "Prefix",
     "embed",
     "embed_rows",
+    "evaluating",
     "extract",
     "load_backbone",
     "moved",
     "run_body",
+    "some",
+    "unused",
 ]

@@ -8,14 +8,14 @@ from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from headstart.backbones.prefix import Prefixed
+from headstart.backbones.prefix import Prefixed, evaluating
 from headstart.backbones.transforms import NORMALISATIONS, ImageInput, ImageTransform, Normalisation, TextTransform
 from headstart.errors import HeadstartError
 from headstart.recipe import Model
@@ -41,6 +41,13 @@ class Backbone:
     label_words: tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]] | None = None
     """Weight [C, d] and bias [C] of a prompt's label words, where the body is a masked language model."""
 
+    def sample(self) -> tuple[Tensor, ...]:
+        """A batch of one example that is made up, where the body is: what a check of the body runs on."""
+        # Several tokens: what should have one value for each of them must not pass for one that all share.
+        value = "a a a a" if self.kind == "text" else np.zeros((8, 8, 3), np.uint8)
+        batch = self.transform.collate([self.transform(value, "a made-up example")])
+        return moved(batch, next(self.body.parameters()).device)
+
     def fingerprint(self) -> str:
         """Hash of the key and of every parameter and buffer, by name; and of layers that normalise by the batch."""
         digest = hashlib.blake2b(self.key.encode(), digest_size=16)
@@ -51,6 +58,26 @@ class Backbone:
             if module.training:
                 digest.update(f"{name} in training mode".encode())
         return digest.hexdigest()
+
+
+def unused(backbone: Backbone, parameters: Mapping[str, nn.Parameter]) -> list[str]:
+    """Names of those parameters that the features do not depend on: one forward pass, and the graph behind it."""
+    required = [parameter.requires_grad for parameter in parameters.values()]
+    try:
+        for parameter in parameters.values():
+            parameter.requires_grad_(True)
+        with evaluating(backbone.body), torch.enable_grad(), torch.random.fork_rng():
+            waiting: list[Any] = [run_body(backbone.body, backbone.sample()).grad_fn]
+    finally:
+        for parameter, before in zip(parameters.values(), required, strict=True):
+            parameter.requires_grad_(before)
+    seen, reached = {None}, set()
+    while waiting:
+        if (node := waiting.pop()) not in seen:
+            seen.add(node)
+            reached.add(id(getattr(node, "variable", None)))  # a leaf of the graph knows its parameter
+            waiting += [before for before, _ in node.next_functions]
+    return [name for name, parameter in parameters.items() if id(parameter) not in reached]
 
 
 def run_body(body: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:

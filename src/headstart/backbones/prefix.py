@@ -38,6 +38,18 @@ class _Reached(Exception):  # noqa: N818 (not an error: the way out of a forward
         self.states = states
 
 
+@contextmanager
+def evaluating(body: nn.Module) -> Iterator[None]:
+    """Evaluation mode for a while, then every layer in the mode that it was in."""
+    training = [module for module in body.modules() if module.training]
+    body.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
 class Prefix:
     """The leading blocks of a body, none of which trains or carries a module, and the block that follows them."""
 
@@ -49,21 +61,17 @@ class Prefix:
         """What the body reads for a batch → the states [B, T, D] that enter the first block that is not skipped."""
         body = self._backbone.body
         device = next(body.parameters()).device
-        training = [module for module in body.modules() if module.training]
         handles = [block.register_forward_hook(self._learn) for block in self._blocks]
         # Before the hooks of a module on the block: prompts are no part of the prefix.
         handles.append(self._following.register_forward_pre_hook(_stop, with_kwargs=True, prepend=True))
-        body.eval()
         try:
-            with torch.no_grad(), torch.autocast(device.type, enabled=False):
+            with evaluating(body), torch.no_grad(), torch.autocast(device.type, enabled=False):
                 body(*(tensor.to(device) for tensor in batch))
         except _Reached as reached:
             return reached.states.float()
         finally:
             for handle in handles:
                 handle.remove()
-            for module in training:
-                module.training = True
         raise HeadstartError(f"{self._backbone.name} never runs the block behind its first {len(self._blocks)}")
 
     @contextmanager

@@ -9,13 +9,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headstart.backbones import Backbone
+from headstart.backbones import Backbone, some, unused
 from headstart.errors import HeadstartError
 from headstart.modules.adapter import adapters
 from headstart.modules.blocks import blocks_of, projections_of
 from headstart.modules.lora import lora
 from headstart.modules.mask import masks
 from headstart.modules.prompts import prompts
+
+# What each kind needs of a body, and what to train where the body does not have it.
+_LAYERS = "a network that calls its projections to queries and values as layers", "'adapter'"
+_NEEDS = {
+    "lora": _LAYERS,
+    "mask": _LAYERS,
+    "adapter": ("blocks that hand on hidden states of one width", "'lora'"),
+    "vpt": ("blocks of one width that take any number of tokens (no rotary positions, no windows)", "'lora'"),
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,7 +65,28 @@ def attach(kind: str, backbone: Backbone, settings: Mapping[str, Any], seed: int
             parameters, detach = adapters(backbone.body, blocks, width, settings["bottleneck"])
         else:
             parameters, detach = prompts(backbone.body, blocks, width, settings["tokens"])
+    try:
+        _check(kind, backbone, parameters)
+    except BaseException:
+        detach()
+        raise
     return Attached(kind, parameters, detach, depth)
+
+
+def _check(kind: str, backbone: Backbone, parameters: Mapping[str, nn.Parameter]) -> None:
+    """Refuse a module that a body cannot run with, or that has parameters which the features do not depend on."""
+    try:
+        missed = unused(backbone, parameters)
+    except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:  # of the body's own code
+        problem = f"a forward pass with it fails ({str(error).partition(chr(10))[0]})"
+    else:
+        if not missed:
+            return
+        problem = f"the features do not depend on {some(missed)}"
+    needs, instead = _NEEDS[kind]
+    raise HeadstartError(
+        f"{kind} does not work on {backbone.name}: {problem}. It needs {needs}; set train to {instead}, 'all' or 'head'"
+    )
 
 
 def _depth(backbone: Backbone, count: int, wanted: int | None) -> int:
