@@ -711,7 +711,7 @@ def test_a_text_body_trains_resumes_and_loads(tmp_path: Path) -> None:
     body, head = parts_of(tmp_path / "whole")
     backbone = load_backbone(Model(**model, weights=str(tmp_path / "whole" / "model" / "model.safetensors")))
     pretrained = load_backbone(Model(**model)).core.state_dict()
-    # Features are taken before the pooler: it travels and stays as it was.
+    # Features are taken before the pooler, which stays as it was.
     same = {name for name, tensor in pretrained.items() if np.array_equal(body[name], tensor.numpy())}
     assert same == {"pooler.dense.weight", "pooler.dense.bias"}
     test = result.federation.dataset.test

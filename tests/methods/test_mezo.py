@@ -29,7 +29,7 @@ from headstart.data import Dataset, Examples, Federation
 from headstart.engine import local
 from headstart.engine.local import play
 from headstart.engine.store import ClientStore
-from headstart.errors import MessageError
+from headstart.errors import HeadstartError, MessageError
 from headstart.heads import LinearHead
 from headstart.ledger import Ledger
 from headstart.methods import Cohort, Reply, Setting, build, directions, zeroth
@@ -156,6 +156,20 @@ class Attentive(nn.Module):
     def forward(self, pixels: Tensor) -> Tensor:
         rows = pixels.permute(0, 2, 1, 3).flatten(2)
         return self.last(self.attention(rows, rows, rows, need_weights=False)[0].mean(dim=1))
+
+
+class Reading(Plain):
+    """Reads the weights of its second layer without calling it; ``twice``, after a call."""
+
+    def __init__(self, twice: bool) -> None:
+        super().__init__()
+        self.twice = twice
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        maps = functional.conv2d(self.one(pixels).tanh(), self.two.weight, self.two.bias)
+        if self.twice:
+            maps = maps + self.two(self.one(pixels))
+        return maps.mean(dim=(2, 3))
 
 
 def bert_head() -> LinearHead:
@@ -345,6 +359,30 @@ def test_batch_norm_keeps_its_statistics() -> None:
     run.method.place(run.state)
     for name, value in run.backbone.core.named_buffers():
         assert torch.equal(value, before[name])
+
+
+@pytest.mark.parametrize("twice", [False, True])
+@pytest.mark.parametrize("method", ["fedmezo", "distmezo"])
+def test_a_body_that_reads_weights_outside_of_their_layer_is_refused(method: str, twice: bool) -> None:
+    """Such a read is not perturbed: the slopes would not be those along the direction that the step takes."""
+    backbone = backbone_of(Reading(twice))
+    before = bits(backbone.body)
+    setting = Setting(C, backbone.dim, SEED, 1, N, HEAD, backbone)
+    sentence = rf"{method} cannot probe 2 parameters \(body.two.bias, body.two.weight\) of tiny, .* train 'head' or"
+    for train in ("all", "body"):
+        with pytest.raises(HeadstartError, match=sentence):
+            build(stage_of(method=method, train=train), setting)
+    assert bits(backbone.body) == before
+    assert not any(m._forward_pre_hooks or m._forward_hooks for m in backbone.body.modules())
+    build(stage_of(method=method, train="head"), replace(setting, backbone=None))
+    build(stage_of(train="all"), replace(setting, backbone=backbone_of(Plain())))
+
+
+def test_a_parameter_that_no_feature_depends_on_does_not_move() -> None:
+    run = Run(EVERYBODY, "normed", lr=0.05, weight_decay=0.1).play()
+    assert "body.spare" not in run.trained()
+    assert run.backbone.core.spare.tolist() == [0.25, -4.0]
+    assert float(run.trained()["body.scale"]) != 1.5
 
 
 # -------------------------------------------------------------------------------------------------------------- FedMeZO

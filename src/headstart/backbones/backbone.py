@@ -46,7 +46,7 @@ class Backbone:
         # Several tokens: what should have one value for each of them must not pass for one that all share.
         value = "a a a a" if self.kind == "text" else np.zeros((8, 8, 3), np.uint8)
         batch = self.transform.collate([self.transform(value, "a made-up example")])
-        return moved(batch, next(self.body.parameters()).device)
+        return moved(batch, next(self.body.parameters(), torch.empty(0)).device)
 
     def fingerprint(self) -> str:
         """Hash of the key and of every parameter and buffer, by name; and of layers that normalise by the batch."""

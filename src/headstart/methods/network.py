@@ -6,13 +6,16 @@ head stays as it is.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from headstart.backbones import Backbone, moved, run_body
+from headstart.backbones import Backbone, moved, run_body, some, unused
+from headstart.errors import HeadstartError
 from headstart.methods.base import Cohort
 from headstart.methods.plan import Plan
 from headstart.methods.solver import LocalResult, Objective, Stack, batches, layers_of, learning_rate, pulled
@@ -39,6 +42,13 @@ class Network:
         self.parameters |= {name: nn.Parameter(value.to(self.device)) for name, value in head.items()}
         shapes = {name: tuple(parameter.shape) for name, parameter in self.parameters.items()}
         self.trained = {name: self.parameters[name] for name in plan.trained(shapes)}
+        below = {name: parameter for name, parameter in self.trained.items() if name.startswith("body.")}
+        if backbone is not None and below:
+            # What the features do not depend on, such as a pooler, cannot be trained; it stays frozen.
+            frozen = unused(backbone, below)
+            if len(frozen) == len(below):
+                raise HeadstartError(f"no parameter of {backbone.name} has a gradient; set train to 'head'")
+            self.trained = {name: each for name, each in self.trained.items() if name not in frozen}
         self.head_layers = layers_of(list(head))
         counts = [norm.num_batches_tracked for norm in self.norms.values()]
         self._counts = [(count, count.clone()) for count in counts if count is not None]
@@ -130,8 +140,7 @@ class BodySolver:
                     inputs = flipped(inputs, rng.random(len(rows)) < 0.5)
                 labels = torch.from_numpy(cohort.labels[rows]).to(network.device)
                 loss = functional.cross_entropy(network.scores(inputs) / stage.temperature, labels)
-                # A body may have parameters that its features do not depend on, such as a pooler's.
-                gradients = list(torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True))
+                gradients = _gradients(loss, moving)
                 with torch.no_grad():
                     for number, (name, parameter) in enumerate(zip(names, parameters, strict=True)):
                         if stage.weight_decay:
@@ -168,6 +177,18 @@ class BodySolver:
             {name: value.cpu()[None] for name, value in zip(names, velocity, strict=bool(velocity))},
             {name: value.cpu()[None].clone() for name, value in network.statistics.items()},
         )
+
+
+def _gradients(loss: Tensor, parameters: Mapping[str, nn.Parameter]) -> list[Tensor]:
+    """The gradient of each parameter; one that the loss does not depend on has none, and that is no zero."""
+    gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+    missing = [name for name, gradient in zip(parameters, gradients, strict=True) if gradient is None]
+    if missing:
+        raise HeadstartError(
+            f"the loss of a batch does not depend on {some(missing)}, though features do in evaluation; set what skips "
+            "layers in training (layerdrop) to 0 in the network's configuration, or train another part"
+        )
+    return list(gradients)
 
 
 def _of(stack: Stack | None, names: list[str], device: torch.device) -> list[Tensor]:

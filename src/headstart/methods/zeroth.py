@@ -6,7 +6,7 @@ back, bit for bit, when it is over. Beyond inference this needs the memory of th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,7 +15,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from headstart.backbones import Backbone, evaluating, run_body, some
+from headstart.errors import HeadstartError
 from headstart.methods.base import Cohort
 from headstart.methods.directions import direction
 from headstart.methods.network import Network, set_mode
@@ -25,12 +29,45 @@ from headstart.statistics import Ints
 BATCHES = {"image": 32, "text": 256, "features": 8192}
 
 
+class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the names of parameters that an operation reads while they are not perturbed; all of them by identity."""
+
+    def __init__(self, names: Mapping[int, str], perturbed: set[int]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names, self.perturbed = names, perturbed
+        self.unperturbed: set[str] = set()
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """The operation as it is."""
+        read = {id(value) for value in tree_leaves((args, kwargs))} - self.perturbed
+        self.unperturbed |= {self.names[each] for each in read & self.names.keys()}
+        return operation(*args, **(kwargs or {}))
+
+
 class ZerothOrder:
     """A network that is probed and moved along directions."""
 
     def __init__(self, network: Network, epsilon: float, temperature: float) -> None:
         self.network, self.epsilon, self.temperature = network, epsilon, temperature
         self._names = {id(parameter): name for name, parameter in network.trained.items()}
+        if network.backbone:
+            self._check(network.backbone)
+
+    @torch.inference_mode()
+    def _check(self, backbone: Backbone) -> None:
+        """Refuse a body that reads trained parameters while they are not perturbed: slopes would not see them."""
+        with (
+            evaluating(backbone.body),
+            self._perturbed(0, 0, self.epsilon) as perturbed,
+            _Reads(self._names, perturbed) as reads,
+        ):
+            run_body(backbone.body, backbone.sample())
+        if reads.unperturbed:
+            raise HeadstartError(
+                f"{self.network.stage.method} cannot probe {some(sorted(reads.unperturbed))} of {backbone.name}, which "
+                "reads the weights of these layers without calling them; train 'head' or 'adapter', or use a method "
+                "with gradients, such as fedavg"
+            )
 
     @torch.inference_mode()
     def slopes(self, cohort: Cohort, rows: Ints, seed: int, number: int) -> npt.NDArray[np.float64]:
@@ -65,9 +102,10 @@ class ZerothOrder:
         return torch.from_numpy(values).view(parameter.shape).to(parameter.device)
 
     @contextmanager
-    def _perturbed(self, seed: int, number: int, epsilon: float) -> Iterator[None]:
-        """Parameters of a layer are θ + εz while the layer computes, and θ before and after."""
+    def _perturbed(self, seed: int, number: int, epsilon: float) -> Iterator[set[int]]:
+        """Parameters of a layer are θ + εz while the layer computes, θ before and after; gives the perturbed, by id."""
         found: dict[int, list[tuple[nn.Parameter, Tensor]]] = {}
+        perturbed: set[int] = set()
 
         def own(module: nn.Module) -> list[tuple[nn.Parameter, str]]:
             parts = [module]
@@ -80,6 +118,7 @@ class ZerothOrder:
             return self._direction(seed, number, name, parameter).mul_(epsilon).add_(parameter.data)
 
         def before(module: nn.Module, inputs: Any) -> None:
+            perturbed.update(id(parameter) for parameter, _ in own(module))
             found[id(module)] = [(parameter, parameter.data) for parameter, _ in own(module)]
             for parameter, name in own(module):
                 parameter.data = moved(parameter, name)
@@ -87,6 +126,7 @@ class ZerothOrder:
         def after(module: nn.Module, inputs: Any, output: Any) -> None:
             for parameter, original in found.pop(id(module), []):
                 parameter.data = original
+                perturbed.discard(id(parameter))
 
         body = self.network.backbone.body if self.network.backbone else nn.Identity()
         layers = [module for module in body.modules() if own(module)]
@@ -97,7 +137,7 @@ class ZerothOrder:
         try:
             for name, parameter in heads.items():
                 parameter.data = moved(parameter, name)
-            yield
+            yield perturbed
         finally:
             for pairs in found.values():  # an interrupt does not wait for hooks
                 for parameter, original in pairs:
