@@ -18,25 +18,39 @@ from headstart.backbones.transforms import Normalisation, TextTransform
 from headstart.errors import HeadstartError
 from headstart.recipe import Model
 
+# What sentence-transformers calls a pooling in the folder of a model: since its version 6, and before.
+_POOLINGS = {"mean": ("mean", "mean_tokens"), "cls": ("cls", "cls_token"), "last": ("lasttoken", "lasttoken")}
+
 
 class _Pooled(nn.Module):
-    """A Hugging Face encoder and the pooling of its last hidden states; ``cls`` is the first token."""
+    """A Hugging Face encoder and the pooling of its last hidden states: the first token (``cls``), the last, the mean.
 
-    def __init__(self, encoder: nn.Module, pooling: str, image: bool) -> None:
+    patches: how many a masked autoencoder cuts an image into; it reads them in order instead of shuffled.
+    """
+
+    def __init__(self, encoder: nn.Module, pooling: str, image: bool, patches: int = 0) -> None:
         super().__init__()
-        self.encoder, self.pooling, self.image = encoder, pooling, image
+        self.encoder, self.pooling, self.image, self.patches = encoder, pooling, image, patches
 
     def forward(self, inputs: Tensor, mask: Tensor | None = None, segments: Tensor | None = None) -> Tensor:
         """Pixels [B, 3, H, W], or token ids, mask and segments [B, L] → [B, d]."""
+        extra: dict[str, Tensor] = {}
         if self.image:
-            states: Tensor = self.encoder(pixel_values=inputs).last_hidden_state
+            if self.patches:
+                extra["noise"] = torch.arange(self.patches, device=inputs.device).expand(len(inputs), -1)
+            states: Tensor = self.encoder(pixel_values=inputs, **extra).last_hidden_state
             if states.dim() == 4:  # a convolutional network: [B, d, h, w]
                 return states.mean(dim=(2, 3))
         else:
-            extra = {} if segments is None else {"token_type_ids": segments}
+            if segments is not None:
+                extra["token_type_ids"] = segments
             states = self.encoder(input_ids=inputs, attention_mask=mask, **extra).last_hidden_state
         if self.pooling == "cls":
             return states[:, 0]
+        if self.pooling == "last":
+            assert mask is not None
+            last = (mask * torch.arange(1, mask.shape[1] + 1, device=mask.device)).argmax(dim=1)
+            return states[torch.arange(len(states), device=mask.device), last]
         if mask is None:
             return states.mean(dim=1)
         weights = mask.unsqueeze(-1).to(states.dtype)
@@ -122,13 +136,20 @@ def hugging_face(place: str, model: Model, name: str) -> Backbone:
         settings = _settings(place, "preprocessor_config.json" if image else "1_Pooling/config.json")
     except (OSError, ValueError, ImportError, KeyError, RuntimeError, SafetensorError) as error:
         raise cannot_load(name, error) from None
+    if config.model_type == "vit_mae":  # it would hide patches at random, in evaluation too
+        config.mask_ratio = encoder.config.mask_ratio = 0.0
     # The same parameters give other features with another number of heads or another activation.
     key = _hash({k: v for k, v in config.to_diff_dict().items() if k not in ("_name_or_path", "transformers_version")})
     if tokenizer is None:
         return _vision(encoder, settings, model, key)
     pooling: str = model.pooling
-    if pooling == "auto":  # what a sentence-transformers folder says; the first token otherwise
-        pooling = "mean" if settings.get("pooling_mode_mean_tokens") else "cls"
+    if pooling == "auto":  # what a sentence-transformers folder says; otherwise the token that has seen the others
+        mode = settings.get("pooling_mode")
+        said = [each for each, (new, old) in _POOLINGS.items() if mode == new or settings.get(f"pooling_mode_{old}")]
+        try:
+            pooling = said[0] if said else "last" if _causal(encoder) else "cls"
+        except (ValueError, RuntimeError, AttributeError) as error:
+            raise cannot_load(name, error) from None
     # Not every tokenizer knows how many positions its network has.
     positions = getattr(config, "max_position_embeddings", None) or model.max_tokens
     transform = TextTransform(tokenizer, min(model.max_tokens, tokenizer.model_max_length, positions))
@@ -137,6 +158,14 @@ def hugging_face(place: str, model: Model, name: str) -> Backbone:
     key = f"text {pooling} {transform.max_tokens} {_hash(rules)} {key}"
     body = _Pooled(encoder, pooling, image=False)
     return Backbone(name, "text", config.hidden_size, body, encoder, transform, key)
+
+
+def _causal(encoder: Any) -> bool:
+    """Whether the state of a text's first token is the same whatever follows it."""
+    texts = (torch.tensor([[0, following]]) for following in (1, 2))
+    with torch.inference_mode():
+        one, other = (encoder(input_ids=ids, attention_mask=torch.ones_like(ids)).last_hidden_state for ids in texts)
+    return torch.equal(one[:, 0], other[:, 0])
 
 
 def _vision(encoder: Any, settings: Mapping[str, Any], model: Model, key: str) -> Backbone:
@@ -148,7 +177,8 @@ def _vision(encoder: Any, settings: Mapping[str, Any], model: Model, key: str) -
     normalisation = Normalisation(tuple(mean), tuple(std))
     has_class_token = any(name.endswith("cls_token") for name, _ in encoder.named_parameters())
     pooling = model.pooling if model.pooling != "auto" else "cls" if has_class_token else "mean"
-    body = _Pooled(encoder, pooling, image=True)
+    patches = encoder.embeddings.patch_embeddings.num_patches if encoder.config.model_type == "vit_mae" else 0
+    body = _Pooled(encoder, pooling, image=True, patches=patches)
     try:  # configurations do not agree on where they say the width
         with torch.inference_mode():
             dim = body(torch.zeros(1, 3, size, size)).shape[1]
