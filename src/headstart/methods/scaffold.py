@@ -1,15 +1,16 @@
 """SCAFFOLD: control variates against client drift, option II (Karimireddy et al., ICML 2020).
 
 Travels down: the model x and the server's control variate c. A client steps along g − c_k + c from x to y_k, in τ steps
-of size η, and sets c_k⁺ = c_k − c + (x − y_k)/(τ η). Travels up: y_k − x and c_k⁺ − c_k. The server moves by the mean
-of the first and adds the mean of the second, over all clients, to c. c_k stays with the client.
+of size η, and sets c_k⁺ = c_k − c + (x − y_k)/(τ η). Travels up: y_k − x and c_k⁺ − c_k. The server moves by the
+weighted mean of the first over the clients heard, and adds that of the second over all clients to c, so that c stays
+the mean of all c_k under the same weights. c_k stays with the client.
 """
 
 from __future__ import annotations
 
 import torch
 
-from headstart.methods.base import Cohort, Reply
+from headstart.methods.base import Cohort
 from headstart.methods.plan import Vectors
 from headstart.methods.solver import LocalResult, Objective, Stack, learning_rate, wide
 from headstart.methods.training import Tally, TrainingMethod, TrainingState, added, difference
@@ -45,11 +46,8 @@ class ScaffoldMethod(TrainingMethod[ScaffoldStage]):
         kept = {name: mine[name] + change[name] for name in names}
         return result, {"update": update, "control": change}, {"control": kept}
 
-    def factor(self, what: str, weight: float, state: TrainingState, reply: Reply) -> float:
-        """Updates are averaged by weight; control variates count once each, over all clients."""
-        return weight if what == "update" else 1.0
-
     def step(self, state: TrainingState, mean: Vectors, tally: Tally) -> tuple[Vectors, dict[str, Vectors]]:
-        """x ← x + η_g Δ̄; c ← c + (1/K) Σ (c_k⁺ − c_k)."""
-        control = added(state.memory["control"], state.sums["control"], 1 / tally.clients)
+        """x ← x + η_g Δ̄; c ← c + Σ (n_k/N) (c_k⁺ − c_k), with 1/K for n_k/N where clients count alike."""
+        everybody = tally.examples if self.stage.weighting == "examples" else tally.clients
+        control = added(state.memory["control"], state.sums["control"], 1 / everybody)
         return added(state.parameters, mean, self.stage.server_lr), {"control": control}

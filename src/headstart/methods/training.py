@@ -40,6 +40,12 @@ class Tally:
     weight: float = 0.0
     effort: float = 0.0
     replies: int = 0
+    examples: int = 0
+    """Of all clients of the group."""
+
+    def plus(self, weight: float, effort: float, replies: int) -> Tally:
+        """With what was heard added."""
+        return Tally(self.clients, self.weight + weight, self.effort + effort, self.replies + replies, self.examples)
 
 
 @dataclass(frozen=True)
@@ -212,9 +218,8 @@ class TrainingMethod(Generic[StageT]):
             sums = self._summed(state, reply, arrays, weight)
         tallies = dict(state.tallies)
         for group in groups:
-            before = tallies.get(group) or Tally(self._clients_of(group))
-            effort = before.effort + weight * self.effort(state, reply)
-            tallies[group] = Tally(before.clients, before.weight + weight, effort, before.replies + 1)
+            before = tallies.get(group) or self._tally(group)
+            tallies[group] = before.plus(weight, weight * self.effort(state, reply), 1)
         return replace(state, sums=sums, tallies=tallies, heard=heard)
 
     def _summed(
@@ -255,10 +260,7 @@ class TrainingMethod(Generic[StageT]):
         tallies = dict(state.tallies)
         for group, (weight, effort, replies) in zip(self._all_groups(), values["tallies"], strict=True):
             if (count := int(np.rint(replies))) > 0:
-                before = tallies.get(group) or Tally(self._clients_of(group))
-                tallies[group] = Tally(
-                    before.clients, before.weight + weight, before.effort + effort, before.replies + count
-                )
+                tallies[group] = (tallies.get(group) or self._tally(group)).plus(weight, effort, count)
         return replace(state, sums=sums, tallies=tallies)
 
     def _all_groups(self) -> list[str]:
@@ -276,6 +278,11 @@ class TrainingMethod(Generic[StageT]):
         if not np.isin(present, (0, 1)).all() or present.sum() != 1:
             raise MessageError("a client says that it has no task, or more than one")
         return ["", self.tasks[int(present.argmax())].name]
+
+    def _tally(self, group: str) -> Tally:
+        """Nothing heard about a group yet."""
+        examples = sum(task.n_examples for task in self.tasks if group in ("", task.name))
+        return Tally(self._clients_of(group), examples=examples)
 
     def _clients_of(self, group: str) -> int:
         return sum(task.n_clients for task in self.tasks if group in ("", task.name))

@@ -1,0 +1,115 @@
+"""Where optimisers end up, and the parts of their formulas that a few equal rounds of everybody do not show."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_training import SIZES, START, WHO, C, D, K, N, X, Y, cohort, flat, g, stage_of, start
+from torch import Tensor
+
+from headstart.data import Federation
+from headstart.methods import Setting, build, solver
+from headstart.recipe import Recipe
+from headstart.runner import run
+from headstart.wire import Message
+
+
+def trained(who: Iterable[Iterable[int]], summed: bool = False, **keys: Any) -> Any:
+    """The state after rounds in which these clients take part; ``summed``: the server learns sums only."""
+    method: Any = build(stage_of(**keys), Setting(C, D, (0, 0), K, N, START))
+    state = method.open()
+    kept = {name: np.zeros((K, *shape), np.float32) for name, shape in method.kept_shapes.items()}
+    for number, some in enumerate(who):
+        clients = np.array(list(some))
+        mine = replace(cohort(*clients), kept=lambda name, _, clients=clients: kept[name][clients])
+        for reply in method.answer(mine, Message.from_bytes(method.instruct(state, number, -1).to_bytes())):
+            for name, value in reply.kept.items():
+                kept[name][reply.clients[0]] = value
+            add = method.summand(reply, number) if summed else None
+            state = method.fold(state, reply) if add is None else method.fold_sum(state, add)
+        state = method.close(state)
+    return state
+
+
+def vector(state: Any) -> np.ndarray:
+    return flat((state.parameters["head.weight"], state.parameters["head.bias"]))
+
+
+SHARES = {"examples": np.array(SIZES) / N, "uniform": np.full(K, 1 / K)}
+
+
+@pytest.mark.parametrize("weighting", SHARES)
+def test_scaffold_of_some_clients_under_a_schedule_by_hand(weighting: str) -> None:
+    """c moves by the part of all clients that was heard; η is the rate of the round, in the steps and in c_k."""
+    shares, turns = SHARES[weighting], [(0, 2), (1,), (0, 1, 2), (1, 2)]
+    x, c, mine = start(), np.zeros(C * D + C), np.zeros((K, C * D + C))
+    for some, rate in zip(turns, [0.3, 0.3, 0.03, 0.003], strict=True):  # after a half and three quarters, a tenth
+        moves, changes = [], []
+        for k in some:
+            y = x.copy()
+            for _ in range(4):
+                y -= rate * (g(y, k) - mine[k] + c)
+            new = mine[k] - c + (x - y) / (4 * rate)
+            changes.append(shares[k] * (new - mine[k]))
+            moves.append(shares[k] * (y - x))
+            mine[k] = new
+        x = x + 0.7 * np.sum(moves, axis=0) / sum(shares[k] for k in some)
+        c = c + np.sum(changes, axis=0)
+        np.testing.assert_allclose(c, shares @ mine, atol=1e-12)  # what the rule is for
+    keys = {"method": "scaffold", "local_steps": 4, "server_lr": 0.7, "schedule": "step", "rounds": 4}
+    state = trained(turns, weighting=weighting, **keys)
+    np.testing.assert_allclose(vector(state), x, rtol=2e-4, atol=2e-5)
+    control = state.memory["control"]
+    np.testing.assert_allclose(flat((control["head.weight"], control["head.bias"])), c, rtol=2e-3, atol=2e-4)
+
+
+# ------------------------------------------------------------------------------------------------------- least squares
+
+
+def least_squares(parameters: Any, features: Tensor, labels: Tensor, present: Tensor, _: Any) -> dict[str, Tensor]:
+    """Gradients of the mean of ½ ‖W z + b − onehot‖² of each client's batch, in the place of cross-entropy's."""
+    scores = features @ parameters["head.weight"].transpose(1, 2) + parameters["head.bias"].unsqueeze(1)
+    error = scores - torch.nn.functional.one_hot(labels, C)
+    error = error * (present / present.sum(dim=1, keepdim=True)).unsqueeze(2)
+    return {"head.weight": error.transpose(1, 2) @ features, "head.bias": error.sum(dim=1)}
+
+
+def optimum(shares: np.ndarray) -> np.ndarray:
+    """What minimises the clients' mean squared errors, each by its share: the normal equations in double precision."""
+    weights = (shares / np.array(SIZES))[WHO][:, None]
+    design = np.column_stack([X, np.ones(N)]).astype(np.float64)
+    solved = np.linalg.solve(design.T @ (weights * design), design.T @ (weights * np.eye(C)[Y]))
+    return flat((solved[:D].T, solved[D]))
+
+
+# All pairs of clients, and each by itself: nobody is heard in every round.
+TURNS = [(0, 1), (2,), (1, 2), (0,), (0, 2), (1,)]
+
+
+@pytest.mark.parametrize(("who", "summed"), [([(0, 1, 2)], False), (TURNS, False), (TURNS, True)])
+@pytest.mark.parametrize("weighting", SHARES)
+def test_scaffold_ends_at_the_optimum_of_the_loss_that_its_weights_name(
+    weighting: str, who: Any, summed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(solver, "_gradients", least_squares)
+    assert np.linalg.norm(optimum(SHARES["examples"]) - optimum(SHARES["uniform"])) > 0.1
+    keys = {"method": "scaffold", "weighting": weighting, "local_steps": 4, "lr": 0.1, "rounds": 480}
+    state = trained(who * (480 // len(who)), summed, **keys)
+    assert np.linalg.norm(vector(state) - optimum(SHARES[weighting])) < 1e-4
+    assert np.linalg.norm(flat(tuple(state.memory["control"].values()))) < 1e-4  # nothing pulls at the optimum
+
+
+def test_scaffold_of_uneven_clients_under_secure_sums() -> None:
+    partition = {"kind": "dirichlet-by-class", "clients": 5, "alpha": 0.3}
+    stage = {"method": "scaffold", "train": "head", "rounds": 4, "lr": 0.01, "batch_size": 20, "clients_per_round": 3}
+    data = {"dataset": "digits", "partition": partition}
+    recipes = [
+        Recipe.parse({"data": data, "model": {"backbone": "features"}, "stages": [stage | {"secure": secure}]})
+        for secure in (False, True)
+    ]
+    assert len(set(Federation.of(recipes[0]).sizes.tolist())) > 3
+    plain, secure = (run(recipe).head for recipe in recipes)
+    np.testing.assert_allclose(secure.weight, plain.weight, rtol=2e-5, atol=2e-5)
