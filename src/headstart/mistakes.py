@@ -158,6 +158,8 @@ def _unprotected(stage: Mapping[str, Any], silent: bool, tasks: bool) -> list[st
             problems.append(f"{key}: with {method} no update travels that this could apply to; leave it out")
         elif key in robust and method in unlimited:
             problems.append(f"{key}: {unlimited[method]}; use another method")
+    if robust["combine"] and method == "feddyn":
+        problems.append("combine: feddyn's dual variables add up to the mean of the updates only; use 'mean'")
     if robust["combine"] and stage["hide_task"]:
         problems.append("combine: with hide_task the server needs no more than sums; use 'mean'")
     if privacy is None or silent:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from headstart.data import Federation
 from headstart.methods import Setting, build, solver
+from headstart.methods.combine import norm_of
 from headstart.recipe import Recipe
 from headstart.runner import run
 from headstart.wire import Message
@@ -96,10 +97,36 @@ def test_scaffold_ends_at_the_optimum_of_the_loss_that_its_weights_name(
 ) -> None:
     monkeypatch.setattr(solver, "_gradients", least_squares)
     assert np.linalg.norm(optimum(SHARES["examples"]) - optimum(SHARES["uniform"])) > 0.1
-    keys = {"method": "scaffold", "weighting": weighting, "local_steps": 4, "lr": 0.1, "rounds": 480}
-    state = trained(who * (480 // len(who)), summed, **keys)
+    keys = {"method": "scaffold", "weighting": weighting, "local_steps": 4, "lr": 0.1, "rounds": 240}
+    state = trained(who * (240 // len(who)), summed, **keys)
     assert np.linalg.norm(vector(state) - optimum(SHARES[weighting])) < 1e-4
     assert np.linalg.norm(flat(tuple(state.memory["control"].values()))) < 1e-4  # nothing pulls at the optimum
+
+
+@pytest.mark.parametrize("summed", [False, True])
+@pytest.mark.parametrize(("adaptive", "weighting"), [(True, "examples"), (False, "uniform")])
+def test_feddyn_with_short_updates_ends_at_the_optimum(
+    adaptive: bool, weighting: str, summed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the first rounds every update is longer than ``max_norm``."""
+    monkeypatch.setattr(solver, "_gradients", least_squares)
+    keys = {"method": "feddyn", "alpha_dyn": 0.3, "adaptive": adaptive, "max_norm": 0.1, "local_steps": 8, "lr": 0.2}
+    first = trained([(0, 1, 2)], summed, rounds=120, **keys)
+    # All of length 0.1: neither the mean of the models nor that of the duals can be further away.
+    assert 0.05 < np.linalg.norm(vector(first) - start()) <= 0.2
+    end = trained([(0, 1, 2)] * 120, summed, rounds=120, **keys)
+    assert np.linalg.norm(vector(end) - optimum(SHARES[weighting])) < 1e-4
+
+
+def test_a_client_of_feddyn_keeps_the_dual_of_what_the_server_hears() -> None:
+    method: Any = build(stage_of(method="feddyn", max_norm=0.01, local_steps=3), Setting(C, D, (0, 0), K, N, START))
+    nothing = {name: np.zeros((K, *shape), np.float32) for name, shape in method.kept_shapes.items()}
+    everybody = replace(cohort(*range(K)), kept=lambda name, _: nothing[name])
+    for reply in method.answer(everybody, method.instruct(method.open(), 0, -1)):
+        sent = {name: array for name, array in reply.message.arrays.items() if name.startswith("update.")}
+        assert norm_of(sent) == pytest.approx(0.01, rel=1e-5)
+        for name, dual in reply.kept.items():
+            np.testing.assert_array_equal(dual, sent[name.replace("dual.", "update.")])
 
 
 def test_scaffold_of_uneven_clients_under_secure_sums() -> None:

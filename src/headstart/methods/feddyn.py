@@ -2,7 +2,8 @@
 
 Client k minimises its loss + α_k ⟨w, h_k⟩ + α_k/2 ‖w − x‖² from the server's x, then h_k ← h_k + w_k − x. Travels up:
 w_k − x. The server's x is the mean of the models it heard plus the mean of all clients' h. ``adaptive`` divides α by
-the client's share of the examples relative to an even one, as the official code does. h_k stays with the client.
+the client's share of the examples relative to an even one, as the official code does. h_k stays with the client. With
+``max_norm`` a client shortens w_k − x before h_k moves by it: both sides add up the same updates.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import torch
 
 from headstart.methods.base import Cohort, Reply
 from headstart.methods.plan import Vectors
-from headstart.methods.solver import LocalResult, Objective, Stack, wide
+from headstart.methods.solver import LocalResult, Objective, Stack, clip_norms, wide
 from headstart.methods.training import Tally, TrainingMethod, TrainingState, added, difference
 from headstart.stages import FedDynStage
 from headstart.statistics import Ints
@@ -39,6 +40,8 @@ class FedDynMethod(TrainingMethod[FedDynStage]):
         drift = {name: wide(pull, value) * value for name, value in dual.items()}
         result = self.solve(start, cohort, int(message.scalars["round"]), Objective(pull, drift))
         update = difference(result.parameters, start)
+        if self.max_norm is not None:
+            clip_norms(update, self.max_norm)
         return result, {"update": update}, {"dual": {name: dual[name] + moved for name, moved in update.items()}}
 
     def weight_of(self, reply: Reply) -> float:

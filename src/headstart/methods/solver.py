@@ -112,7 +112,7 @@ class HeadSolver:
                 if objective.drift is not None:
                     gradient += objective.drift[name]
             if stage.clip is not None:
-                _clip(gradients, stage.clip)
+                clip_norms(gradients, stage.clip)
             if inner is not None and step % 2 == 0:
                 origin = parameters
                 parameters = origin | {name: origin[name] - inner * gradient for name, gradient in gradients.items()}
@@ -161,13 +161,13 @@ def _gradients(parameters: Stack, features: Tensor, labels: Tensor, present: Ten
     return gradients
 
 
-def _clip(gradients: Stack, largest: float) -> None:
-    """Scale each client's gradient down to the largest norm allowed."""
-    squares = [gradient.flatten(1).square().sum(dim=1) for gradient in gradients.values()]
+def clip_norms(vectors: Stack, largest: float) -> None:
+    """Scale each client's gradient, or update, down to the largest norm allowed, in place."""
+    squares = [vector.flatten(1).square().sum(dim=1) for vector in vectors.values()]
     norms = torch.stack(squares).sum(dim=0).sqrt()
     factor = (largest / norms.clamp(min=1e-12)).clamp(max=1.0)
-    for gradient in gradients.values():
-        gradient *= wide(factor, gradient)
+    for vector in vectors.values():
+        vector *= wide(factor, vector)
 
 
 def pulled(name: str, value: Tensor) -> Tensor:
