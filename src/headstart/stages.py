@@ -160,7 +160,7 @@ class _Optimiser(_Stage):
 class _SGD(_Optimiser):
     momentum: float = Field(default=0.0, ge=0, lt=1)
     clip: PositiveFloat | None = None
-    """Largest norm of a gradient."""
+    """Largest norm of the gradient of the loss, before weight decay and what a method adds to it."""
     norm_statistics: Literal["aggregate", "freeze", "batch"] = "aggregate"
     """Running statistics of batch norm where the body trains: averaged like the parameters; those of the pre-trained
     model, in training too; or none, every batch being normalised by its own, in evaluation too."""

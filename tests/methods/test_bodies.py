@@ -318,17 +318,19 @@ def test_fedavg_with_one_full_step_of_everybody_is_gradient_descent(
     np.testing.assert_allclose(scores, model(pixels(np.arange(N))).detach(), rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize(("clip", "decay"), [(4.0, 0.0), (None, 0.3)])
+@pytest.mark.parametrize(("clip", "decay", "pull"), [(4.0, 0.0, 0.0), (None, 0.3, 0.0), (4.0, 0.3, 0.5)])
 @pytest.mark.parametrize("train", ["all", "body"])
 def test_local_sgd_is_torch_sgd_on_the_same_batches(
-    train: str, clip: float | None, decay: float, tmp_path: Path
+    train: str, clip: float | None, decay: float, pull: float, tmp_path: Path
 ) -> None:
+    """The gradient of the loss is clipped, as clip_grad_norm_ does before a step adds what else the step is along."""
     keys = {"weight_decay": decay} | ({} if clip is None else {"clip": clip})
     keys |= {"train": train, "batch_size": 4, "local_epochs": 3, "momentum": 0.7, "temperature": 0.5}
     run = Run(tmp_path, backbone_of(Plain()), previous=HEAD, **keys)
     model = model_of(Plain())
     trained = {name: value for name, value in named(model).items() if train == "all" or name.startswith("body.")}
     sgd = torch.optim.SGD(trained.values(), lr=0.2, momentum=0.7, weight_decay=decay)
+    first = {name: value.detach().clone() for name, value in trained.items()}
     plan = run.batches(1, round=1)
     assert [len(rows) for rows in plan] == 3 * [4, 4, 1]
     norms = []
@@ -336,10 +338,14 @@ def test_local_sgd_is_torch_sgd_on_the_same_batches(
         sgd.zero_grad()
         loss_of(model, rows, temperature=0.5).backward()
         norms.append(float(clip_grad_norm_(list(trained.values()), clip or float("inf"))))
+        for name, value in trained.items():
+            value.grad += pull * (value.detach() - first[name]) + pull
         sgd.step()
     assert clip is None or min(norms) < clip < max(norms)
     begin = {name: torch.tensor(value, dtype=torch.float32)[None] for name, value in run.state.parameters.items()}
-    found = run.method.solve(begin, run.cohort(1), 1, Objective())
+    drift = {name: pull * torch.ones_like(value) for name, value in begin.items()}
+    objective = Objective(torch.tensor([pull]), drift) if pull else Objective()
+    found = run.method.solve(begin, run.cohort(1), 1, objective)
     assert found.steps.tolist() == [9]
     close({name: value[0] for name, value in found.parameters.items()}, trained)
     momenta = {name: sgd.state[value]["momentum_buffer"] for name, value in trained.items()}

@@ -251,8 +251,9 @@ def cohort(*clients: int) -> Cohort:
     return Cohort(np.array(clients), X, rows, Y[rows], WHO[rows], new, lambda name, start: np.zeros(0))
 
 
-@pytest.mark.parametrize(("clip", "decay"), [(0.9, 0.0), (None, 0.3)])
-def test_local_sgd_is_torch_sgd_on_the_same_batches(clip: float | None, decay: float) -> None:
+@pytest.mark.parametrize(("clip", "decay", "pull"), [(0.9, 0.0, 0.0), (None, 0.3, 0.0), (0.9, 0.8, 0.5)])
+def test_local_sgd_is_torch_sgd_on_the_same_batches(clip: float | None, decay: float, pull: float) -> None:
+    """The gradient of the loss is clipped, as clip_grad_norm_ does before a step adds what else the step is along."""
     keys = {"weight_decay": decay} | ({} if clip is None else {"clip": clip})
     stage = stage_of(method="fedavg", batch_size=4, local_epochs=2, momentum=0.7, lr=0.2, temperature=0.5, **keys)
     some = cohort(0, 1, 2)
@@ -261,7 +262,9 @@ def test_local_sgd_is_torch_sgd_on_the_same_batches(clip: float | None, decay: f
         "head.weight": torch.tensor(START.weight).expand(K, C, D),
         "head.bias": torch.tensor(START.bias).expand(K, C),
     }
-    found = HeadSolver(stage, (7, 0), begin)(begin, some, 1, Objective())
+    drift = {name: pull * torch.ones_like(value) for name, value in begin.items()}
+    objective = Objective(torch.full((K,), pull), drift) if pull else Objective()
+    found = HeadSolver(stage, (7, 0), begin)(begin, some, 1, objective)
     assert found.steps.tolist() == [2 * 2, 2 * 3, 2 * 4]  # ⌈5/4⌉, ⌈9/4⌉ and ⌈14/4⌉ batches, twice
     for k in range(K):
         weight, bias = (torch.tensor(part, requires_grad=True) for part in (START.weight, START.bias))
@@ -273,6 +276,8 @@ def test_local_sgd_is_torch_sgd_on_the_same_batches(clip: float | None, decay: f
                 scores = (torch.tensor(X[rows]) @ weight.T + bias) / 0.5
                 torch.nn.functional.cross_entropy(scores, torch.tensor(Y[rows])).backward()
                 torch.nn.utils.clip_grad_norm_([weight, bias], clip or float("inf"))
+                for parameter, first in ((weight, START.weight), (bias, START.bias)):
+                    parameter.grad += pull * (parameter.detach() - torch.tensor(first)) + pull
                 sgd.step()
         np.testing.assert_allclose(found.parameters["head.weight"][k], weight.detach(), rtol=1e-4, atol=1e-6)
         np.testing.assert_allclose(found.parameters["head.bias"][k], bias.detach(), rtol=1e-4, atol=1e-6)

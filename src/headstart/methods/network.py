@@ -142,6 +142,10 @@ class BodySolver:
                 loss = functional.cross_entropy(network.scores(inputs) / stage.temperature, labels)
                 gradients = _gradients(loss, moving)
                 with torch.no_grad():
+                    if stage.clip is not None:
+                        norm = torch.linalg.vector_norm(torch.stack([gradient.norm() for gradient in gradients]))
+                        factor = (stage.clip / norm.clamp(min=1e-12)).clamp(max=1.0)
+                        gradients = [gradient * factor for gradient in gradients]
                     for number, (name, parameter) in enumerate(zip(names, parameters, strict=True)):
                         if stage.weight_decay:
                             gradients[number] = gradients[number].add(pulled(name, parameter), alpha=stage.weight_decay)
@@ -151,10 +155,6 @@ class BodySolver:
                             )
                         if drift:
                             gradients[number] = gradients[number] + drift[number]
-                    if stage.clip is not None:
-                        norm = torch.linalg.vector_norm(torch.stack([gradient.norm() for gradient in gradients]))
-                        factor = (stage.clip / norm.clamp(min=1e-12)).clamp(max=1.0)
-                        gradients = [gradient * factor for gradient in gradients]
                     if objective.inner_lr is not None and not origin:
                         origin = [parameter.clone() for parameter in parameters]
                         for parameter, gradient in zip(parameters, gradients, strict=True):

@@ -31,8 +31,9 @@ Stack = dict[str, Tensor]
 class Objective:
     """What a method adds to each client's loss: pull/2 ‖w − anchor‖² + ⟨drift, w⟩; and how it is minimised.
 
-    pull: [M]; drift: a gradient added at every step. Both are part of the objective, so momentum sees them. A client
-    may train several times in a round, in phases: on some of the parameters, for other epochs, at another rate.
+    pull: [M]; drift: a gradient added at every step. Both are part of the objective, so momentum sees them; ``clip``
+    does not, which bounds the gradient of the loss. A client may train several times in a round, in phases: on some of
+    the parameters, for other epochs, at another rate.
     """
 
     pull: Tensor | None = None
@@ -104,6 +105,8 @@ class HeadSolver:
             features = functional.embedding(rows[batch], source).float()  # [M, B, d]; faster than an index
             gradients = _gradients(parameters, features, labels[batch], present, stage)
             gradients = {name: gradient for name, gradient in gradients.items() if name in moves}
+            if stage.clip is not None:
+                clip_norms(gradients, stage.clip)
             for name, gradient in gradients.items():
                 if stage.weight_decay:
                     gradient += stage.weight_decay * pulled(name, parameters[name])
@@ -111,8 +114,6 @@ class HeadSolver:
                     gradient += wide(objective.pull, gradient) * pulled(name, parameters[name] - anchor[name])
                 if objective.drift is not None:
                     gradient += objective.drift[name]
-            if stage.clip is not None:
-                clip_norms(gradients, stage.clip)
             if inner is not None and step % 2 == 0:
                 origin = parameters
                 parameters = origin | {name: origin[name] - inner * gradient for name, gradient in gradients.items()}
