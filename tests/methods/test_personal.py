@@ -96,6 +96,7 @@ def descend(
     pull: float = 0.0,
     anchor: Values | None = None,
     velocity: Values | None = None,
+    rate: float = LOCAL["lr"],
 ) -> None:
     """SGD with momentum on some of the parameters, batch after batch."""
     velocity = {} if velocity is None else velocity
@@ -106,7 +107,7 @@ def descend(
                 if anchor is not None:
                     gradient = gradient + pull * (here - anchor[name])
                 velocity[name] = LOCAL["momentum"] * velocity.get(name, 0.0) + gradient
-                here -= LOCAL["lr"] * velocity[name]
+                here -= rate * velocity[name]
 
 
 def plan_of(run: Run, client: int, round: int, objective: Objective | None = None) -> list[np.ndarray]:
@@ -998,6 +999,25 @@ def test_a_server_trains_on_the_share_that_it_was_given(
         expected = {name: torch.tensor(value) - 0.1 * slope[name] for name, value in before.parameters.items()}
         close(after.parameters, expected, atol=1e-5)
     np.testing.assert_array_equal(shared.ledger.bytes_up, 3 * plain.ledger.bytes_up)
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_a_server_trains_as_a_client_of_the_round_would_under_a_head_that_stays(body: str, tmp_path: Path) -> None:
+    """FedBABU's server, several steps after each round: at the round's rate, on the round's batches."""
+    shared = run_of(tmp_path, body, method="fedbabu", share=0.7, schedule="step", rounds=4)
+    given: list[Any] = []
+    ends: list[Any] = []
+    refine = shared.method.refine
+    shared.method.refine = lambda state, cohort: given.append((state, cohort)) or refine(state, cohort)
+    shared.play(lambda number, state: ends.append(state))
+    model = model_of(Plain(), BODIES[body]["previous"])
+    for number, rate in enumerate([0.1, 0.1, 0.01, 0.001]):
+        before, cohort = given[number]
+        assert not set(TOP) & before.parameters.keys()
+        put(model, {name: torch.tensor(value) for name, value in before.parameters.items()})
+        plan = [cohort.rows[batch[batch >= 0]] for batch in batches(cohort, shared.stage, number, shared.seed)[0]]
+        descend(model, list(before.parameters), plan, rate=rate)
+        close(ends[number].parameters, values(model, before.parameters))
 
 
 def test_a_server_may_train_the_body_alone(tmp_path: Path) -> None:

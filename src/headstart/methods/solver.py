@@ -43,7 +43,7 @@ class Objective:
     anchor: Stack | None = None
     """What the pull is towards; the start where it is None."""
     moves: frozenset[str] | None = None
-    """The parameters that are trained; None: all that the plan trains."""
+    """Of the parameters that the plan trains, those that are; None: all."""
     epochs: int | None = None
     phase: int = 0
     """Batches of another phase are drawn anew."""
@@ -95,7 +95,7 @@ class HeadSolver:
         index = torch.from_numpy(batches(cohort, stage, round, self.seed, objective))
         source, rows, labels = _shared(cohort.features), torch.from_numpy(cohort.rows), torch.from_numpy(cohort.labels)
         parameters = {name: value.clone() for name, value in start.items()}
-        moves = objective.moves if objective.moves is not None else self.trained
+        moves = self.trained if objective.moves is None else objective.moves & self.trained
         velocity = {name: torch.zeros_like(value) for name, value in start.items()} | (objective.velocity or {})
         anchor = objective.anchor or start
         inner, origin = objective.inner_lr, parameters
