@@ -469,9 +469,29 @@ def test_batches_are_so_many_examples_of_each_client_and_new_ones_every_round() 
     assert len({tuple(rows) for rows in drawn}) > 15
     assert len(set(np.concatenate(drawn))) == N
     (_, reply) = run.method.answer(cohort, run.method.instruct(run.state, 0, -1))
-    assert reply.message.scalars["examples"] == 5
+    assert reply.message.scalars["examples"] == 17  # what the mean weighs by: all that the client has
     slopes = run.method.model.slopes(cohort, drawn[0], run.method._seed(0), 0)[-5:]
     assert reply.message.arrays["slopes"][0] == pytest.approx(slopes.mean(), rel=1e-5)
+
+
+def test_batches_estimate_the_slope_of_the_pooled_loss() -> None:
+    """The mean over 600 draws of two examples of each client, one of which has a class to itself."""
+    who = (Y != np.bincount(Y).argmin()).astype(np.int64)
+    assert np.bincount(who).tolist() == [4, 16]
+    run = Run(who, train="head", batch_size=2)
+    cohort, seed = run.cohort(0, 1), run.method._seed(0)
+    slopes = run.method.model.slopes(cohort, np.arange(N), seed, 0)
+    found = []
+    for round in range(600):
+        state = run.state
+        message = Message(run.method.instruct(state, 0, -1).arrays, {"round": round, "first": 0, "seed": seed})
+        for reply in run.method.answer(cohort, message):
+            state = run.method.fold(state, reply)
+        found.append(float(run.method.close(state).slopes[0, 0]))
+    error = np.std(found) / np.sqrt(len(found))
+    by_batch = (slopes[cohort.owners == 0].mean() + slopes[cohort.owners == 1].mean()) / 2
+    assert abs(slopes.mean() - by_batch) > 10 * error
+    assert abs(np.mean(found) - slopes.mean()) < 4 * error
 
 
 def test_the_estimate_is_unbiased_on_a_logistic_problem() -> None:
@@ -666,6 +686,7 @@ def test_the_largest_scalar_that_can_be_right_is_taken() -> None:
         ({"clients_per_round": 10}, 100, 30),
         ({"clients_per_round": 50}, 10, 30),
         ({"participation": 0.01}, 10, 3),  # somebody is always asked
+        ({"batch_size": 8}, 10, 30),
     ],
 )
 def test_the_published_cost(keys: dict[str, Any], clients: int, bytes_per_round: int) -> None:
@@ -675,7 +696,7 @@ def test_the_published_cost(keys: dict[str, Any], clients: int, bytes_per_round:
     log = replace(method.open(), seeds=np.zeros(2621, np.int64), slopes=np.zeros((2621, directions), np.float32))
     published = method.published(log, np.full((clients, C), 7))
     assert published.bytes == 2621 * bytes_per_round
-    assert published.forward_passes == 2621 * 2 * directions * clients * C * 7
+    assert published.forward_passes == 2621 * 2 * directions * clients * (8 if "batch_size" in keys else C * 7)
     if not keys:
         assert published.bytes == 78_630
 

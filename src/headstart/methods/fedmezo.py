@@ -1,10 +1,11 @@
 """FedMeZO: training with one seed and a few scalars per round (thesis, chapter 4; MeZO: Malladi et al., NeurIPS 2023).
 
 Travels down: a seed, and the mean slopes of the rounds that the client has missed. Every client measures the slope of
-its loss along the directions of the seed, g_k = (L_k(θ + εz) − L_k(θ − εz)) / 2ε, over all its examples. Travels up:
-one scalar per direction. The mean over the clients, weighted by their examples, is the slope of the pooled loss,
-whoever holds what; everybody then takes the same step θ ← θ − η Σ_p g_p z_p / P. The server needs no weights, and the
-run is its log of seeds and scalars: whoever has the log and the pre-trained weights has the model.
+its loss along the directions of the seed, g_k = (L_k(θ + εz) − L_k(θ − εz)) / 2ε, over all its examples or a random
+batch of them. Travels up: one scalar per direction. The mean over the clients, weighted by all their examples, is the
+slope of the pooled loss, or an unbiased estimate of it, whoever holds what; everybody then takes the same step θ ← θ −
+η Σ_p g_p z_p / P. The server needs no weights, and the run is its log of seeds and scalars: whoever has the log and the
+pre-trained weights has the model.
 """
 
 from __future__ import annotations
@@ -160,7 +161,9 @@ class FedMeZOMethod:
         per_round = self.stage.sampled(self.setting.n_clients)
         directions, rounds = self.stage.num_directions, len(state.seeds)
         total = rounds * per_round * (1 + 2 * directions)
-        passes = 2 * directions * rounds * int(counts.sum())
+        sizes = counts.sum(axis=1)
+        seen = sizes if self.stage.batch_size == "full" else np.minimum(sizes, self.stage.batch_size)
+        passes = 2 * directions * rounds * int(seen.sum())
         return Published(total, passes, "thesis, Eq. 6: R · (K + 2 · K · num_z) bytes, up and down")
 
     def freeze(self, state: MeZOState) -> Message:
@@ -181,10 +184,11 @@ class FedMeZOMethod:
         self._follow(first, message.arrays["seeds"].astype(np.int64), message.arrays["slopes"].astype(np.float32))
         rows = self._rows(cohort, round)
         place = np.searchsorted(cohort.clients, cohort.owners[rows])
-        sizes = np.bincount(place, minlength=len(cohort.clients))
+        seen = np.bincount(place, minlength=len(cohort.clients))
+        sizes = np.bincount(np.searchsorted(cohort.clients, cohort.owners), minlength=len(cohort.clients))
         slopes = np.stack(
             [
-                np.bincount(place, self.model.slopes(cohort, rows, seed, number), len(cohort.clients)) / sizes
+                np.bincount(place, self.model.slopes(cohort, rows, seed, number), len(cohort.clients)) / seen
                 for number in range(self.stage.num_directions)
             ],
             axis=1,
@@ -192,9 +196,9 @@ class FedMeZOMethod:
         replies = []
         for row, client in enumerate(cohort.clients):
             answer = Message({"slopes": slopes[row]}, {"examples": int(sizes[row])})
-            passes = 2 * self.stage.num_directions * int(sizes[row])
+            passes = 2 * self.stage.num_directions * int(seen[row])
             if not self.plan.changes_features:  # the body is passed once, and the head is nothing beside it
-                passes = int(np.count_nonzero(cohort.owners == client)) if cohort.new[row] else 0
+                passes = int(sizes[row]) if cohort.new[row] else 0
             replies.append(Reply(np.array([client]), answer, np.array([answer.nbytes]), np.array([passes])))
         return replies
 
