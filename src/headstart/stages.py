@@ -453,7 +453,7 @@ class SLoRAStage(TrainingStage):
     density: float = Field(default=0.1, gt=0, le=1)
     """Share of the entries that priming trains."""
     priming: float = Field(default=0.2, ge=0, lt=1)
-    """Share of the rounds that prime."""
+    """Share of the rounds that prime: one at least, or none where it is 0."""
     server_lr: PositiveFloat = 1.0
 
 

@@ -175,6 +175,25 @@ def test_a_state_survives_its_checkpoint_in_both_parts(stop: int) -> None:
     assert len(set(whole.frozen)) == 5
 
 
+def test_without_priming_it_is_lora_by_fedavg() -> None:
+    run = Run(priming=0.0).play()
+    assert all(state.primed for state in run.states)
+    assert not any("masks" in name for name in run.backbone.body.state_dict())
+    plain = Run(priming=0.0)
+    table = {"method": "fedavg", "train": "lora", "rank": 2, "alpha_lora": 6.0, "rounds": 5, "lr": 0.3}
+    plain.stage = Recipe.parse({"data": {"dataset": "x"}, "stages": [table | {"batch_size": "full"}]}).stages[0]
+    plain.method = build(plain.stage, plain.method.setting)
+    plain.play()
+    for name, value in plain.states[-1].parameters.items():
+        np.testing.assert_array_equal(run.states[-1].inner.parameters[name], value, err_msg=name)
+    np.testing.assert_array_equal(run.features[-1], plain.features[-1])
+    published = run.method.published(run.states[-1], run.federation.counts)
+    assert published.bytes == 5 * 3 * 4 * 4 * (2 * 8 + 8 * 2)  # rounds, clients, bytes, matrices
+    again = Run(priming=0.0)
+    again.play(state=again.method.thaw(Message.from_bytes(run.frozen[1])), first_round=2)
+    assert again.frozen == run.frozen[2:]
+
+
 def test_after_the_switch_lora_is_what_trains() -> None:
     run = Run(lr=0.03).play()
     assert [state.primed for state in run.states] == [False, False, True, True, True, True]

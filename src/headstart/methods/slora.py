@@ -48,7 +48,9 @@ class SLoRAMethod:
         self.mask = attach("mask", setting.backbone, {"density": stage.density, "blocks": stage.blocks}, self.seed)
         self.priming = TrainingMethod(stage, replace(setting, module=self.mask))
         self.tuning = TrainingMethod(stage, setting)
-        self.switch = max(1, round(stage.priming * stage.rounds))
+        self.switch = max(1, round(stage.priming * stage.rounds)) if stage.priming else 0
+        if not self.switch:
+            self.mask.detach()
         self.kept_shapes = self.priming.kept_shapes
         self.bytes_per_client = self.priming.bytes_per_client
 
@@ -56,8 +58,8 @@ class SLoRAMethod:
         return self.tuning if state.primed else self.priming
 
     def open(self) -> SLoRAState:
-        """Nothing primed yet."""
-        return SLoRAState(False, self.priming.open())
+        """Nothing primed yet; without priming, LoRA as it starts."""
+        return SLoRAState(not self.switch, (self.priming if self.switch else self.tuning).open())
 
     def instruct(self, state: SLoRAState, round: int, since: int, task: int = 0) -> Message:
         """The masked values or the factors, and the head."""
