@@ -1025,23 +1025,28 @@ def test_a_step_on_the_body_is_three_passes_of_its_examples(
 
 
 @pytest.mark.parametrize(
-    ("keys", "per_round", "epochs"),
+    ("keys", "per_round", "examples"),
     [
-        ({}, K, 1),
-        ({"local_epochs": 2}, K, 2),
-        ({"clients_per_round": 2}, 2, 1),
-        ({"participation": 0.6}, 2, 1),
+        ({}, K, N),
+        ({"local_epochs": 2}, K, 2 * N),
+        ({"local_steps": 3}, K, 3 * N),
+        # Three batches of at most 4 are 4 + 1 + 4, 4 + 4 + 1 and 4 + 2 + 4 of 5, 9 and 6 examples.
+        ({"local_steps": 3, "batch_size": 4}, K, 28),
+        # Six batches of at most half: 3 + 2 three times, 4 + 4 + 1 twice, 3 + 3 three times.
+        ({"local_steps": 3, "batch_size": 4, "method": "per-fedavg"}, K, 51),
+        ({"clients_per_round": 2}, 2, N),
+        ({"participation": 0.6}, 2, N),
         # Somebody is always asked, and nobody twice.
-        ({"participation": 0.1}, 1, 1),
-        ({"clients_per_round": 50}, K, 1),
+        ({"participation": 0.1}, 1, N),
+        ({"clients_per_round": 50}, K, N),
     ],
 )
-def test_published_cost_of_fine_tuning(keys: dict[str, Any], per_round: int, epochs: int, tmp_path: Path) -> None:
+def test_published_cost_of_fine_tuning(keys: dict[str, Any], per_round: int, examples: int, tmp_path: Path) -> None:
     run = Run(tmp_path, backbone_of(Normed()), **keys)
     published = run.method.published(replace(run.state, round=7), run.federation.counts)
     assert NORMED_PARAMETERS == sum(parameter.numel() for parameter in Normed().parameters()) - 2 == 302
     assert published.bytes == 2 * (C * D + 302) * per_round * 7 * 4
-    assert published.forward_passes == 3 * 7 * epochs * N
+    assert published.forward_passes == 3 * 7 * examples
     assert "(C · d + P)" in published.formula
     alone = Run(tmp_path, backbone_of(Normed()), train="body", **keys)
     assert alone.method.published(replace(alone.state, round=7), run.federation.counts).bytes == (

@@ -27,11 +27,9 @@ class PerFedAvgMethod(TrainingMethod[PerFedAvgStage]):
         result = self.solve(start, cohort, int(message.scalars["round"]), objective)
         return result, {"update": difference(result.parameters, start)}, {}
 
-    def passes(self, size: int, steps: int, new: bool) -> int:
+    def examples_of(self, size: int, steps: int) -> int:
         """Every step takes two batches, and an epoch has two at least."""
-        if not self.plan.changes_features:
-            return super().passes(size, steps, new)
         half = -(-size // 2)
         width = half if self.stage.batch_size == "full" else min(self.stage.batch_size, half)
         epochs, rest = divmod(2 * steps, -(-size // width))
-        return 3 * (epochs * size + rest * width)
+        return epochs * size + rest * width

@@ -401,7 +401,7 @@ class TrainingMethod(Generic[StageT]):
         return self.head(state, task, own)
 
     def published(self, state: TrainingState, counts: Ints) -> Published:
-        """The FedNCM paper's count: both directions, without the bias of the head; every example in every round.
+        """The FedNCM paper's count: both directions, without the bias of the head; every example in every local epoch.
 
         A step on the body counts as three forward passes.
         """
@@ -421,9 +421,11 @@ class TrainingMethod(Generic[StageT]):
         return sum(each) / sum(task.n_clients for task in self.tasks)
 
     def round_passes(self, counts: Ints) -> int:
-        """The paper's count of a round's forward passes."""
-        epochs = getattr(self.stage, "local_epochs", None) or 1
-        return (3 if self.plan.changes_features else 1) * epochs * int(counts.sum())
+        """The paper's count of a round's forward passes; with local steps, of their batches."""
+        examples = (getattr(self.stage, "local_epochs", None) or 1) * int(counts.sum())
+        if steps := getattr(self.stage, "local_steps", None):
+            examples = sum(self.examples_of(int(size), steps) for size in counts.sum(axis=1))
+        return (3 if self.plan.changes_features else 1) * examples
 
     def freeze(self, state: TrainingState) -> Message:
         """The state between two rounds, at full precision."""
@@ -499,9 +501,13 @@ class TrainingMethod(Generic[StageT]):
         """Forward passes: through a frozen body once; three for each example of a step on the body, as in the paper."""
         if not self.plan.changes_features:
             return size if new else 0
+        return 3 * self.examples_of(size, steps)
+
+    def examples_of(self, size: int, steps: int) -> int:
+        """Examples in the batches of so many local steps of a client with ``size`` of them."""
         width = size if self.stage.batch_size == "full" else min(self.stage.batch_size, size)
-        per_epoch = -(-size // width)
-        return 3 * (steps // per_epoch * size + steps % per_epoch * width)
+        epochs, rest = divmod(steps, -(-size // width))
+        return epochs * size + rest * width
 
     # ------------------------------------------------------------------------------------------------------ helpers
 
