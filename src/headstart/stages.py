@@ -184,8 +184,8 @@ class _Rounds(_Sampled, _Optimiser):
     rounds: PositiveInt = 100
     schedule: Literal["constant", "step", "cosine"] = "constant"
     """"step": a tenth after half and after three quarters of the rounds."""
-    warmup_rounds: NonNegativeInt = 0
-    """Rounds over which the learning rate rises to its value."""
+    warmup_rounds: NonNegativeInt | Auto = 0
+    """Rounds over which the learning rate rises to its value; "auto": a tenth of the rounds."""
     weighting: Literal["examples", "uniform"] = "examples"
     keep: Literal["last", "best"] = "last"
     """The model that the stage ends with: that of its last round, or that of the evaluated round with the highest
@@ -326,6 +326,8 @@ class FedYoloStage(TrainingStage):
     batch_size: PositiveInt | Literal["full"] = 32
     momentum: float = Field(default=0.9, ge=0, lt=1)
     schedule: Literal["constant", "step", "cosine"] = "cosine"
+    warmup_rounds: NonNegativeInt | Auto = "auto"
+    """The paper warms up and does not say for how long; "auto": for a tenth of the rounds."""
     weighting: Literal["examples", "uniform"] = "uniform"
 
 

@@ -307,6 +307,16 @@ def test_schedules(keys: dict[str, Any], expected: list[float]) -> None:
     assert [learning_rate(stage, round) for round in range(8)] == pytest.approx(expected)
 
 
+def test_fedyolo_warms_up_by_default_and_decays_as_its_paper_says() -> None:
+    """Linear for a tenth of the 150 rounds, the peak in the sixteenth, then half a cosine over the other 135."""
+    stage = stage_of(method="fedyolo", train="lora", lr=1.0, rounds=150)
+    rates = [learning_rate(stage, round) for round in range(150)]
+    assert rates[:15] == pytest.approx([(round + 1) / 16 for round in range(15)])
+    assert rates[15:] == pytest.approx([0.5 * (1 + np.cos(np.pi * round / 135)) for round in range(135)])
+    assert learning_rate(stage_of(method="fedyolo", train="lora", lr=1.0, warmup_rounds=0), 0) == 1.0
+    assert learning_rate(stage_of(method="fedavg", lr=1.0, rounds=150), 0) == 1.0
+
+
 @pytest.mark.parametrize("method", ["feddyn", "scaffold"])
 def test_what_a_client_keeps_never_travels(method: str) -> None:
     stage = stage_of(method=method)

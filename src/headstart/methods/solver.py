@@ -72,9 +72,10 @@ class Solver(Protocol):
 
 def learning_rate(stage: Rounds, round: int) -> float:
     """The rate of a round (from 0): linear warm-up, then constant, stepwise or cosine decay."""
-    if round < stage.warmup_rounds:
-        return stage.lr * (round + 1) / (stage.warmup_rounds + 1)
-    done = (round - stage.warmup_rounds) / max(stage.rounds - stage.warmup_rounds, 1)
+    warmup = stage.rounds // 10 if stage.warmup_rounds == "auto" else stage.warmup_rounds
+    if round < warmup:
+        return stage.lr * (round + 1) / (warmup + 1)
+    done = (round - warmup) / max(stage.rounds - warmup, 1)
     if stage.schedule == "step":
         return stage.lr * (0.01 if done >= 0.75 else 0.1 if done >= 0.5 else 1.0)
     if stage.schedule == "cosine":
