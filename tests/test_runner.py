@@ -457,7 +457,7 @@ def test_every_round_says_who_was_asked_what_it_moved_and_who_was_left_out(tmp_p
             raise MessageError("it is Monday")
         return fold(self, state, reply)
 
-    order = [np.random.default_rng([0, 1, 0x0DE, number]).permutation(20)[:2] for number in range(3)]
+    order = [np.random.default_rng([0x0DE, 0, 1, number]).permutation(20)[:2] for number in range(3)]
     asked = [sorted(each.tolist()) for each in order]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TrainingMethod, "fold", picky)

@@ -174,7 +174,7 @@ def random_parts(labels: Ints, clients: Ints, means_per_client: int, seed: tuple
     by_client = np.argsort(clients, kind="stable")
     bounds = np.flatnonzero(np.diff(clients[by_client])) + 1
     for members in np.split(by_client, bounds):
-        rng = np.random.default_rng([*seed, int(clients[members[0]])])
+        rng = np.random.default_rng([0x9A27, *seed, int(clients[members[0]])])
         shuffled = rng.permutation(members)
         shuffled = shuffled[np.argsort(labels[shuffled], kind="stable")]
         sizes = np.bincount(labels[shuffled])[labels[shuffled]]

@@ -248,15 +248,15 @@ def _sample(
 
     Who cannot be asked now makes room for the next in the order, which does not depend on who is there.
     """
-    key = [*seed, 0x0DE] if method.hears_once else [*seed, 0x0DE, number]
+    which = () if method.hears_once else (number,)
     if getattr(stage, "sampling", "clients") == "clients":
-        order = np.random.default_rng(key).permutation(federation.n_clients)
+        order = np.random.default_rng([0x0DE, *seed, *which]).permutation(federation.n_clients)
     else:  # from each task in turn; whom a task sends does not depend on the other tasks
         ranks, turns, clients = [], [], []
         for task in range(len(federation.tasks)):
             mine = federation.clients_of(task)
             count = mine.stop - mine.start
-            clients.append(mine.start + np.random.default_rng([*key, task]).permutation(count))
+            clients.append(mine.start + np.random.default_rng([0x0DE, *seed, *which, task]).permutation(count))
             ranks.append(np.arange(count))
             turns.append(np.full(count, task if method.hears_once else (task - number) % len(federation.tasks)))
         order = np.concatenate(clients)[np.lexsort((np.concatenate(turns), np.concatenate(ranks)))]
@@ -268,7 +268,7 @@ def _sample(
 
 def shared_examples(stage: Rounds, federation: Federation, source: Source, seed: tuple[int, ...]) -> Cohort:
     """What clients have given to the server: a share of each one's examples, at least one, as those of one client."""
-    rng = np.random.default_rng([*seed, 0x5A4E])
+    rng = np.random.default_rng([0x5A4E, *seed])
     given = []
     for client in range(federation.n_clients):
         rows, _ = federation.rows_of(np.array([client]))

@@ -52,7 +52,7 @@ class ZerothSolver:
         stage, rate = self.stage, learning_rate(self.stage, round)
         (client,) = cohort.clients
         self.network.load({name: value[0] for name, value in start.items()})
-        rng = np.random.default_rng([*self.seed, round, int(client)])
+        rng = np.random.default_rng([0xD157, *self.seed, round, int(client)])
         size = len(cohort.rows)
         for _ in range(stage.local_steps):
             count = size if stage.batch_size == "full" else min(stage.batch_size, size)

@@ -89,7 +89,7 @@ class FedMeZOMethod:
         return Message(arrays, {**message.scalars, "first": 0})
 
     def _seed(self, round: int) -> int:
-        return int(np.random.default_rng([*self.setting.seed, 0x5EED, round]).integers(2**31))
+        return int(np.random.default_rng([0x5EED, *self.setting.seed, round]).integers(2**31))
 
     def fold(self, state: MeZOState, reply: Reply) -> MeZOState:
         """Add the weighted slopes of a client; slopes that cannot be right are refused."""
@@ -210,7 +210,7 @@ class FedMeZOMethod:
         ends = np.searchsorted(cohort.owners, cohort.clients, side="right")
         drawn = []
         for client, start, end in zip(cohort.clients, starts, ends, strict=True):
-            rng = np.random.default_rng([*self.setting.seed, round, int(client)])
+            rng = np.random.default_rng([0x3E20, *self.setting.seed, round, int(client)])
             drawn.append(np.sort(start + rng.permutation(end - start)[: self.stage.batch_size]))
         return np.concatenate(drawn)
 

@@ -129,9 +129,7 @@ class BodySolver:
         plan = [row[row >= 0] for row in batches(cohort, stage, round, self.seed, objective)[0]]
         if objective.inner_lr is not None:
             plan = plan[: len(plan) // 2 * 2]
-        rng = np.random.default_rng(
-            [*self.seed, round, int(client), 0xF11, *([objective.phase] if objective.phase else [])]
-        )
+        rng = np.random.default_rng([0xF11, *self.seed, round, int(client), objective.phase])
         origin: list[Tensor] = []
         with torch.random.fork_rng():
             torch.manual_seed(int(rng.integers(2**62)))  # for dropout, where the body has it

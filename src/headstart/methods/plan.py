@@ -98,7 +98,7 @@ def head_start(stage: Rounds, setting: Setting, task: TaskSetting) -> Vectors:
     if stage.head_init == "zeros":
         return {name: np.zeros(shape) for name, shape in shapes.items()}
     number = [each.name for each in setting.each].index(task.name)
-    rng = np.random.default_rng([*setting.seed, 0x1417, number] if number else [*setting.seed, 0x1417])
+    rng = np.random.default_rng([0x1417, *setting.seed, number])
     # Torch's own initialisation of a linear layer.
     widths = {name: shapes[name.replace("bias", "weight")][1] for name in shapes}
     return {name: rng.uniform(-1, 1, shape) / np.sqrt(widths[name]) for name, shape in shapes.items()}

@@ -194,8 +194,7 @@ def batches(
     starts = np.searchsorted(cohort.owners, cohort.clients)
     sizes = np.searchsorted(cohort.owners, cohort.clients, side="right") - starts
     for client, start, size in zip(cohort.clients, starts, sizes, strict=True):
-        key = [*seed, round, int(client)]
-        rng = np.random.default_rng([*key, objective.phase] if objective.phase else key)
+        rng = np.random.default_rng([0xBA7C, *seed, round, int(client), objective.phase])
         whole = int(size) if objective.inner_lr is None else -(-int(size) // 2)  # a pair has two batches
         width = whole if stage.batch_size == "full" else min(stage.batch_size, whole)
         per_epoch = -(-int(size) // width)
