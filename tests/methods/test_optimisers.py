@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_training import SIZES, START, WHO, C, D, K, N, X, Y, cohort, flat, g, stage_of, start
+from test_training import SIZES, START, WHO, C, D, K, N, X, Y, cohort, flat, g, stage_of, start, uneven
 from torch import Tensor
 
 from headstart.data import Federation
@@ -65,6 +65,41 @@ def test_scaffold_of_some_clients_under_a_schedule_by_hand(weighting: str) -> No
     np.testing.assert_allclose(vector(state), x, rtol=2e-4, atol=2e-5)
     control = state.memory["control"]
     np.testing.assert_allclose(flat((control["head.weight"], control["head.bias"])), c, rtol=2e-3, atol=2e-4)
+
+
+def reach(steps: int, rate: float, momentum: float, mu: float) -> float:
+    """How far torch's SGD goes along a constant gradient of 1 under a proximal pull, in units of the rate."""
+    w = torch.zeros(1, dtype=torch.float64, requires_grad=True)
+    sgd = torch.optim.SGD([w], lr=rate, momentum=momentum)
+    for _ in range(steps):
+        w.grad = 1 + mu * w.detach()
+        sgd.step()
+    return -float(w.detach()[0]) / rate
+
+
+@pytest.mark.parametrize("summed", [False, True])
+@pytest.mark.parametrize(("momentum", "mu"), [(0.6, 1.5), (0.0, 1.5), (0.6, 0.0)])
+def test_fednova_with_momentum_and_a_pull_under_a_schedule(
+    momentum: float, mu: float, summed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """a_k depends on η μ, and η is the rate of the round."""
+    monkeypatch.setattr(solver, "batches", uneven)
+    x, velocity, shares = start(), np.zeros(C * D + C), SHARES["examples"]
+    for rate in [0.3, 0.3, 0.03, 0.003]:
+        normalised, efforts = [], []
+        for k in range(K):
+            steps, w, v = k + 2, x.copy(), np.zeros_like(x)
+            for _ in range(steps):
+                v = momentum * v + g(w, k) + mu * (w - x)
+                w = w - rate * v
+            a = reach(steps, rate, momentum, mu)
+            normalised.append((w - x) / a)
+            efforts.append(steps if mu else a)
+        velocity = 0.5 * velocity + (shares @ np.array(efforts)) * (shares @ np.stack(normalised))
+        x = x + velocity
+    keys = {"momentum": momentum, "mu": mu, "server_momentum": 0.5, "schedule": "step", "rounds": 4}
+    state = trained([(0, 1, 2)] * 4, summed, method="fednova", **keys)
+    np.testing.assert_allclose(vector(state), x, rtol=2e-4, atol=2e-5)
 
 
 # ------------------------------------------------------------------------------------------------------- least squares

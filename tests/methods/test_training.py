@@ -164,14 +164,16 @@ def nova(momentum: float, mu: float) -> np.ndarray:
     return x
 
 
+def uneven(cohort: Cohort, *_: Any) -> np.ndarray:
+    """Client k takes k + 2 steps, each on all of its examples."""
+    batches = np.full((K, K + 1, max(SIZES)), -1)
+    for k in range(K):
+        batches[k, : k + 2, : SIZES[k]] = np.flatnonzero(cohort.owners == k)
+    return batches
+
+
 @pytest.mark.parametrize(("momentum", "mu"), [(0.0, 0.0), (0.6, 0.0), (0.0, 0.4)])
 def test_fednova(momentum: float, mu: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def uneven(cohort: Cohort, *_: Any) -> np.ndarray:
-        batches = np.full((K, K + 1, max(SIZES)), -1)
-        for k in range(K):
-            batches[k, : k + 2, : SIZES[k]] = np.flatnonzero(cohort.owners == k)
-        return batches
-
     monkeypatch.setattr("headstart.methods.solver.batches", uneven)
     close(federated(tmp_path, method="fednova", momentum=momentum, mu=mu), nova(momentum, mu))
 
