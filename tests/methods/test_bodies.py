@@ -431,7 +431,7 @@ def test_scaffold_option_two(tmp_path: Path) -> None:
             for _ in range(4):
                 y -= 0.2 * (g(model, y, k) - mine[k] + c)
             new = mine[k] - c + (x - y) / (4 * 0.2)
-            change += (new - mine[k]) / K
+            change += SIZES[k] / N * (new - mine[k])
             mine[k] = new
             mean += SIZES[k] / N * (y - x)
         x, c = x + 0.7 * mean, c + change
