@@ -29,8 +29,8 @@ def trained(who: Iterable[Iterable[int]], summed: bool = False, **keys: Any) -> 
         for reply in method.answer(mine, Message.from_bytes(method.instruct(state, number, -1).to_bytes())):
             for name, value in reply.kept.items():
                 kept[name][reply.clients[0]] = value
-            add = method.summand(reply, number) if summed else None
-            state = method.fold(state, reply) if add is None else method.fold_sum(state, add)
+            alone = method.summand(reply, number)
+            state = method.fold_sum(state, alone) if summed else method.fold(state, reply)
         state = method.close(state)
     return state
 

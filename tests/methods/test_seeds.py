@@ -57,10 +57,9 @@ def test_batches_are_not_drawn_as_a_head_was(round: int, monkeypatch: pytest.Mon
     stage: Any = recipe_of("fedavg", head_init="random").stages[0]
     setting, first = Setting(3, 4, (3, 1)), np.zeros(5, np.int64)
     head_start(stage, setting, setting.each[0])
-    kept = lambda name, start: np.zeros(0, np.float32)  # noqa: E731
-    batches(
-        Cohort(first[:1], np.zeros((5, 4)), np.arange(5), first, first, np.array([True]), kept), stage, round, (3, 1)
-    )
+    new = np.array([True])
+    one = Cohort(first[:1], np.zeros((5, 4)), np.arange(5), first, first, new, lambda *_: np.zeros(0, np.float32))
+    batches(one, stage, round, (3, 1))
     random_parts(first, first, 2, (3, 1))
     assert len(set(made)) == len(made) == 3
 
