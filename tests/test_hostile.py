@@ -3,7 +3,8 @@
 Bytes are those of real messages of every method, damaged at random. Answers are those of real clients, altered in every
 way that a sender could think of, one at a time and several at once. What counts is that each is refused with
 `MessageError`, or used; nothing else may happen, and what is used must leave the server with finite numbers. Statistics
-that are possible and false can still make a closed form unsolvable, which stops a run with a sentence.
+that no features have are refused; possible and false ones can still make a closed form unsolvable, which stops a run
+with a sentence.
 """
 
 import io
@@ -26,13 +27,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from headstart.data import Federation
+from headstart.engine import local
 from headstart.errors import HeadstartError, MessageError
+from headstart.ledger import Ledger
 from headstart.methods import Cohort, Reply, Setting, TaskSetting, build
 from headstart.recipe import Recipe
 from headstart.wire import Message
 
 sys.path.append(str(Path(__file__).parent / "methods"))  # the shared matrix is there
-from test_methods import CLIENTS, LOCAL, VARIANTS, cohort_of, recipe_of, round_trip, setting_of
+from test_methods import CLIENTS, LOCAL, VARIANTS, cohort_of, play_on, recipe_of, round_trip, setting_of
 
 # Several tasks: each by itself, and with a server that must not know whose task is which.
 TASKS = {
@@ -540,6 +543,64 @@ def test_an_altered_answer_is_refused_or_does_no_harm(variant: str) -> None:
         except Exception as error:
             failures.append(f"{what}: {type(error).__name__}: {error!s:.150}")
     assert not failures, "\n" + "\n".join(failures)
+
+
+def gram(change: Callable[[np.ndarray], np.ndarray]) -> Alteration:
+    """Another Gram matrix [64, 64] in the place of a client's own."""
+
+    def packed(triangle: np.ndarray) -> np.ndarray:
+        square = np.zeros((64, 64))
+        square[np.triu_indices(64)] = triangle
+        return np.asarray(change(square + np.triu(square, 1).T)[np.triu_indices(64)])
+
+    return put("moments", packed)
+
+
+SERVER = {"privacy": {"epsilon": 50.0, "clip": 60.0}}
+IMPOSSIBLE: dict[str, tuple[dict[str, Any], Alteration]] = {
+    "entries that the diagonal does not allow": (
+        {"method": "fed3r"},
+        gram(lambda g: np.where(np.eye(64, dtype=bool), g, -1e7)),
+    ),
+    "no squares": ({"method": "fed3r", "ridge": 0.01}, put("moments", filled(0.0))),
+    "a negative matrix": ({"method": "fed3r", "ridge": 0.01}, gram(lambda g: -100 * g)),
+    "sums of more examples": ({"method": "fed3r"}, put("sums", lambda sums: -1000 * sums)),
+    "sums that the squares do not allow": (
+        {"method": "fedcof", "covariance": "diagonal"},
+        put("sums", lambda sums: 1000 * sums),
+    ),
+    "longer vectors than all have": ({"method": "fedncm", **SERVER}, put("sums", lambda sums: -1e4 * sums)),
+    "larger squares than all have": ({"method": "fed3r", **SERVER}, put("moments", lambda values: 1e6 * values)),
+    "fewer examples than none": ({"method": "fedncm", **SERVER}, put("counts", lambda counts: -50 * counts)),
+    "sums of nobody": ({"method": "fedncm", **SERVER}, put("counts", lambda counts: 0 * counts)),
+}
+
+
+@pytest.mark.parametrize("what", IMPOSSIBLE)
+def test_a_client_whose_statistics_cannot_be_true_is_left_out_by_name(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of twenty: the head is the one that the other nineteen make without it."""
+    stage, alteration = IMPOSSIBLE[what]
+    data = {"dataset": "digits", "partition": {"kind": "iid", "clients": 20}}
+    recipe = Recipe.parse({"data": data, "model": {"backbone": "features"}, "stages": [stage]})
+    there, heads = Federation.of(recipe), []
+    monkeypatch.setattr(local, "_COHORT_EXAMPLES", 1)  # every client answers for itself
+    for lie in (alteration, put("sums", lambda sums: None)):  # the second: nothing that could be used
+        method: Any = build(recipe.stages[0], setting_of(there))
+        honest = method.answer
+
+        def answer(cohort: Cohort, message: Message, honest: Any = honest, lie: Alteration = lie) -> list[Reply]:
+            (reply,) = honest(cohort, message)
+            return [replace(reply, message=altered(reply.message, lie)) if cohort.clients[0] == 3 else reply]
+
+        method.answer = answer
+        ledger = Ledger.open(20)
+        heads.append(method.head(play_on(method, recipe, there, ledger)))
+        assert [drop["clients"] for drop in ledger.dropped] == ["client-3"]
+    np.testing.assert_array_equal(heads[0].weight, heads[1].weight)
+    test = there.dataset.test
+    assert (heads[0].scores(test.features()).argmax(axis=1) == test.labels).mean() > 0.8
 
 
 @pytest.mark.parametrize("variant", [*VARIANTS, *TASKS])

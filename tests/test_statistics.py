@@ -1,8 +1,15 @@
+import warnings
+from math import inf
+from typing import Any
+
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from headstart import statistics
 from headstart.errors import HeadstartError, MessageError
+from headstart.privacy.noise import every_class, shorten
 from headstart.statistics import ClientStatistics, message_nbytes, random_parts, summarise
 from headstart.wire import Message
 
@@ -140,6 +147,100 @@ def test_negative_squares_are_refused() -> None:
     sent = message(sums=np.ones((2, D)), moments=np.full(D, -1.0))
     with pytest.raises(MessageError, match="negative"):
         ClientStatistics.from_message(sent, C, D, "diagonal")
+
+
+@st.composite
+def honest_clients(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
+    """Features [n, d] and labels [n]: any scale, an offset, equal, opposite and zero examples, constant features."""
+    n, d = draw(st.integers(1, 40)), draw(st.integers(1, 6))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    x = rng.normal(draw(st.sampled_from([0.0, 1.0, 1e4])), 1, (n, d))
+    if draw(st.booleans()):
+        x = x[rng.integers(0, draw(st.integers(1, n)), n)]  # duplicates, or one example n times
+    if draw(st.booleans()):
+        x[n // 2 :] = -x[: n - n // 2]
+    x[:, rng.random(d) < draw(st.sampled_from([0.0, 0.5]))] = draw(st.sampled_from([0.0, 3.0, 1e-30]))
+    x[rng.random(n) < draw(st.sampled_from([0.0, 0.3]))] = 0
+    # One scale for all, or for each feature its own: down to squares that are no longer numbers.
+    scale = 10.0 ** draw(st.integers(-6, 6)) * 10.0 ** rng.integers(-draw(st.sampled_from([0, 6, 200])), 1, d)
+    dtype = draw(st.sampled_from([np.float32, np.float64]))
+    return (x * scale).astype(dtype), rng.integers(0, draw(st.integers(1, C)), n)
+
+
+@given(honest_clients(), st.sampled_from([None, "diagonal", "full"]), st.sampled_from([inf, 1e-6, 1.0, 1e6]))
+@settings(deadline=None, max_examples=300, derandomize=True)
+def test_an_honest_client_is_never_refused(client: tuple[np.ndarray, np.ndarray], moments: Any, longest: float) -> None:
+    x, y = client
+    private = longest < inf
+    found, owners = summarise(shorten(x, longest) if private else x, y, C, moments=moments)
+    if private:  # noise by the server: exact statistics of every class
+        found = every_class(found, owners, np.array([0]))
+    message = Message.from_bytes(found.to_message().to_bytes())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        got = ClientStatistics.from_message(message, C, x.shape[1], moments, every_class=private, longest=longest)
+    np.testing.assert_array_equal(got.counts, found.counts)
+
+
+HONEST = np.array([[3.0, 0, 4], [0, 2, 0], [1, 2, 2]])  # lengths 5, 2, 3
+
+
+def sent(every: bool = False, **changes: Any) -> Message:
+    """Two examples of class 0 and one of class 2, with some entries of the arrays set to something else."""
+    found, owners = summarise(HONEST, np.array([0, 0, 2]), 3, moments="full")
+    found = every_class(found, owners, np.array([0])) if every else found
+    arrays = {name: array.copy() for name, array in found.to_message().arrays.items()}
+    for name, (place, value) in changes.items():
+        arrays[name][place] = value
+    return Message(arrays)
+
+
+# The Gram matrix is [[10, 2, 14], [2, 8, 4], [14, 4, 20]]; row after row, its upper triangle.
+@pytest.mark.parametrize(
+    ("bad", "why"),
+    [
+        (sent(moments=(1, 9.0)), "entry larger than its diagonal allows"),  # √(10 · 8) = 8.94
+        (sent(moments=(1, -9.0)), "entry larger than its diagonal allows"),
+        (sent(moments=(0, -1e-3)), "a sum of squares is negative"),
+        # Σ s²/n of feature 0 is 3²/2 + 1²/1 = 5.5; with 4.3 it is 10.2, though 4.3² ≤ 2 · 10.
+        (sent(sums=((0, 0), 4.3)), "larger than the sums of squares allow"),
+        (sent(sums=((1, 2), -3.5)), "larger than the sums of squares allow"),  # 4²/2 + 3.5²/1 = 20.25 of feature 2
+    ],
+)
+def test_statistics_that_no_features_have_are_refused(bad: Message, why: str) -> None:
+    assert len(ClientStatistics.from_message(sent(), 3, 3, "full").labels) == 2
+    for within in (sent(moments=(1, 8.9)), sent(moments=(1, -8.9)), sent(sums=((0, 0), 4.2))):
+        ClientStatistics.from_message(within, 3, 3, "full")
+    with pytest.raises(MessageError, match=why):
+        ClientStatistics.from_message(bad, 3, 3, "full")
+
+
+@pytest.mark.parametrize(
+    ("bad", "longest", "why"),
+    [
+        (sent(True, counts=(1, -1)), 5.0, "a count below 0"),
+        # The sum of class 2 has length 3, that of class 0 is (3, 2, 4), of length √29 = 5.385 from two examples.
+        (sent(True), 2.9, r"the sum of class 2 has length 3: 1 examples no longer than 2\.9"),
+        (sent(True, counts=(0, 1)), 5.0, r"the sum of class 0 has length 5\.39: 1 examples no longer than 5"),
+        (sent(True, counts=(1, 0), sums=((1, 0), 1e-6)), 5.0, "the sum of class 1 has length 1e-06: 0 examples"),
+        (sent(True), 3.0, "the sums of squares are larger than examples no longer than 3 make them"),  # 38 > 3 · 9
+    ],
+)
+def test_statistics_that_no_short_features_have_are_refused(bad: Message, longest: float, why: str) -> None:
+    got = ClientStatistics.from_message(sent(True), 3, 3, "full", every_class=True, longest=5.0)
+    assert got.counts.tolist() == [2, 0, 1]
+    with pytest.raises(MessageError, match=why):
+        ClientStatistics.from_message(bad, 3, 3, "full", every_class=True, longest=longest)
+    # Where clients add noise themselves, none of this is impossible.
+    ClientStatistics.from_message(bad, 3, 3, "full", every_class=True, longest=longest, noisy=True)
+
+
+def test_no_more_rows_than_were_asked_for() -> None:
+    parts = np.array([0, 1, 0])
+    rows, _ = summarise(HONEST, np.array([0, 0, 2]), 3, parts=parts)
+    with pytest.raises(MessageError, match="class 0 is sent 2 times, more than 1"):
+        ClientStatistics.from_message(rows.to_message(), 3, 3, None)
+    assert len(ClientStatistics.from_message(rows.to_message(), 3, 3, None, rows_per_class=2).labels) == 3
 
 
 def test_values_that_do_not_add_up() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from math import inf
 from typing import Literal
 
 import numpy as np
@@ -23,6 +24,8 @@ Transform = Callable[[Features], Features]
 _BLOCK_BYTES = 32 << 20
 # Features beyond this are no features: their squares, added up over all clients, must stay within range.
 _LARGEST_FEATURE = 1e15
+# Bounds that exact sums keep are checked with room for sums that were rounded to float32.
+_ROUNDING = 1e-6
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,22 +100,34 @@ class ClientStatistics:
 
     @classmethod
     def from_message(
-        cls, message: Message, n_classes: int, dim: int, moments: Moments | None, private: bool = False
+        cls,
+        message: Message,
+        n_classes: int,
+        dim: int,
+        moments: Moments | None,
+        *,
+        every_class: bool = False,
+        noisy: bool = False,
+        rows_per_class: int = 1,
+        longest: float = inf,
     ) -> ClientStatistics:
         """Read and check what a client sent, or raise `MessageError` with what is wrong.
 
-        ``private``: there is a row for every class, and noise may have made counts and squares zero or negative.
+        ``every_class``: there is a row for every class, present or not. ``noisy``: clients have added noise, and nothing
+        is impossible. ``rows_per_class``: rows that a class may have. ``longest``: no feature vector is longer.
         """
         labels = message.array("labels", "int32", (None,)).astype(np.int64)
         counts = message.array("counts", "int32", (len(labels),)).astype(np.int64)
         sums = message.array("sums", _sums_dtype(moments is not None), (len(labels), dim))
         if len(labels) and (labels.min() < 0 or labels.max() >= n_classes):
             raise MessageError(f"class labels must lie between 0 and {n_classes - 1}")
+        if (often := np.bincount(labels, minlength=1)).max() > rows_per_class:
+            raise MessageError(f"class {often.argmax()} is sent {often.max()} times, more than {rows_per_class}")
         everything = np.tile(np.arange(n_classes), max(1, len(labels) // n_classes))
-        if private and not np.array_equal(labels, everything):
+        if every_class and not np.array_equal(labels, everything):
             raise MessageError("with privacy every class is sent, in order, present or not")
-        if not private and len(counts) and counts.min() < 1:
-            raise MessageError("a class is sent with a count below 1")
+        if not (every_class and noisy) and counts.min(initial=1) < (least := 0 if every_class else 1):
+            raise MessageError(f"a class is sent with a count below {least}")
         examples = np.maximum(np.abs(counts), 1)
         if (np.abs(sums).max(axis=1, initial=0) > _LARGEST_FEATURE * examples).any():
             raise MessageError(f"a class sum is larger than features of {_LARGEST_FEATURE:.0e} make it")
@@ -122,9 +137,40 @@ class ClientStatistics:
             if np.abs(values).max(initial=0) > _LARGEST_FEATURE**2 * examples.sum():
                 raise MessageError(f"a sum of squares is larger than features of {_LARGEST_FEATURE:.0e} make it")
             second = unpacked(values.astype(np.float64), dim) if moments == "full" else values.astype(np.float64)
-            if not private and (second.diagonal() if second.ndim == 2 else second).min(initial=0.0) < 0:
-                raise MessageError("a sum of squares is negative")
-        return cls(n_classes, labels, counts, sums.astype(sums.dtype, copy=False), second)
+        received = cls(n_classes, labels, counts, sums.astype(sums.dtype, copy=False), second)
+        if not noisy:
+            received._refuse_impossible(longest)
+        return received
+
+    def _refuse_impossible(self, longest: float) -> None:
+        """Raise `MessageError` where no feature vectors of at most this length have such statistics.
+
+        By Cauchy–Schwarz |G_ij| ≤ √(G_ii G_jj) and Σ_r s_rj²/n_r ≤ G_jj over the rows r; by the triangle inequality
+        ‖s_r‖ ≤ n_r · longest and tr G ≤ N · longest². What passes can still be false.
+        """
+        counts, examples = self.counts, int(self.counts.sum())
+        squares = None if self.moments is None else self.moments.diagonal() if self.moments.ndim == 2 else self.moments
+        if longest < inf:
+            lengths, room = np.linalg.norm(self.sums.astype(np.float64), axis=1), (1 + _ROUNDING) * longest
+            if (far := lengths > counts * room + np.finfo(np.float32).tiny).any():
+                row = far.argmax()
+                raise MessageError(
+                    f"the sum of class {self.labels[row]} has length {lengths[row]:.3g}: "
+                    f"{counts[row]} examples no longer than {longest:g} have none so long"
+                )
+            if squares is not None and squares.sum() > examples * room**2:
+                raise MessageError(f"the sums of squares are larger than examples no longer than {longest:g} make them")
+        if self.moments is None or squares is None:
+            return
+        if squares.min(initial=0.0) < 0:
+            raise MessageError("a sum of squares is negative")
+        # Squares of the smallest numbers are zero, and their products with other features are not.
+        squares = (1 + _ROUNDING) * (squares + examples * np.finfo(np.float64).tiny)
+        if (np.einsum("rd,rd->d", self.sums, self.sums / np.maximum(counts, 1)[:, None]) > squares).any():
+            raise MessageError("the class sums are larger than the sums of squares allow: no features have both")
+        roots = np.sqrt(squares)
+        if self.moments.ndim == 2 and (np.abs(self.moments) > np.outer(roots, roots)).any():
+            raise MessageError("the Gram matrix has an entry larger than its diagonal allows: no features have it")
 
 
 def summarise(

@@ -248,6 +248,8 @@ class StatisticsMethod(ABC):
     personal = False
     longest = inf
     """No vector that is summed is longer, whatever the features."""
+    means_per_client = 1
+    """Rows that a client may send of a class."""
 
     def __init__(self, setting: Setting, privacy: Privacy | None = None) -> None:
         self.setting = setting
@@ -334,9 +336,18 @@ class StatisticsMethod(ABC):
         return None
 
     def fold(self, state: Heard, reply: Reply) -> Heard:
-        """Add the statistics up, or put them beside the others."""
-        every = self.privacy is not None and not (self.by_row and self.privacy.noise == "client")
-        heard = ClientStatistics.from_message(reply.message, self.setting.n_classes, self.dim, self.moments, every)
+        """Add the statistics up, or put them beside the others; those that no features have are refused."""
+        noisy = self.privacy is not None and self.privacy.noise == "client"
+        heard = ClientStatistics.from_message(
+            reply.message,
+            self.setting.n_classes,
+            self.dim,
+            self.moments,
+            every_class=self.privacy is not None and not (self.by_row and noisy),
+            noisy=noisy,
+            rows_per_class=self.means_per_client * len(reply.clients),
+            longest=inf if self.noise is None else self.noise.bound,
+        )
         return (*state, heard) if self.keeps_rows else (state[0].merge(heard).pooled(),)
 
     def summand(self, reply: Reply, round: int) -> dict[str, Floats]:

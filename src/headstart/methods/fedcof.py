@@ -28,6 +28,7 @@ class FedCOFMethod(StatisticsMethod):
         super().__init__(setting, stage.privacy)
         self.stage = stage
         self.moments = MOMENTS_FOR[stage.covariance]
+        self.means_per_client = stage.means_per_client
 
     @property
     def by_row(self) -> bool:
@@ -42,7 +43,7 @@ class FedCOFMethod(StatisticsMethod):
 
     def parts(self, cohort: Cohort) -> Ints | None:
         """Random parts of each client's class, each with a mean of its own."""
-        return random_parts(cohort.labels, cohort.owners, self.stage.means_per_client, self.setting.seed)
+        return random_parts(cohort.labels, cohort.owners, self.means_per_client, self.setting.seed)
 
     def solve(self, total: ClientStatistics) -> LinearHead:
         """The solve with estimated covariances, each row scaled to length one."""
