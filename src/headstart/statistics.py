@@ -113,8 +113,8 @@ class ClientStatistics:
     ) -> ClientStatistics:
         """Read and check what a client sent, or raise `MessageError` with what is wrong.
 
-        ``every_class``: there is a row for every class, present or not. ``noisy``: clients have added noise, and nothing
-        is impossible. ``rows_per_class``: rows that a class may have. ``longest``: no feature vector is longer.
+        ``every_class``: there is a row for every class, present or not. ``noisy``: clients added noise, and nothing is
+        impossible. ``rows_per_class``: rows that a class may have. ``longest``: no feature vector is longer.
         """
         labels = message.array("labels", "int32", (None,)).astype(np.int64)
         counts = message.array("counts", "int32", (len(labels),)).astype(np.int64)
