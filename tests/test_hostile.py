@@ -361,7 +361,7 @@ def test_empty_arrays_by_the_megabyte_are_refused_before_they_are_read() -> None
 def test_what_could_not_be_read_back_is_not_written() -> None:
     names = {f"{number}{'x' * 990}": np.zeros(0) for number in range(2000)}
     assert Message.from_bytes(Message(names).to_bytes()).arrays.keys() == names.keys()
-    with pytest.raises(HeadstartError, match="the names and shapes of 2100 arrays take 2[0-9]{6} bytes, more than 2097152"):
+    with pytest.raises(HeadstartError, match=r"the names and shapes of 2100 arrays take .* bytes, more than 2097152"):
         Message(names | {f"{number}{'y' * 990}": np.zeros(0) for number in range(100)}).to_bytes()
 
 

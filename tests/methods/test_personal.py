@@ -907,6 +907,72 @@ def test_a_computed_head_can_be_fine_tuned_and_what_it_masks_stays_masked(train:
         assert all(np.isfinite(value[~masked] if name == "head.bias" else value).all() for name, value in end.items())
 
 
+# One client is heard, and a class that only others have is masked in the head.
+FEW = {"method": "fedncm", "clients_per_round": 1, "rounds": 1}
+
+
+def unmasked(model: Arrays, held: np.ndarray) -> Arrays:
+    """The head with a client's own classes [C] that it masks as the mean of its other classes."""
+    bias, weight = model["head.bias"].copy(), model["head.weight"].copy()
+    known = np.isfinite(bias)
+    bias[held & ~known], weight[held & ~known] = bias[known].mean(), weight[known].mean(axis=0)
+    return model | {"head.bias": bias, "head.weight": weight}
+
+
+def test_fine_tuning_learns_a_class_that_the_head_handed_on_masks(tmp_path: Path) -> None:
+    recipe = digits(FEW, TUNE | {"lr": 0.01, "epochs": 3})
+    federation = run(recipe, tmp_path).federation
+    model, test = handed(tmp_path, 0), federation.dataset.test
+    learned = 0
+    for k, end in enumerate(own_of(tmp_path, 1)):
+        held = federation.counts[k] > 0
+        expected = tuned(unmasked(model, held), recipe, federation, k, 1)
+        for name, value in expected.items():
+            np.testing.assert_allclose(end[name], value, rtol=1e-3, atol=1e-4, err_msg=name)
+        # What the client does not have stays as it was handed on.
+        np.testing.assert_array_equal(np.isneginf(end["head.bias"]), np.isneginf(model["head.bias"]) & ~held)
+        new = np.isin(test.labels, np.flatnonzero(np.isneginf(model["head.bias"]) & held))
+        learned += (scores_of(end, test.features()[new]).argmax(axis=1) == test.labels[new]).sum()
+    assert learned > 100
+
+
+@pytest.mark.parametrize("update", ["all", "body"])
+def test_a_class_that_the_head_masks_is_learned_where_the_head_is_trained(update: str, tmp_path: Path) -> None:
+    first = {"method": "fedncm", "clients_per_round": 1, "rounds": 1}
+    federation = run(images(first, TUNE | {"update": update, "epochs": 1}), tmp_path).federation
+    masked = np.isneginf(handed(tmp_path, 0)["head.bias"])
+    for k, end in enumerate(own_of(tmp_path, 1)):
+        if update == "all":
+            np.testing.assert_array_equal(np.isneginf(end["head.bias"]), masked & (federation.counts[k] == 0))
+        assert all(not np.isnan(value).any() for value in end.values())
+    assert ("head.bias" in end) == (update == "all")
+
+
+@pytest.mark.parametrize("kind", ESTIMATORS)
+@pytest.mark.parametrize("blend", ["auto", 0.0, 0.5, 1.0])
+def test_a_computed_head_has_the_classes_that_the_head_handed_on_masks(kind: str, blend: Any, tmp_path: Path) -> None:
+    result = run(digits(FEW, {"method": "personalise", "compute": kind, "blend": blend}), tmp_path)
+    federation, model = result.federation, handed(tmp_path, 0)
+    train, test = federation.dataset.train, federation.dataset.test
+    masked = np.isneginf(model["head.bias"])
+    new = 0
+    for k, end in enumerate(own_of(tmp_path, 1)):
+        held = federation.counts[k] > 0
+        there = np.isfinite(end["head.bias"])
+        # Where s is 0 the head is the one handed on; otherwise it has the client's own classes and no other.
+        np.testing.assert_array_equal(there, ~masked if blend == 0 or there[~held].any() else held)
+        if blend != 0.5:
+            continue
+        mine = federation.owners == k
+        given = unmasked(model, held)
+        head = LinearHead(given["head.weight"], given["head.bias"])
+        x, asked = train.features()[mine].astype(np.float32), test.features().astype(np.float32)
+        expected = blended_by_hand(head, ESTIMATORS[kind](), x, train.labels[mine], asked, 0.5)
+        np.testing.assert_array_equal(scores_of(end, asked).argmax(axis=1), expected)
+        new += (masked & held).sum()
+    assert new > 5 or blend != 0.5
+
+
 def blended_by_hand(
     given: LinearHead, estimator: Any, x: np.ndarray, y: np.ndarray, asked: np.ndarray, s: float
 ) -> Any:

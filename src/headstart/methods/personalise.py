@@ -4,9 +4,13 @@ Fine-tuning of the head, the body or all, an epoch a round (the protocol of Oh e
 a head in closed form from the client's own examples, on its own classes, blended with the head it was handed:
 (1 − s) g / σ_g + s p / σ_p, where σ is the spread of each head's scores on the client's examples. s = 0 is the head
 it was handed. Where s is not given, each client chooses it by cross-validation on its own examples.
+
+Where the head it was handed masks a class that the client has, it starts from the mean of the other classes there.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -34,7 +38,7 @@ class PersonaliseMethod(LocalOnlyMethod[PersonaliseStage]):
     ) -> tuple[LocalResult, dict[str, Stack], dict[str, Stack]]:
         """Fine-tuning, or the blended head of every client."""
         if self.stage.compute is None:
-            return super().train(start, cohort, message, sizes)
+            return super().train(self._unmasked(start, cohort), cohort, message, sizes)
         found: dict[str, list[npt.NDArray[np.float32]]] = {name: [] for name in start}
         for row, client in enumerate(cohort.clients):
             mine = cohort.owners == client
@@ -52,6 +56,28 @@ class PersonaliseMethod(LocalOnlyMethod[PersonaliseStage]):
         velocity = {name: torch.zeros_like(value) for name, value in values.items()}
         kept = {"velocity": velocity} if self.keeps else {}
         return LocalResult(values, np.ones(len(cohort.clients), np.int64), velocity), {}, kept
+
+    def _unmasked(self, start: Stack, cohort: Cohort) -> Stack:
+        """The heads of a cohort, where they are trained, with no class masked that its client has."""
+        trained = self.plan.head != "frozen" and self.setting.moves != "body"
+        if not trained or not start["head.bias"].isneginf().any():
+            return start
+        heads = [
+            unmasked(LinearHead(weight.numpy(), bias.numpy()), np.unique(cohort.labels[cohort.owners == client]))
+            for client, weight, bias in zip(cohort.clients, start["head.weight"], start["head.bias"], strict=True)
+        ]
+        weights, biases = (np.stack([getattr(head, name) for head in heads]) for name in ("weight", "bias"))
+        return start | {"head.weight": torch.from_numpy(weights), "head.bias": torch.from_numpy(biases)}
+
+
+def unmasked(head: LinearHead, held: Ints) -> LinearHead:
+    """The head with the classes held [H] that it masks: each scores the mean of the others."""
+    masked, known = held[np.isneginf(head.bias[held])], np.isfinite(head.bias)
+    if not len(masked):
+        return head
+    weight, bias = head.weight.copy(), head.bias.copy()
+    weight[masked], bias[masked] = weight[known].mean(axis=0), bias[known].mean()
+    return replace(head, weight=weight, bias=bias)
 
 
 def blended_head(given: LinearHead, features: Features, labels: Ints, kind: str, blend: float | str) -> LinearHead:
@@ -86,10 +112,11 @@ def _computed(kind: str, features: Features, labels: Ints, n_classes: int) -> Li
 
 
 def _blend(given: LinearHead, computed: LinearHead, features: Features, strength: float) -> LinearHead:
-    """The heads added after their scores have been brought to the same spread; classes not there stay masked."""
+    """The heads added after their scores have been brought to the same spread; classes not there are masked."""
     if strength == 0:
         return given
     there = np.isfinite(computed.bias)
+    given = unmasked(given, np.flatnonzero(there))
     weight, bias = np.zeros((there.sum(), features.shape[1])), np.zeros(there.sum())
     for head, share in ((given, 1 - strength), (computed, strength)):
         scores = head.scores(features)[:, there]

@@ -85,7 +85,8 @@ def head_start(stage: Rounds, setting: Setting, task: TaskSetting) -> Vectors:
     """The head of a task to start from: that of an earlier stage, zeros, or random values."""
     previous, shapes = task.previous, head_shapes(stage, task, setting.dim)
     if stage.head_init == "previous" and previous is not None:
-        # A class that was masked because nobody had been heard about it may be learned now; not by a client alone.
+        # A class that was masked because nobody had been heard about it may be learned now; a client alone learns
+        # those that it has.
         mask = -np.inf if isinstance(stage, PersonaliseStage) else 0.0
         given = previous.arrays()
         arrays = {f"head.{name}": np.nan_to_num(given[name].astype(np.float64), neginf=mask) for name in given}
