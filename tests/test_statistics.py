@@ -1,4 +1,5 @@
 import warnings
+from dataclasses import replace
 from math import inf
 from typing import Any
 
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 from headstart import statistics
 from headstart.errors import HeadstartError, MessageError
+from headstart.heads import ridge_head
 from headstart.privacy.noise import every_class, shorten
 from headstart.statistics import ClientStatistics, message_nbytes, random_parts, summarise
 from headstart.wire import Message
@@ -106,13 +108,20 @@ def test_what_travels(moments: str | None) -> None:
         np.testing.assert_array_equal(got.moments, sent.moments)
 
 
-def test_gram_matrix_rounded_to_float32_would_be_indefinite() -> None:
-    """Why second moments travel in float64: collinear features, ridge 0.01, as in the papers."""
+def test_a_gram_matrix_travels_in_the_precision_that_a_small_ridge_needs() -> None:
+    """Collinear features, ridge 0.01, as in the papers: what is sent can be solved, and not its float32 rounding."""
     base = np.abs(np.random.default_rng(1).normal(3, 1, (4000, 8)))
-    features = base @ np.random.default_rng(2).normal(size=(8, 40))
-    gram = features.T @ features
-    assert np.linalg.eigvalsh(gram.astype(np.float32).astype(np.float64) + 0.01 * np.eye(40)).min() < 0
-    assert np.linalg.eigvalsh(gram + 0.01 * np.eye(40)).min() > 0
+    x, y = base @ np.random.default_rng(2).normal(size=(8, 40)), base[:, :3].argmax(axis=1)
+    message = Message.from_bytes(summarise(x, y, 3, moments="full")[0].to_message().to_bytes())
+    got = ClientStatistics.from_message(message, 3, 40, "full")
+    # The regression by its dual, which the precision of the Gram matrix has no part in.
+    left, values, right = np.linalg.svd(x, full_matrices=False)
+    weight = right.T @ ((values / (values**2 + 0.01))[:, None] * (left.T @ np.eye(3)[y]))
+    expected = (weight / np.linalg.norm(weight, axis=0)).T
+    np.testing.assert_allclose(ridge_head(got, 0.01, False).weight, expected, atol=1e-4)
+    assert got.moments is not None
+    with pytest.raises(HeadstartError, match="singular"):
+        ridge_head(replace(got, moments=got.moments.astype(np.float32).astype(np.float64)), 0.01, False)
 
 
 def message(**changes: np.ndarray) -> Message:

@@ -1,11 +1,14 @@
 """The three closed-form heads against computations written out class by class."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from headstart.errors import HeadstartError
 from headstart.heads import LinearHead, RandomFeatures, cof_head, ncm_head, ridge_head
 from headstart.heads.cof import MOMENTS_FOR, _estimated_scatter
+from headstart.heads.ridge import cross_validated, solve
 from headstart.statistics import ClientStatistics, summarise
 
 RNG = np.random.default_rng(0)
@@ -85,12 +88,78 @@ def test_auto_ridge_has_the_least_generalised_cross_validation_error(examples: i
     np.testing.assert_allclose(head.weight[np.unique(y)], unit(solution.T), rtol=1e-4, atol=1e-5)
 
 
+def test_auto_ridge_with_a_bias_is_the_regression_on_features_of_size_one() -> None:
+    """λ and the bias are chosen as if the features had been scaled to a root mean square of 1 first."""
+    x = 1e-3 * X
+    size = np.sqrt((x**2).mean())
+    design = np.hstack([x / size, np.ones((len(x), 1))])
+    head = ridge_head(statistics("full", x), "auto", True)
+    chosen = head.notes["ridge"] / size**2
+    solution = np.linalg.solve(design.T @ design + chosen * np.eye(D + 1), design.T @ np.eye(C)[Y])
+    norms = np.linalg.norm(solution[:D] / size, axis=0)
+    np.testing.assert_allclose(head.weight, (solution[:D] / size / norms).T, rtol=1e-5)
+    np.testing.assert_allclose(head.bias, solution[D] / norms, rtol=1e-5)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_auto_ridge_follows_the_scale_of_the_features(bias: bool) -> None:
+    expected = ridge_head(statistics("full"), "auto", bias)
+    for factor in (1e-12, 1e-6, 1e6, 1e12):
+        head = ridge_head(statistics("full", X * factor), "auto", bias)
+        assert head.notes["ridge"] == pytest.approx(factor**2 * expected.notes["ridge"], rel=1e-6)
+        np.testing.assert_array_equal(head.scores(X * factor).argmax(axis=1), expected.scores(X).argmax(axis=1))
+    assert (expected.scores(X).argmax(axis=1) == Y).mean() > 0.6
+
+
 def test_a_ridge_that_leaves_the_matrix_singular_is_refused() -> None:
     x = np.hstack([X, X[:, :1]])  # a repeated feature
     total = summarise(x, Y, C, moments="full")[0]
     with pytest.raises(HeadstartError, match="ridge = 0 leaves the 7 × 7 Gram matrix singular: raise it, to about"):
         ridge_head(total, 0.0, False)
     assert np.isfinite(ridge_head(total, "auto", False).weight).all()
+
+
+@pytest.mark.parametrize(("smallest", "singular"), [(1e-15, False), (3e-16, True), (0.0, True)])
+def test_a_system_is_singular_where_a_pivot_is_rounding_beside_the_largest(smallest: float, singular: bool) -> None:
+    """Two dimensions: below 2 · 2.2e-16 of the largest pivot, though the decomposition itself may still succeed."""
+    gram = np.diag([1e6, 1e6 * smallest])
+    if singular:
+        with pytest.raises(HeadstartError, match="leaves the 2 × 2 Gram matrix singular"):
+            solve(gram, np.ones((2, 1)), 0.0, "ridge")
+    else:
+        np.testing.assert_allclose(solve(gram, np.ones((2, 1)), 0.0, "ridge"), [[1e-6], [1e9]], rtol=1e-12)
+
+
+def test_auto_ridge_looks_at_the_directions_that_the_examples_span_and_at_no_others() -> None:
+    """Repeated features, and fewer examples than features: λ is that of the hat matrix, which knows no eigenvalues."""
+    rng = np.random.default_rng(1)
+    few, some = rng.normal(size=(12, 30)) * np.where(np.arange(30) < 3, 3, 0.7), np.arange(12) % 4
+    few[:, :2] += 4 * (some[:, None] == [1, 2])
+    wide = X @ rng.normal(size=(D, 12))
+    for x, y, error in ((np.hstack([X, X, X[:, :1]]), Y, 0.0), (wide, Y, 0.0), (few, some, 1e-9)):
+        total = summarise(x, y, C, moments="full")[0]
+        # A secure sum rounds to fixed point, more coarsely than float64.
+        noise = error * np.trace(total.moments) * rng.normal(size=total.moments.shape)
+        chosen = ridge_head(replace(total, moments=total.moments + noise + noise.T), "auto", False).notes["ridge"]
+        targets = np.eye(C)[y]
+
+        def criterion(ridge: float, x: np.ndarray = x, targets: np.ndarray = targets) -> float:
+            left, values, _ = np.linalg.svd(x, full_matrices=False)
+            hat = (left * (values**2 / (values**2 + ridge))) @ left.T
+            return float(((targets - hat @ targets) ** 2).sum() / (len(x) - np.trace(hat)) ** 2)
+
+        largest = np.linalg.norm(x, 2) ** 2
+        best = min(largest * np.logspace(-12, 1, 261), key=criterion)
+        assert chosen == pytest.approx(best, rel=0.13)  # a step of the grid is 12 %
+
+
+def test_a_direction_of_rounding_takes_no_part_in_the_cross_validation() -> None:
+    """Its eigenvalue is below 2 · 2.2e-16 of the largest, and sums that were rounded more coarsely fill it."""
+    gram, targets = np.diag([4.0, 1e-15]), np.array([[2.0, 1.5], [1e-6, -1e-6]])
+    weight, chosen = cross_validated(gram, targets, 5)
+    alone, expected = cross_validated(gram[:1, :1], targets[:1], 5)
+    assert chosen == expected
+    np.testing.assert_allclose(weight, [alone[0], [0, 0]])
 
 
 def test_ridge_needs_the_gram_matrix_and_a_feature() -> None:
@@ -208,13 +277,68 @@ def test_cof_classes_held_by_one_client_only() -> None:
     np.testing.assert_allclose(fixed.weight, cof_by_loop(X, Y, Y, 2.0), rtol=1e-4, atol=1e-6)
 
 
-def test_cof_one_example_in_a_class_counts_nothing_and_one_in_every_class_is_refused() -> None:
+def test_auto_shrinkage_does_not_count_classes_of_one_client() -> None:
+    """Class 0 is one client's: its examples say nothing about the spread, and do not make it look smaller."""
+    who = np.where(Y == 0, 0, WHO)
+    spread = freedom = 0.0
+    for c in range(1, C):
+        members = Y == c
+        holders = np.unique(who[members])
+        deviations = [X[members & (who == k)].mean(axis=0) - X[members].mean(axis=0) for k in holders]
+        sizes = [(members & (who == k)).sum() for k in holders]
+        estimate = sum(n * np.outer(v, v) for n, v in zip(sizes, deviations, strict=True)) / (len(holders) - 1)
+        spread += (members.sum() - 1) * np.trace(estimate)
+        freedom += members.sum() - 1
+    head = cof_head(statistics(who=who), "auto", "estimated")
+    assert head.notes["shrinkage"] == pytest.approx(0.5 * spread / (D * freedom), rel=1e-9)
+
+
+def test_cof_one_example_in_a_class_counts_nothing() -> None:
     x, y, who = np.vstack([X, X[:1] + 3]), np.append(Y, 0), np.append(WHO, 0)
     y = np.where(np.arange(len(y)) == 400, 0, np.maximum(y, 1))  # class 0 has the one added example
     head = cof_head(statistics(None, x, y, who), 0.3, "estimated")
     np.testing.assert_allclose(head.weight, cof_by_loop(x, y, who, 0.3), rtol=1e-4, atol=1e-6)
-    with pytest.raises(HeadstartError, match="single example"):
-        cof_head(statistics(None, X[:2], np.array([0, 1]), np.array([0, 1])), "auto", "estimated")
+
+
+@pytest.mark.parametrize("covariance", ["estimated", "full", "diagonal", "spherical"])
+@pytest.mark.parametrize("shrinkage", ["auto", 0.0, 1.0])
+def test_cof_without_any_covariance_has_the_class_means(shrinkage: float | str, covariance: str) -> None:
+    """One example of each class, or examples of one class alone: nothing tells the spread of the classes."""
+    for y in ([0, 1, 3], [2, 2, 2]):
+        total = statistics(MOMENTS_FOR[covariance], X[:3], np.array(y), np.zeros(3, np.int64))
+        head = cof_head(total, shrinkage, covariance)
+        means = np.stack([X[:3][np.array(y) == c].mean(axis=0) for c in np.unique(y)])
+        np.testing.assert_allclose(head.weight[np.unique(y)], unit(means), rtol=1e-6)
+        assert np.flatnonzero(head.bias == 0).tolist() == np.unique(y).tolist()
+        assert "shrinkage" not in head.notes
+    with pytest.raises(HeadstartError, match="every class mean is zero"):
+        cof_head(statistics(MOMENTS_FOR[covariance], 0 * X[:2], np.array([0, 1]), np.zeros(2)), shrinkage, covariance)
+
+
+@pytest.mark.parametrize("covariance", ["estimated", "full", "diagonal", "spherical"])
+@pytest.mark.parametrize("dim", [6, 60])
+@pytest.mark.parametrize("noise", [0.0, 1e-9])
+def test_auto_shrinkage_of_classes_that_do_not_vary(covariance: str, dim: int, noise: float) -> None:
+    """Rounding of what is the same in all examples of a class is no scale: that of the class means is."""
+    rng = np.random.default_rng(0)
+    y, who = np.repeat([0, 1], 20), np.arange(40) % 4
+    x = (rng.normal(size=(2, dim)) + 0.1)[y] + noise * rng.normal(size=(40, dim))
+    total = summarise(x, y, 2, clients=who, moments=MOMENTS_FOR[covariance])[0]
+    head = cof_head(total, "auto", covariance)
+    assert (head.scores(x).argmax(axis=1) == y).all()
+    means = x[[0, 20]]
+    if noise == 0:
+        assert head.notes["shrinkage"] == pytest.approx(0.25 * ((means - means.mean(axis=0)) ** 2).mean(axis=1).sum())
+
+
+@pytest.mark.parametrize("covariance", ["estimated", "full", "diagonal", "spherical"])
+def test_auto_shrinkage_never_advises_itself(covariance: str) -> None:
+    y, who = np.repeat([0, 1], 20), np.arange(40) % 4
+    for x in (np.full((40, D), np.pi), 1e8 + RNG.normal(size=(40, D))):
+        total = summarise(x, y, 2, clients=who, moments=MOMENTS_FOR[covariance])[0]
+        with pytest.raises(HeadstartError, match="do not vary beside their size") as refusal:
+            cof_head(total, "auto", covariance)
+        assert "set it to 'auto'" not in str(refusal.value)
 
 
 def test_features_that_do_not_vary() -> None:

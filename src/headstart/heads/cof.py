@@ -32,30 +32,47 @@ def cof_head(statistics: ClientStatistics, shrinkage: float | Literal["auto"], c
     All classes together are one matrix product of scaled deviations; no d × d matrix per class is ever held.
     The oracles need second moments: Σ_c (N_c − 1) S_c = XᵀX − Σ_c N_c μ_c μ_cᵀ ("full"), its diagonal ("diagonal"),
     or the mean of its diagonal ("spherical").
+
+    One example of each class, or one class alone, has no Σ̂_c to solve with: the head is then that of the class means,
+    which W tends to as γ grows, and later rounds may bring more.
     """
     total = statistics.pooled()
-    examples = int(total.counts.sum())
-    freedom = examples - len(total.labels)
-    if freedom == 0:
-        raise HeadstartError("every class has a single example, so nothing is known of its spread; use fedncm")
+    freedom = int(total.counts.sum()) - len(total.labels)
     means = total.sums / total.counts[:, None]
+    notes = {}
+    if freedom == 0 or len(total.labels) == 1:
+        weight = means.T
+    else:
+        weight, notes["shrinkage"] = _solved(statistics, total, means, freedom, shrinkage, covariance)
+    rows, directed, _ = unit_rows(np.ascontiguousarray(weight.T))
+    if not directed.any():
+        raise HeadstartError("every class mean is zero; there is nothing to tell the classes apart by")
+    present = total.labels[directed]
+    return LinearHead.from_classes(total.n_classes, present, rows[directed], np.zeros(len(present)), **notes)
+
+
+def _solved(
+    statistics: ClientStatistics,
+    total: ClientStatistics,
+    means: Floats,
+    freedom: int,
+    shrinkage: float | Literal["auto"],
+    covariance: Covariance,
+) -> tuple[Floats, float]:
+    """Ĝ⁻¹ B [d, C] and γ; means: [C, d], freedom: N − C."""
     scatter, known = (
         _estimated_scatter(statistics, total, means)
         if covariance == "estimated"
         else (_exact_scatter(total, means, covariance), freedom)
     )
-    chosen = _auto(scatter, known, total, means) if shrinkage == "auto" else float(shrinkage)
-    centre = total.sums.sum(axis=0, keepdims=True) / np.sqrt(examples)
+    centre = total.sums.sum(axis=0, keepdims=True) / np.sqrt(total.counts.sum())
+    chosen = _auto(scatter, known, means, centre, freedom) if shrinkage == "auto" else float(shrinkage)
     targets = total.sums.T.astype(np.float64)
     if scatter.shape[0] == scatter.shape[1]:
         weight = solve(scatter + centre.T @ centre, targets, chosen * freedom, "shrinkage × (examples − classes)")
     else:
         weight = _solve_dual(np.vstack([scatter, centre]), targets, chosen * freedom)
-    rows, directed, _ = unit_rows(np.ascontiguousarray(weight.T))
-    if not directed.any():
-        raise HeadstartError("every class mean is zero; there is nothing to tell the classes apart by")
-    present = total.labels[directed]
-    return LinearHead.from_classes(total.n_classes, present, rows[directed], np.zeros(len(present)), shrinkage=chosen)
+    return weight, chosen
 
 
 def _estimated_scatter(statistics: ClientStatistics, total: ClientStatistics, means: Floats) -> tuple[Floats, int]:
@@ -96,15 +113,22 @@ def _exact_scatter(total: ClientStatistics, means: Floats, covariance: Covarianc
     return np.diag(diagonal if covariance == "diagonal" else np.full(len(diagonal), diagonal.mean()))
 
 
-def _auto(scatter: Floats, known: int, total: ClientStatistics, means: Floats) -> float:
-    """Half the mean within-class variance per dimension, so that the shrinkage follows the scale of the features."""
+def _auto(scatter: Floats, known: int, means: Floats, centre: Floats, freedom: int) -> float:
+    """Half the mean within-class variance per dimension, so that the shrinkage follows the scale of the features.
+
+    Where no class is held twice, or none varies, the spread of the class means is the only scale there is.
+    """
     spread = np.trace(scatter) if scatter.shape[0] == scatter.shape[1] else np.vdot(scatter, scatter)
-    if known == 0 or spread <= 0:
-        # No class is held twice: the spread of the class means is the only scale there is.
-        spread, known = np.vdot(means - means.mean(axis=0), means - means.mean(axis=0)), len(means)
-    if spread <= 0:
-        raise HeadstartError("the features do not vary, so shrinkage = 'auto' has no scale to follow; check them")
-    return float(0.5 * spread / (total.dim * known))
+    between = means - means.mean(axis=0)
+    dim = means.shape[1]
+    # What rounding leaves of classes that do not vary: less shrinkage than this leaves the Gram matrix singular.
+    least = 4 * dim * np.finfo(np.float64).eps * (spread + np.vdot(centre, centre)) / freedom
+    for variance, count in ((spread, known), (np.vdot(between, between), len(means))):
+        if count and (chosen := 0.5 * variance / (dim * count)) > least:
+            return float(chosen)
+    raise HeadstartError(
+        "the features do not vary beside their size, so shrinkage = 'auto' has no scale to follow; check or centre them"
+    )
 
 
 def _solve_dual(factor: Floats, targets: Floats, ridge: float) -> Floats:

@@ -16,22 +16,26 @@ def ridge_head(statistics: ClientStatistics, ridge: float | Literal["auto"], bia
     """W = (G + λI)⁻¹ B with G = XᵀX and B = XᵀY, each row scaled to length one with its bias.
 
     ``bias`` adds a column of ones to X, regularised like the others, as the official code does: the statistics
-    already hold its entries, the sums and the count.
+    already hold its entries, the sums and the count. Where λ is chosen here, the column has the root mean square of the
+    features instead of 1, so that the head follows their scale.
     """
     total = statistics.pooled()
     if total.moments is None or total.moments.ndim != 2:
         raise HeadstartError("ridge regression needs the Gram matrix of the features; this message has none")
     gram, targets = total.moments, total.sums.T.astype(np.float64)
+    size = 1.0
     if bias:
         count = total.counts.sum(dtype=np.float64)
-        column = total.sums.sum(axis=0)[:, None]
-        gram = np.block([[gram, column], [column.T, count]])
-        targets = np.vstack([targets, total.counts[None, :]])
+        if ridge == "auto":
+            size = float(np.sqrt(np.trace(gram) / (count * total.dim)))
+        column = size * total.sums.sum(axis=0)[:, None]
+        gram = np.block([[gram, column], [column.T, size**2 * count]])
+        targets = np.vstack([targets, size * total.counts[None, :]])
     if ridge == "auto":
         weight, chosen = cross_validated(gram, targets, int(total.counts.sum()))
     else:
         weight, chosen = solve(gram, targets, ridge, "ridge"), float(ridge)
-    rows, offsets = (weight[:-1].T, weight[-1]) if bias else (weight.T, np.zeros(weight.shape[1]))
+    rows, offsets = (weight[:-1].T, size * weight[-1]) if bias else (weight.T, np.zeros(weight.shape[1]))
     rows, directed, lengths = unit_rows(rows)
     if not directed.any():
         raise HeadstartError("every feature is zero; there is nothing to regress on")

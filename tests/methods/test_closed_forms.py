@@ -1,0 +1,45 @@
+"""Closed forms as stages of a run: what their heads do with what a round, or privacy, leaves them."""
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from headstart.recipe import Recipe
+from headstart.runner import run
+from test_stages import metrics_of
+
+
+def users(folder: Path, **keys: Any) -> Recipe:
+    """Forty users of two examples each, in five dimensions, and 200 test examples of the same three classes."""
+    rng = np.random.default_rng(0)
+    y = rng.integers(0, 3, 280)
+    x = rng.normal(0, 3, (3, 5))[y] + rng.normal(size=(280, 5))
+    split, client = np.repeat([0, 2], [80, 200]), np.concatenate([np.arange(80) // 2, np.full(200, -1)])
+    np.savez(folder / "users.npz", X=x.astype(np.float32), y=y, split=split, client=client)
+    data = {"dataset": str(folder / "users.npz"), "partition": {"kind": "natural"}}
+    return Recipe.parse({"data": data, "model": {"backbone": "features"}, "stages": [{"method": "fedcof", **keys}]})
+
+
+@pytest.mark.parametrize("covariance", ["estimated", "full"])
+def test_fedcof_has_class_means_until_there_is_a_covariance(covariance: str, tmp_path: Path) -> None:
+    """One user of two examples a round: the first rounds have one class, or one example of each of two."""
+    recipe = users(tmp_path, covariance=covariance, clients_per_round=1, evaluate_every=1)
+    result = run(recipe, tmp_path / "one by one")
+    rates = [line["accuracy"] for line in metrics_of(tmp_path / "one by one")]
+    assert len(rates) == 40
+    once = run(users(tmp_path, covariance=covariance), tmp_path / "at once")
+    assert rates[-1] == once.summary["accuracy"]
+    assert rates[-1] > 0.9
+    # The first round's head is the class means of the one user that was asked.
+    federation = result.federation
+    with (tmp_path / "one by one" / "rounds.csv").open() as file:
+        (first,) = (line for line in csv.DictReader(file) if line["round"] == "1")
+    mine = federation.owners == federation.names.index(first["client"])
+    x, y = federation.dataset.train.features()[mine], federation.dataset.train.labels[mine]
+    means = np.stack([x[y == c].mean(axis=0) for c in np.unique(y)])
+    test = federation.dataset.test
+    nearest = (test.features() @ (means / np.linalg.norm(means, axis=1, keepdims=True)).T).argmax(axis=1)
+    assert rates[0] == (np.unique(y)[nearest] == test.labels).mean()
