@@ -6,7 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from sklearn.datasets import load_wine
 
+from headstart.export.graph import Whole
+from headstart.export.model import Model
 from headstart.recipe import Recipe
 from headstart.runner import run
 from test_stages import metrics_of
@@ -43,3 +47,32 @@ def test_fedcof_has_class_means_until_there_is_a_covariance(covariance: str, tmp
     test = federation.dataset.test
     nearest = (test.features() @ (means / np.linalg.norm(means, axis=1, keepdims=True)).T).argmax(axis=1)
     assert rates[0] == (np.unique(y)[nearest] == test.labels).mean()
+
+
+@pytest.mark.parametrize("clip", [1.0, 3.0, 100.0])
+def test_private_euclidean_distances_are_those_of_shortened_features(clip: float, tmp_path: Path) -> None:
+    """Wine, with hardly any noise: the nearest mean of the shortened features, for examples shortened alike."""
+    x, y = load_wine(return_X_y=True)
+    x, split = ((x - x.mean(axis=0)) / x.std(axis=0)).astype(np.float32), np.arange(len(y)) % 3 // 2 * 2
+    np.savez(tmp_path / "wine.npz", X=x, y=y, split=split)
+    data = {"dataset": str(tmp_path / "wine.npz"), "partition": {"kind": "iid", "clients": 10}}
+    stage = {"method": "fedncm", "distance": "euclidean", "privacy": {"epsilon": 1e7, "clip": clip}}
+    recipe = Recipe.parse({"data": data, "model": {"backbone": "features"}, "stages": [stage]})
+    rate = run(recipe, tmp_path / "run").summary["accuracy"]
+    short = x / np.maximum(np.linalg.norm(x, axis=1, keepdims=True) / clip, 1)
+    means = np.stack([short[(split == 0) & (y == c)].mean(axis=0) for c in range(3)])
+    test = split == 2
+    nearest = ((short[test, None] - means) ** 2).sum(axis=2).argmin(axis=1)
+    assert rate == (nearest == y[test]).mean()
+    assert rate > 0.94
+    # The head is saved with the length, and another stage starts from its weights.
+    model = Model.of(tmp_path / "run")
+    assert (model.head.scores(x[test]).argmax(axis=1) == nearest).all()
+    logits, _ = Whole(model)(torch.from_numpy(x[test]))
+    np.testing.assert_allclose(logits.detach().numpy(), model.head.scores(x[test]), atol=1e-5)
+    probe = {"method": "fedavg", "train": "head", "rounds": 1, "lr": 1e-9}
+    then = run(
+        Recipe.parse({"data": data, "model": {"backbone": "features"}, "stages": [stage, probe]}), tmp_path / "two"
+    )
+    assert then.summary["stages"][0]["accuracy"] == rate
+    np.testing.assert_allclose(Model.of(tmp_path / "two").head.weight, model.head.weight, atol=1e-5)

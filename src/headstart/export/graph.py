@@ -43,6 +43,7 @@ class Whole(nn.Module):
     def __init__(self, model: Model) -> None:
         super().__init__()
         head, before = model.head, model.head.feature_map
+        self.longest = head.longest
         self.body = model.body.backbone.body if model.body.backbone else nn.Identity()
         hidden = before.layers if isinstance(before, HiddenLayers) else ()
         self.waves = _linear(before.projection, before.phase) if isinstance(before, RandomFeatures) else None
@@ -52,6 +53,8 @@ class Whole(nn.Module):
     def forward(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
         """As `LinearHead.scores` of the body's features, and their softmax."""
         features: Tensor = self.body(*inputs)
+        if self.longest < math.inf:
+            features = features * (self.longest / features.norm(dim=1, keepdim=True).clamp(min=self.longest))
         if self.waves is not None:
             lengths = torch.linalg.vector_norm(features, dim=1, keepdim=True)
             angles: Tensor = self.waves(features / torch.where(lengths > 0, lengths, 1.0))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from math import inf
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 from headstart.errors import HeadstartError
 from headstart.files import write_atomically
+from headstart.privacy.noise import shorten
 from headstart.statistics import Features, Floats
 
 _ROWS = 8192
@@ -69,6 +71,8 @@ class LinearHead:
     feature_map: RandomFeatures | HiddenLayers | None = None
     notes: Mapping[str, float] = field(default_factory=dict)
     """What was chosen on the way: the ridge, the shrinkage."""
+    longest: float = inf
+    """Longer features are shortened to it before they are scored, as privacy shortened those behind the head."""
 
     @classmethod
     def from_classes(
@@ -91,11 +95,18 @@ class LinearHead:
         scores = np.empty((len(features), len(self.bias)), np.float32)
         for start in range(0, len(features), _ROWS):
             block = np.asarray(features[start : start + _ROWS], np.float32)
+            block = shorten(block, self.longest).astype(np.float32) if self.longest < inf else block
             block = self.feature_map(block) if self.feature_map else block
             scores[start : start + _ROWS] = block @ self.weight.T + self.bias
         return scores
 
     def arrays(self) -> dict[str, npt.NDArray[np.float32]]:
+        """What is saved: the parameters, and the length [] that features are shortened to, if any."""
+        if self.longest == inf:
+            return self.parameters()
+        return {**self.parameters(), "longest": np.array(self.longest, np.float32)}
+
+    def parameters(self) -> dict[str, npt.NDArray[np.float32]]:
         """`weight`, `bias`, and those of the map: `projection`, `phase`, or `hidden.N.weight`, `hidden.N.bias`."""
         arrays = {"weight": self.weight, "bias": self.bias}
         if isinstance(self.feature_map, RandomFeatures):
@@ -115,7 +126,8 @@ class LinearHead:
             feature_map = HiddenLayers(tuple(layers))
         elif "phase" in arrays:
             feature_map = RandomFeatures(arrays["projection"], arrays["phase"])
-        return cls(arrays["weight"], arrays["bias"], feature_map)
+        longest = float(arrays.get("longest", inf))
+        return cls(arrays["weight"], arrays["bias"], feature_map, longest=longest)
 
     def save(self, path: Path) -> None:
         """Write the arrays as safetensors, atomically."""

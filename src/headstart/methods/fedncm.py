@@ -7,6 +7,8 @@ scales each mean to length one. Who holds which example does not change the resu
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from headstart.heads import LinearHead, ncm_head
 from headstart.ledger import Published
 from headstart.methods.base import Heard, Setting, StatisticsMethod
@@ -23,7 +25,11 @@ class FedNCMMethod(StatisticsMethod):
 
     def solve(self, total: ClientStatistics) -> LinearHead:
         """Class means, scaled to length one unless the distance is Euclidean."""
-        return ncm_head(total, self.stage.distance)
+        head = ncm_head(total, self.stage.distance)
+        if self.noise is None or self.stage.distance == "cosine":
+            return head
+        # Distances to means of shortened features are those of features that are shortened, too.
+        return replace(head, longest=self.noise.bound)
 
     def published(self, state: Heard, counts: Ints) -> Published:
         """Appendix A: counted like one round of linear probing; its table prints the compute as 1."""

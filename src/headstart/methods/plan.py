@@ -66,7 +66,7 @@ def head_shapes(stage: Rounds, task: TaskSetting, dim: int) -> Shapes:
     n_classes = task.n_classes
     if isinstance(stage, PersonaliseStage):  # whatever head there is
         if task.previous is not None:
-            return {f"head.{name}": array.shape for name, array in task.previous.arrays().items()}
+            return {f"head.{name}": array.shape for name, array in task.previous.parameters().items()}
         return {"head.weight": (n_classes, dim), "head.bias": (n_classes,)}
     if stage.head == "linear":
         return {"head.weight": (n_classes, dim), "head.bias": (n_classes,)}
@@ -88,7 +88,7 @@ def head_start(stage: Rounds, setting: Setting, task: TaskSetting) -> Vectors:
         # A class that was masked because nobody had been heard about it may be learned now; a client alone learns
         # those that it has.
         mask = -np.inf if isinstance(stage, PersonaliseStage) else 0.0
-        given = previous.arrays()
+        given = previous.parameters()
         arrays = {f"head.{name}": np.nan_to_num(given[name].astype(np.float64), neginf=mask) for name in given}
         if {name: array.shape for name, array in arrays.items()} != shapes:
             raise HeadstartError(
