@@ -162,6 +162,16 @@ def test_a_direction_of_rounding_takes_no_part_in_the_cross_validation() -> None
     np.testing.assert_allclose(weight, [alone[0], [0, 0]])
 
 
+def test_rounding_of_labels_that_the_examples_explain_does_not_raise_the_ridge() -> None:
+    """As many directions as examples: no part of the labels is unexplained, whatever their sum is off by.
+
+    With eigenvalues e = (1, 100), labels q = (0.01, 1.99) along them and r = (1 + λ)/(100 + λ), the criterion is
+    (0.01 + 1.99 r²)/(1 + r)², which grows with r, and r with λ: the smaller λ, the better.
+    """
+    targets = np.array([[0.1], [np.sqrt(199) * (1 - 1e-13)]])
+    assert cross_validated(np.diag([1.0, 100.0]), targets, 2)[1] < 1e-6
+
+
 def test_ridge_needs_the_gram_matrix_and_a_feature() -> None:
     with pytest.raises(HeadstartError, match="Gram"):
         ridge_head(statistics(), 0.1, True)
