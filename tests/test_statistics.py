@@ -244,6 +244,13 @@ def test_statistics_that_no_short_features_have_are_refused(bad: Message, longes
     ClientStatistics.from_message(bad, 3, 3, "full", every_class=True, longest=longest, noisy=True)
 
 
+@pytest.mark.parametrize("noisy", [False, True])
+def test_with_privacy_every_class_is_sent_in_order(noisy: bool) -> None:
+    for bad in (sent(), sent(True, labels=(slice(None), [1, 0, 2]))):
+        with pytest.raises(MessageError, match="every class is sent, in order"):
+            ClientStatistics.from_message(bad, 3, 3, "full", every_class=True, noisy=noisy)
+
+
 def test_no_more_rows_than_were_asked_for() -> None:
     parts = np.array([0, 1, 0])
     rows, _ = summarise(HONEST, np.array([0, 0, 2]), 3, parts=parts)

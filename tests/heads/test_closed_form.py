@@ -172,6 +172,16 @@ def test_rounding_of_labels_that_the_examples_explain_does_not_raise_the_ridge()
     assert cross_validated(np.diag([1.0, 100.0]), targets, 2)[1] < 1e-6
 
 
+def test_the_grid_of_ridges() -> None:
+    """20 values for each power of ten, up to ten times the largest eigenvalue, which labels q = (1.99, 0.01) ask for."""
+    targets = np.array([[np.sqrt(1.99)], [1.0]])
+    assert cross_validated(np.diag([1.0, 100.0]), targets, 2)[1] == pytest.approx(1000, rel=1e-12)
+    chosen = ridge_head(statistics("full"), "auto", False).notes["ridge"]
+    places = 20 * np.log10(chosen / np.linalg.eigvalsh(X.T @ X).max())
+    assert places == pytest.approx(round(places), abs=1e-6)
+    assert -240 < places < 20
+
+
 def test_ridge_needs_the_gram_matrix_and_a_feature() -> None:
     with pytest.raises(HeadstartError, match="Gram"):
         ridge_head(statistics(), 0.1, True)
