@@ -143,6 +143,7 @@ def message(**changes: np.ndarray) -> Message:
         (message(counts=np.array([1, -5], np.int32)), "below 1"),
         (message(sums=np.ones((2, D + 1), np.float32)), "shape"),
         (message(sums=np.full((2, D), np.nan, np.float32)), "NaN"),
+        (message(sums=np.full((2, D), 2e15, np.float32)), r"a class sum is larger than features of 1e\+15"),
         (message(sums=np.ones((2, D), np.float64)), "float64"),
         (Message({}), "missing"),
     ],

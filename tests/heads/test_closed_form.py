@@ -173,7 +173,7 @@ def test_rounding_of_labels_that_the_examples_explain_does_not_raise_the_ridge()
 
 
 def test_the_grid_of_ridges() -> None:
-    """20 values for each power of ten, up to ten times the largest eigenvalue, which labels q = (1.99, 0.01) ask for."""
+    """20 values for each power of ten, up to ten times the largest eigenvalue: labels q = (1.99, 0.01) ask for that."""
     targets = np.array([[np.sqrt(1.99)], [1.0]])
     assert cross_validated(np.diag([1.0, 100.0]), targets, 2)[1] == pytest.approx(1000, rel=1e-12)
     chosen = ridge_head(statistics("full"), "auto", False).notes["ridge"]
