@@ -104,7 +104,7 @@ def test_a_masked_class_has_no_probability(form: Any, tmp_path: Path) -> None:
 
 
 def pictures(folder: Path) -> list[Path]:
-    """Images of several sizes, one of them grey."""
+    """Images of several sizes, one of them grey; the first turned by its EXIF data, and the grey one in 16 bits."""
     rng, paths = np.random.default_rng(0), []
     folder.mkdir()
     for number, shape in enumerate([(40, 70, 3), (90, 50, 3), (64, 64, 3), (33, 33), (20, 200, 3)]):
@@ -112,6 +112,11 @@ def pictures(folder: Path) -> list[Path]:
         # Smooth pictures: resizing noise would make all of them alike.
         small = Image.fromarray(rng.integers(0, 256, (4, 4, *shape[2:]), np.uint8))
         small.resize((shape[1], shape[0])).save(paths[-1])
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    paths += [folder / "5.png", folder / "6.png"]
+    Image.open(paths[0]).save(paths[5], exif=turned)
+    Image.fromarray(np.asarray(Image.open(paths[3])).astype(np.uint16) * 257).save(paths[6])
     return paths
 
 
@@ -129,6 +134,8 @@ def test_images(form: Any, tmp_path: Path) -> None:
     paths = pictures(tmp_path / "pictures")
     found = agree(Model.of(tmp_path / "run"), tmp_path / "pictures", loaded(tmp_path / "out"), paths)
     assert np.ptp(found, axis=0).max() > 1e-3  # the pictures are told apart
+    assert np.abs(found[5] - found[0]).max() > 1e-3  # so is a turned one
+    np.testing.assert_allclose(found[6], found[3], atol=1e-6)  # 16 bits and 8 are the same picture
     said = (tmp_path / "out" / "README.md").read_text()
     assert "`images` [n, 32, 32, 3], float32: pixels from 0 to 255" in said
     assert "(blue, green, red), pixel · (1, 1, 1) − (103.939, 116.779, 123.68)" in said

@@ -1,6 +1,7 @@
 """Preprocessing against numbers worked out by hand."""
 
 import io
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +151,83 @@ def test_damaged_image_is_an_error_that_names_it(data: bytes) -> None:
 def test_missing_image_file_is_an_error_that_names_it(tmp_path: Path) -> None:
     with pytest.raises(HeadstartError, match=r"example 0 \(.*gone\.png\) is not a readable image"):
         ImageTransform(16)(record(None, str(tmp_path / "gone.png")), "example 0")
+
+
+STEPS = np.linspace(0, 255, 12).astype(np.uint8).reshape(3, 4)
+WIDE = np.linspace(0, 65535, 12).astype(np.uint16).reshape(3, 4)
+
+
+def pgm(white: int) -> bytes:
+    """Two bytes a pixel, the high one first; Pillow opens it as "I"."""
+    return b"P5 4 3 %d\n" % white + np.round(WIDE / 65535 * white).astype(">u2").tobytes()
+
+
+@pytest.mark.parametrize(
+    ("data", "accuracy"),
+    [
+        (encoded(Image.fromarray(WIDE), "PNG"), 1e-4),
+        (encoded(Image.fromarray(WIDE), "TIFF"), 1e-4),
+        (encoded(Image.frombytes("I;16B", (4, 3), WIDE.astype(">u2").tobytes()), "TIFF"), 1e-4),
+        (pgm(65535), 1e-4),
+        (pgm(1000), 255 / 1000),
+    ],
+    ids=["PNG", "TIFF", "TIFF big-endian", "PGM", "PGM to 1000"],
+)
+def test_grey_of_sixteen_bits_is_scaled(data: bytes, accuracy: float) -> None:
+    pixels = ImageTransform(3, 3)(record(data), "x")  # the first three columns, as they are
+    np.testing.assert_allclose(pixels, np.stack([WIDE[:, :3] / 257] * 3, axis=2), atol=accuracy)
+
+
+@pytest.mark.parametrize("size", [2, 3, 9])
+def test_grey_of_sixteen_bits_is_the_image_of_eight(size: int) -> None:
+    data = encoded(Image.fromarray(STEPS.astype(np.uint16) * 257), "PNG")
+    np.testing.assert_array_equal(ImageTransform(size)(record(data), "x"), ImageTransform(size)(STEPS, "x"))
+
+
+def test_sixteen_bits_are_not_rounded_to_eight() -> None:
+    # Twelve bits in a file of sixteen, as from many scanners: 4,095 / 257 is 15.9, and steps of 1 / 257 count.
+    data = encoded(Image.fromarray(np.array([[0, 100], [101, 4095]], np.uint16)), "PNG")
+    expected = np.array([[0, 100], [101, 4095]]) / 257
+    np.testing.assert_allclose(ImageTransform(2)(record(data), "x"), np.stack([expected] * 3, axis=2), rtol=1e-6)
+
+
+def test_a_tiff_of_twelve_bits_has_its_own_white() -> None:
+    # Width 2, height 1, 12 bits, no compression, black is zero, one strip of three bytes: 0x111 and 0xFFF.
+    tags = [(256, 2), (257, 1), (258, 12), (259, 1), (262, 1), (273, 8 + 2 + 12 * 8 + 4), (278, 1), (279, 3)]
+    table = b"".join(struct.pack("<HHII", tag, 3, 1, value) for tag, value in tags)
+    data = b"II*\0" + struct.pack("<IH", 8, len(tags)) + table + bytes(4) + bytes([0x11, 0x1F, 0xFF])
+    pixels = ImageTransform(1, 1)(record(data), "x")[0, 0]
+    # The two pixels, 17 and 255, become one square of the shorter side's length: the middle of the two is cut out.
+    np.testing.assert_allclose(pixels, [17, 17, 17], rtol=1e-6)
+
+
+@pytest.mark.parametrize("values", [np.array([[0.0, 0.5]], np.float32), np.array([[0, 70_000]], np.int32)])
+def test_grey_without_a_white_is_refused(values: npt.NDArray[Any]) -> None:
+    with pytest.raises(HeadstartError, match=r"^scan 3 is not a readable image: .*32 bits.*8 or 16 bits"):
+        ImageTransform(2)(record(encoded(Image.fromarray(values), "TIFF")), "scan 3")
+
+
+@pytest.mark.parametrize(
+    ("orientation", "turned"),
+    [
+        (1, STEPS), (2, STEPS[:, ::-1]), (3, STEPS[::-1, ::-1]), (4, STEPS[::-1]),
+        (5, STEPS.T), (6, np.rot90(STEPS, -1)), (7, STEPS[::-1, ::-1].T), (8, np.rot90(STEPS)),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize(("suffix", "factor"), [("PNG", 1), ("PNG", 257), ("TIFF", 1), ("TIFF", 257)])
+def test_images_are_turned_as_their_exif_data_say(
+    orientation: int, turned: npt.NDArray[Any], suffix: str, factor: int
+) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    image = Image.fromarray(STEPS if factor == 1 else STEPS.astype(np.uint16) * factor)
+    pixels = ImageTransform(3, 3)(record(encoded(image, suffix, exif=exif)), "x")
+    np.testing.assert_allclose(pixels, ImageTransform(3, 3)(np.ascontiguousarray(turned), "x"), atol=1e-3)
+
+
+def test_exif_data_that_cannot_be_read_turn_nothing() -> None:
+    plain, odd = (encoded(NOISE, "JPEG", **given) for given in ({}, {"exif": b"Exif\0\0no TIFF at all"}))
+    np.testing.assert_array_equal(ImageTransform(16)(record(odd), "x"), ImageTransform(16)(record(plain), "x"))
 
 
 # ------------------------------------------------------------------------------------------------------- normalisation

@@ -116,7 +116,8 @@ def image_backbone(
     preprocess = model.preprocess if model.preprocess != "auto" else preprocess
     normalisation = NORMALISATIONS[preprocess] if isinstance(preprocess, str) else preprocess
     body = ImageInput(network, normalisation).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    key = f"image {size} {model.resize} {normalisation} {pooling}"
+    # "upright": features that were cached before EXIF data and 16 bits were heeded are not taken for these.
+    key = f"image upright {size} {model.resize} {normalisation} {pooling}"
     transform = ImageTransform(size, model.resize)
     return Backbone(model.backbone, "image", dim, body, core or network, transform, key, convolutional)
 

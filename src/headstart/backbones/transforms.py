@@ -65,10 +65,11 @@ class ImageTransform:
 
 def _resized(image: Image.Image, width: int, height: int) -> npt.NDArray[np.float32]:
     """Pixels [height, width, 3]; Pillow resizes floats one channel at a time."""
-    if image.size == (width, height):
-        return np.asarray(image, np.float32)
-    channels = [channel.convert("F").resize((width, height), Image.Resampling.BILINEAR) for channel in image.split()]
-    return np.stack([np.asarray(channel) for channel in channels], axis=2)
+    channels = image.split()
+    if image.size != (width, height):
+        channels = tuple(each.convert("F").resize((width, height), Image.Resampling.BILINEAR) for each in channels)
+    # Grey is all three channels.
+    return np.stack([np.asarray(each, np.float32) for each in channels * (3 // len(channels))], axis=2)
 
 
 class ImageInput(nn.Module):

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image, UnidentifiedImageError
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from headstart.errors import HeadstartError
 
@@ -121,16 +121,30 @@ class Dataset:
 
 
 def decode_image(value: Any, where: str) -> Image.Image:
-    """An RGB image from a Hugging Face image record or an array [H, W] or [H, W, 3]; a damaged one is an error."""
+    """`upright` of a Hugging Face image record or an array [H, W] or [H, W, 3]; a damaged image is an error."""
     if isinstance(value, np.ndarray):
-        return Image.fromarray(value).convert("RGB")
+        return upright(Image.fromarray(value))
     try:
         with Image.open(io.BytesIO(value["bytes"]) if value["bytes"] is not None else value["path"]) as image:
-            return image.convert("RGB")
+            return upright(image)
     except Exception as error:  # every format's decoder raises what it likes
         name = f" ({value['path']})" if value.get("path") else ""
         reason = "no known format" if isinstance(error, UnidentifiedImageError) else error
         raise HeadstartError(f"{where}{name} is not a readable image: {reason}; replace it or remove it") from None
+
+
+# Exports show this function as it is written here: it must not need anything but numpy and Pillow.
+def upright(image: Image.Image) -> Image.Image:
+    """The image turned as its EXIF data say, in RGB; grey of 16 bits in "F", from 0 to 255 and not rounded."""
+    # Pillow's "I" is 16 bits too where the format has no more; its conversion to RGB would cut values off at 255.
+    wide = image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM"))
+    bits = getattr(image, "tag_v2", {}).get(258, (16,))[0]  # a TIFF may have 12
+    image = ImageOps.exif_transpose(image)
+    if wide:
+        return Image.fromarray(np.asarray(image, np.float32) / np.float32((2**bits - 1) / 255))
+    if image.mode in ("I", "F"):
+        raise ValueError("grey of 32 bits does not say which value is white; save it with 8 or 16 bits")
+    return image.convert("RGB")
 
 
 def balanced(labels: Ints, count: int, rng: np.random.Generator, what: str) -> Ints:

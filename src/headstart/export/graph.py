@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 import warnings
@@ -20,6 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from headstart.backbones.backbone import Backbone
 from headstart.backbones.transforms import ImageTransform, TextTransform
+from headstart.data.examples import upright
 from headstart.errors import HeadstartError
 from headstart.export.model import Model
 from headstart.heads.linear import HiddenLayers, RandomFeatures
@@ -210,7 +212,7 @@ def _readme(model: Model, form: Format, names: list[str], out: Path) -> str:
         code = ["", "", "def inputs(features):", '    return {"features": np.asarray(features, np.float32)}']
     elif isinstance(backbone.transform, ImageTransform):
         reads, code = _about_images(backbone, backbone.transform), _image_code(backbone.transform)
-        head.append("from PIL import Image")
+        head.append("from PIL import Image, ImageOps")
     else:
         files.append("`tokenizer/`: turns texts into ids, for transformers")
         reads, code = _about_texts(backbone.transform, names), _text_code(backbone.transform, names)
@@ -272,6 +274,7 @@ def _about_images(backbone: Backbone, transform: ImageTransform) -> list[str]:
     return [
         f"`images` [n, {size}, {size}, 3], float32: pixels from 0 to 255 that are not rounded, rows from the top, the "
         "channels red, green, blue.",
+        "An image is turned as its EXIF data say; grey of 16 bits is divided by 257, and grey is all three channels.",
         f"Each image is resized with bilinear interpolation (antialiased where it shrinks): {how}.",
         f"The graph itself then normalises: by channel ({order}), pixel · {_listed(factor)} − {_listed(shift)}.",
     ]
@@ -290,17 +293,20 @@ def _image_code(transform: ImageTransform) -> list[str]:
             f"    sides = [max({shorter}, round(side * {shorter} / min(image.size))) for side in image.size]",
             "    (width, height), (left, top) = sides, [(side - SIZE) // 2 for side in sides]",
         ]
-    pixels = f'[channel.convert("F").resize(({box}), Image.Resampling.BILINEAR) for channel in image.split()]'
+    pixels = f'[each.convert("F").resize(({box}), Image.Resampling.BILINEAR) for each in image.split()]'
     cut = "[top : top + SIZE, left : left + SIZE]" if crop else ""
     return [
         f"SIZE = {size}",
         "",
         "",
+        *inspect.getsource(upright).splitlines(),
+        "",
+        "",
         "def pixels(path):",
-        "    image = Image.open(path).convert('RGB')",
+        "    image = upright(Image.open(path))",
         *crop,
         f"    channels = {pixels}",
-        f"    return np.stack([np.asarray(channel) for channel in channels], axis=2){cut}",
+        f"    return np.stack([np.asarray(each) for each in channels * (3 // len(channels))], axis=2){cut}",
         "",
         "",
         "def inputs(paths):",
