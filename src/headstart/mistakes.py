@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 from pydantic import BaseModel, ValidationError
 
 from headstart.errors import nearest
-from headstart.recipe import PARTITIONS, Data, Model, Recipe, Task
+from headstart.recipe import PARTITIONS, Data, Dirichlet, Model, Recipe, Task
 from headstart.stages import STAGES, ClosedForm, CountNoise, Privacy
 
 _TABLES: dict[str, type[BaseModel]] = {"privacy": Privacy, "count_noise": CountNoise}
@@ -46,6 +46,9 @@ def contradictions(table: Mapping[str, Any]) -> list[str]:
     names = [str(task["name"]) for task in given if isinstance(task, dict) and "name" in task]
     if len(set(names)) < len(names):
         problems.append("tasks: two have the same name")
+    tables = {"data": table.get("data"), **{f"tasks.{number}": task for number, task in enumerate(given)}}
+    for where, data in tables.items():
+        problems += [f"{where}.{problem}" for problem in _unread(data)] if isinstance(data, dict) else []
     model = table.get("model")
     if isinstance(model, dict) and tasks and "prompt" in model:
         problems.append("model.prompt: a prompt's label words are those of one task; give [data] instead of [[tasks]]")
@@ -101,6 +104,19 @@ def contradictions(table: Mapping[str, Any]) -> list[str]:
             problems += [f"stages.{number}.{problem}" for problem in _unsummed(stage, kind, bool(tasks))]
         if kind and issubclass(kind, ClosedForm):
             problems += [f"stages.{number}.{problem}" for problem in _unhidden(stage)]
+    return problems
+
+
+def _unread(data: Mapping[str, Any]) -> list[str]:
+    """Columns that the partition of a table of data does not read."""
+    problems, how = [], data.get("partition", {"kind": Dirichlet().kind})
+    kind = how.get("kind") if isinstance(how, Mapping) else None
+    for column, reader in (("client_column", "natural"), ("domain_column", "domains")):
+        if data.get(column) is not None and kind in PARTITIONS and kind != reader:
+            problems.append(
+                f"{column}: {data[column]!r} is read with partition.kind = {reader!r} only, and the kind is {kind!r}; "
+                f"set kind to {reader!r}, or leave {column} out"
+            )
     return problems
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import zipfile
 import zlib
 from dataclasses import replace
@@ -17,6 +18,7 @@ from headstart.recipe import Data
 
 _BUNDLED_SEED = 0  # the bundled sets have one split, whatever the run's seed
 _NONE = np.zeros(0, np.int64)
+_LISTED = 10  # classes of those that are left out
 
 
 def load_silo(data: Data, path: str, seed: int = 0) -> Dataset:
@@ -33,6 +35,7 @@ def load_dataset(data: Data, seed: int = 0, alone: bool = False) -> Dataset:
     alone: whether the data are one client's, who need not have every class.
     """
     known = KNOWN.get(data.dataset)
+    _refuse_unread(data, known)
     if data.dataset == "mnist-mini":
         dataset = _mnist_mini()
     elif data.dataset == "digits":
@@ -58,6 +61,18 @@ def load_dataset(data: Data, seed: int = 0, alone: bool = False) -> Dataset:
             f"{dataset.name}: the training split holds one class only ({only}); at least two are needed"
         )
     return dataset
+
+
+def _refuse_unread(data: Data, known: Known | None) -> None:
+    """Refuse keys that say nothing about this kind of data."""
+    is_npz = known is None and data.dataset.endswith(".npz")
+    if is_npz or data.dataset in ("mnist-mini", "digits"):
+        for key in ("input_column", "label_column", "client_column", "domain_column"):
+            if getattr(data, key) is not None:
+                arrays = "; its arrays are X, y, split, client, domain and task" if is_npz else ""
+                raise HeadstartError(f"data.{key}: {data.dataset} has no columns{arrays}; leave {key} out")
+    if data.task is not None and not is_npz:
+        raise HeadstartError(f"data.task: only an .npz file has several tasks, and this is {data.dataset}")
 
 
 def _mnist_mini() -> Dataset:
@@ -165,7 +180,15 @@ def _held_out(dataset: Dataset, fraction: float, seed: int) -> Dataset:
 
 
 def _of_classes(dataset: Dataset, chosen: tuple[int | str, ...], alone: bool) -> Dataset:
-    """Only these classes, by number or name, numbered in the order given; alone: some may not be there."""
+    """Only these classes, by number or name, numbered in the order given; alone: some may not be there.
+
+    How many examples that leaves out is said; labels that are those of a class but for case or spaces are refused.
+    """
+    if alone and any(isinstance(given, int) for given in chosen) and dataset.classes != numbered(len(dataset.classes)):
+        raise HeadstartError(
+            f"data.classes: it has numbers, and the labels are text ({', '.join(dataset.classes)}), which every client "
+            "would number by itself; give their names"
+        )
     numbers = []
     for given in chosen:
         if alone and (given not in dataset.classes if isinstance(given, str) else given >= len(dataset.classes)):
@@ -182,6 +205,7 @@ def _of_classes(dataset: Dataset, chosen: tuple[int | str, ...], alone: bool) ->
         raise HeadstartError("data.classes: a class is named twice")
     new = np.full(len(dataset.classes) + 1, -1)
     new[numbers] = np.arange(len(numbers))
+    _tell_left_out(dataset, chosen, np.flatnonzero(new[:-1] < 0))
 
     def part(examples: Examples) -> Examples:
         kept = examples.take(np.flatnonzero(new[examples.labels] >= 0))
@@ -195,6 +219,29 @@ def _of_classes(dataset: Dataset, chosen: tuple[int | str, ...], alone: bool) ->
         train=part(dataset.train),
         test=part(dataset.test),
         validation=part(dataset.validation) if dataset.validation is not None else None,
+    )
+
+
+def _tell_left_out(dataset: Dataset, chosen: tuple[int | str, ...], others: Ints) -> None:
+    """Say how many examples have a label of these classes [n], which are not among the chosen ones."""
+    splits = [split for split in (dataset.train, dataset.validation, dataset.test) if split is not None]
+    sizes = np.bincount(np.concatenate([split.labels for split in splits]), minlength=len(dataset.classes))
+    left_out = {dataset.classes[label]: int(sizes[label]) for label in others if sizes[label]}
+    if not left_out:
+        return
+    alike = {str(given).strip().casefold(): given for given in chosen}
+    for label, count in left_out.items():
+        if label.strip().casefold() in alike:
+            raise HeadstartError(
+                f"{dataset.name}: {count} examples are labelled {label!r}, and data.classes names "
+                f"{alike[label.strip().casefold()]!r}; write them alike, or name both"
+            )
+    named = [f"{label} ({count})" for label, count in left_out.items()]
+    listed = ", ".join(named[:_LISTED]) + (f" and {len(named) - _LISTED} more" if len(named) > _LISTED else "")
+    print(
+        f"{dataset.name}: {sum(left_out.values()):,} of {sizes.sum():,} examples are left out: "
+        f"data.classes does not name {listed}",
+        file=sys.stderr,
     )
 
 
