@@ -116,3 +116,29 @@ def test_the_command_compares_recipes_and_writes_tables(tmp_path: Path) -> None:
     tex = (tmp_path / "all" / "compare.tex").read_text()
     assert r"accuracy, \%" in tex
     assert r"$\pm$" in tex
+
+
+def test_another_comparison_does_not_write_over_the_tables_of_the_first(tmp_path: Path) -> None:
+    (tmp_path / "one.toml").write_text(
+        'name = "one"\n[data]\ndataset = "digits"\n[data.partition]\nkind = "iid"\nclients = 4\n'
+        '[model]\nbackbone = "features"\n[[stages]]\nmethod = "fedcof"\n'
+    )
+
+    def compare(*settings: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "headstart.cli", "compare", "one.toml", "--out", "all"]
+        command += [each for setting in settings for each in ("--set", setting)]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+
+    assert compare("seed=[0, 1]").returncode == 0
+    files = {path: path.read_bytes() for path in (tmp_path / "all").rglob("*") if path.is_file()}
+    for other in (["stages.0.shrinkage=[0.1, 1.0]"], ["seed=[0, 2]"]):
+        done = compare(*other)
+        assert done.returncode == 2, done.stdout
+        assert "all holds the tables of another comparison, with the runs seed=" in done.stderr
+        assert "give another --out" in done.stderr
+        assert {path: path.read_bytes() for path in (tmp_path / "all").rglob("*") if path.is_file()} == files
+    # The same again, and with more runs: the tables lose nothing.
+    assert compare("seed=[0, 1]").returncode == 0
+    assert compare("seed=[0, 1, 2]").returncode == 0
+    with (tmp_path / "all" / "compare.csv").open(newline="") as file:
+        assert [row["runs"] for row in csv.DictReader(file)] == ["3"]

@@ -112,10 +112,11 @@ def compare(
     """
     from headstart.recipe import read_table
     from headstart.report import Record, write_report
-    from headstart.sweep import compared, expand, sweep, write_tables
+    from headstart.sweep import compared, expand, refuse_other_tables, sweep, write_tables
 
     points = expand([read_table(recipe, settings or ()) for recipe in recipes])
     where = out or _free("compare")
+    refuse_other_tables(points, where)
 
     def say(point: object, summary: dict[str, Any]) -> None:
         print(f"{getattr(point, 'folder', '')}: {100 * summary['accuracy']:.2f} %", flush=True)

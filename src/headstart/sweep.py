@@ -142,6 +142,20 @@ def compared(points: Sequence[Point], summaries: Sequence[dict[str, Any]]) -> tu
     return [*keys, "method", "accuracy, %", "runs", "bytes up", "forward passes", "seconds"], rows
 
 
+def refuse_other_tables(points: Sequence[Point], out: Path) -> None:
+    """Refuse a folder with the tables of runs that are not among these: they would be written over."""
+    if not (out / "compare.csv").exists():
+        return
+    there = sorted(path.parent.name for path in out.glob("*/recipe.toml"))
+    others = [name for name in there if name not in {point.folder for point in points}]
+    if others:
+        listed = ", ".join(others[:3]) + (f" and {len(others) - 3} more" if len(others) > 3 else "")
+        raise HeadstartError(
+            f"{out} holds the tables of another comparison, with the runs {listed}, which this one has not; "
+            "give another --out, or compare those too"
+        )
+
+
 def write_tables(out: Path, columns: Sequence[str], rows: Sequence[Sequence[str]], name: str = "compare") -> list[Path]:
     """The table as CSV, Markdown and LaTeX files."""
     written = table_files(columns, rows)
