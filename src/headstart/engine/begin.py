@@ -103,13 +103,15 @@ class Begin:
         if module is not None and module.values and not (plan and sent(plan.module)):
             parts["module"] = module.values[task]
         if plan is not None and stage.head_init == "previous" and head is not None:
-            parts["head"] = {n: array for n, array in head.arrays().items() if not sent(plan.role(f"head.{n}"))}
+            parts["head"] = {n: array for n, array in head.parameters().items() if not sent(plan.role(f"head.{n}"))}
         arrays = {f"{part}.{name}": array for part, each in parts.items() for name, array in each.items()}
         return cls(
             number,
             task,
             tuple((each.name, each.n_classes, each.n_clients, each.n_examples) for each in tasks),
-            tuple({n: a.shape for n, a in each.previous.arrays().items()} if each.previous else None for each in tasks),
+            tuple(
+                {n: a.shape for n, a in each.previous.parameters().items()} if each.previous else None for each in tasks
+            ),
             stage.update if isinstance(stage, PersonaliseStage) and stage is not plain else None,
             moves,
             norm_statistics,

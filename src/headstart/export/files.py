@@ -133,7 +133,8 @@ def _readme(model: Model, files: list[str], code: list[str], out: Path, table: d
     lines = [
         f"# {model.recipe.name}",
         "",
-        "- `head.safetensors`: weight [C, d] and bias [C]; a class whose bias is -inf is never predicted",
+        "- `head.safetensors`: weight [C, d], bias [C], and the temperature to divide scores by where it is not 1; a "
+        "class whose bias is -inf is never predicted",
         "- `classes.json`: the names of the classes, in the order of the head's rows",
         *(f"- {file}" for file in files),
         "",

@@ -50,7 +50,8 @@ class Whole(nn.Module):
         hidden = before.layers if isinstance(before, HiddenLayers) else ()
         self.waves = _linear(before.projection, before.phase) if isinstance(before, RandomFeatures) else None
         self.hidden = nn.ModuleList(_linear(weight, bias) for weight, bias in hidden)
-        self.last = _linear(head.weight, np.where(np.isneginf(head.bias), np.float32(_MASKED), head.bias))
+        bias = np.where(np.isneginf(head.bias), np.float32(_MASKED), head.bias / np.float32(head.temperature))
+        self.last = _linear(head.weight / np.float32(head.temperature), bias)
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
         """As `LinearHead.scores` of the body's features, and their softmax."""

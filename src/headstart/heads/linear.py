@@ -60,7 +60,7 @@ class HiddenLayers:
 
 @dataclass(frozen=True, eq=False)
 class LinearHead:
-    """Scores ``features @ weight.T + bias``, of mapped features where the head has a map.
+    """Scores ``(features @ weight.T + bias) / temperature``, of mapped features where the head has a map.
 
     weight: [C, d] float32; bias: [C] float32. The bias of a class that nobody has is -inf: any reader of the two
     arrays masks that class out of the prediction, without knowing that it is missing.
@@ -73,6 +73,8 @@ class LinearHead:
     """What was chosen on the way: the ridge, the shrinkage."""
     longest: float = inf
     """Longer features are shortened to it before they are scored, as privacy shortened those behind the head."""
+    temperature: float = 1.0
+    """What the loss divided the scores by when the head was trained: their softmax is the probabilities."""
 
     @classmethod
     def from_classes(
@@ -97,14 +99,14 @@ class LinearHead:
             block = np.asarray(features[start : start + _ROWS], np.float32)
             block = shorten(block, self.longest).astype(np.float32) if self.longest < inf else block
             block = self.feature_map(block) if self.feature_map else block
-            scores[start : start + _ROWS] = block @ self.weight.T + self.bias
+            scores[start : start + _ROWS] = (block @ self.weight.T + self.bias) / np.float32(self.temperature)
         return scores
 
     def arrays(self) -> dict[str, npt.NDArray[np.float32]]:
-        """What is saved: the parameters, and the length [] that features are shortened to, if any."""
-        if self.longest == inf:
-            return self.parameters()
-        return {**self.parameters(), "longest": np.array(self.longest, np.float32)}
+        """What is saved: the parameters, and, where they say anything, `longest` [] and `temperature` []."""
+        facts = {"longest": (self.longest, inf), "temperature": (self.temperature, 1.0)}
+        said = {name: np.array(value, np.float32) for name, (value, default) in facts.items() if value != default}
+        return {**self.parameters(), **said}
 
     def parameters(self) -> dict[str, npt.NDArray[np.float32]]:
         """`weight`, `bias`, and those of the map: `projection`, `phase`, or `hidden.N.weight`, `hidden.N.bias`."""
@@ -126,8 +128,8 @@ class LinearHead:
             feature_map = HiddenLayers(tuple(layers))
         elif "phase" in arrays:
             feature_map = RandomFeatures(arrays["projection"], arrays["phase"])
-        longest = float(arrays.get("longest", inf))
-        return cls(arrays["weight"], arrays["bias"], feature_map, longest=longest)
+        longest, temperature = float(arrays.get("longest", inf)), float(arrays.get("temperature", 1.0))
+        return cls(arrays["weight"], arrays["bias"], feature_map, longest=longest, temperature=temperature)
 
     def save(self, path: Path) -> None:
         """Write the arrays as safetensors, atomically."""

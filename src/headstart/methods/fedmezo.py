@@ -133,7 +133,8 @@ class FedMeZOMethod:
         """The head after every step of the log."""
         self._follow(0, state.seeds, state.slopes)
         heads = {n.removeprefix("head."): p for n, p in self.network.parameters.items() if n.startswith("head.")}
-        return LinearHead.of_arrays({name: p.detach().cpu().numpy().copy() for name, p in heads.items()})
+        head = LinearHead.of_arrays({name: p.detach().cpu().numpy().copy() for name, p in heads.items()})
+        return replace(head, temperature=self.stage.temperature)
 
     def place(self, state: MeZOState, task: int = 0, own: Arrays | None = None) -> None:
         """Take the steps of the log that the weights have not taken."""

@@ -373,7 +373,7 @@ class TrainingMethod(Generic[StageT]):
         """The head as it is."""
         values = self.model(state, task, own)
         heads = {n.removeprefix("head."): v.astype(np.float32) for n, v in values.items() if n.startswith("head.")}
-        return LinearHead.of_arrays(heads)
+        return replace(LinearHead.of_arrays(heads), temperature=self.stage.temperature)
 
     def place(self, state: TrainingState, task: int = 0, own: Arrays | None = None) -> None:
         """Write what the state says into the body, and put it into evaluation mode."""
