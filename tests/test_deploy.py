@@ -18,6 +18,7 @@ from cryptography.x509.verification import PolicyBuilder, Store, VerificationErr
 
 from headstart.deploy import init
 from headstart.errors import HeadstartError
+from headstart.guard import app_digest
 from headstart.recipe import Recipe
 
 NODES = ["hospital-a", "B2"]
@@ -170,11 +171,16 @@ def test_scripts_are_executable_and_have_no_syntax_errors(folder: Path) -> None:
         assert str(folder) not in script.read_text()
 
 
+GUARD = ["-P", "-m", "headstart.guard"]
+
+
 def test_the_superlink_runs_with_tls_and_authentication_from_any_directory(folder: Path, tmp_path: Path) -> None:
     flower = pytest.importorskip("flwr.superlink.cli.flower_superlink")
-    stand_in(tmp_path / "bin", "flower-superlink", 'printf "%s\\n" "$PWD" "$@"')
+    stand_in(tmp_path / "bin", "python3", 'printf "%s\\n" "$PWD" "$@"')
     where, *arguments = shell(folder / "superlink.sh", tmp_path / "bin", tmp_path).stdout.splitlines()
     assert where == str(folder)
+    assert arguments[:4] == [*GUARD, "superlink"]
+    arguments = arguments[4:]
     asked = flower._parse_args_run_superlink().parse_args(arguments)
     assert (asked.host, asked.port, asked.insecure, asked.enable_supernode_auth) == ("0.0.0.0", 20000, False, True)
     assert not asked.runtime_dependency_install
@@ -189,18 +195,22 @@ def test_the_superlink_runs_with_tls_and_authentication_from_any_directory(folde
 def test_a_server_on_the_loopback_address_is_not_seen_from_outside(tmp_path: Path, host: str, listen: str) -> None:
     init(tmp_path / "federation", RECIPE, NODES, host)
     assert f"listen={listen} " in (tmp_path / "federation/superlink.sh").read_text()
+    assert "host=127.0.0.1 " in (tmp_path / "federation/run.sh").read_text()  # where runs are started from
 
 
 def test_a_node_tells_flower_who_it_is_and_tries_again_when_refused(folder: Path, tmp_path: Path) -> None:
     flower = pytest.importorskip("flwr.supernode.cli.flower_supernode")
     body = f'printf "%s\\n" "$@"; [[ -e {tmp_path}/tried ]] || ! touch {tmp_path}/tried'
-    stand_in(tmp_path / "bin", "flower-supernode", body)
+    stand_in(tmp_path / "bin", "python3", body)
+    stand_in(tmp_path / "bin", "headstart", "")
     stand_in(tmp_path / "bin", "sleep", "")
     done = shell(folder / "node-B2.sh", tmp_path / "bin", tmp_path)
     assert (done.returncode, done.stderr) == (0, "B2 is not connected; next attempt in 5 seconds\n")
-    first, second = done.stdout.split("--superlink\n")[1:]
+    lines = done.stdout.splitlines()
+    first, second = lines[: len(lines) // 2], lines[len(lines) // 2 :]
     assert first == second
-    asked = flower._parse_args_run_supernode().parse_args(["--superlink", *second.splitlines()])
+    assert first[:5] == [*GUARD, "supernode", app_digest(folder / "app")]
+    asked = flower._parse_args_run_supernode().parse_args(first[5:])
     assert (asked.superlink, asked.port, asked.insecure) == ("fl.example.org:20000", 20002, False)
     assert asked.root_certificates == str(folder / "certificates/ca.pem")
     assert asked.auth_supernode_private_key == str(folder / "keys/B2")
@@ -217,7 +227,8 @@ def test_a_node_that_is_told_to_stop_says_goodbye(folder: Path, tmp_path: Path) 
         "print('here', flush=True)\n"
         "time.sleep(60)\n"
     )
-    stand_in(tmp_path / "bin", "flower-supernode", f"exec {sys.executable} {tmp_path}/node.py")
+    stand_in(tmp_path / "bin", "headstart", "")
+    stand_in(tmp_path / "bin", "python3", f"exec {sys.executable} {tmp_path}/node.py")
     process = subprocess.Popen(
         [folder / "node-B2.sh"], env={"PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin"}, text=True, stdout=subprocess.PIPE
     )
@@ -225,6 +236,13 @@ def test_a_node_that_is_told_to_stop_says_goodbye(folder: Path, tmp_path: Path) 
     assert process.stdout.readline() == "here\n"
     process.terminate()
     assert (process.communicate(timeout=30)[0], process.returncode) == ("goodbye\n", 0)
+
+
+def test_a_node_does_not_try_again_after_a_mistake(folder: Path, tmp_path: Path) -> None:
+    stand_in(tmp_path / "bin", "headstart", "")
+    stand_in(tmp_path / "bin", "python3", "echo the mistake >&2; exit 2")
+    done = shell(folder / "node-B2.sh", tmp_path / "bin", tmp_path)
+    assert (done.returncode, done.stderr) == (2, "the mistake\n")
 
 
 def test_a_node_without_flower_says_what_to_do(folder: Path, tmp_path: Path) -> None:
@@ -276,6 +294,12 @@ def test_run_shows_why_a_node_cannot_be_admitted(listening: Path, tmp_path: Path
     stand_in(tmp_path / "bin", "flwr", 'echo "Connection to the SuperLink is unavailable." >&2; exit 1')
     done = shell(listening / "run.sh", tmp_path / "bin", tmp_path)
     assert (done.returncode, done.stderr) == (1, "Connection to the SuperLink is unavailable.\n")
+
+
+def test_run_shows_why_a_run_is_refused(listening: Path, tmp_path: Path) -> None:
+    stand_in(tmp_path / "bin", "flwr", """[[ $1 != run ]] || echo '{"success": false, "error-message": "no"}'""")
+    done = shell(listening / "run.sh", tmp_path / "bin", tmp_path)
+    assert (done.returncode, done.stderr) == (1, '{"success": false, "error-message": "no"}\n')
 
 
 def test_run_waits_for_the_server(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ ROOMS = [
     "sweep",
     "published",
     "dashboard",
+    "guard",
     "apps",
     "deploy",
     "export",

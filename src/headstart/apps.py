@@ -15,6 +15,7 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
 from headstart.errors import HeadstartError
+from headstart.guard import check_guarded
 
 if TYPE_CHECKING:  # a client's process is started for every message, and loads what it needs
     from headstart.engine.node import Node
@@ -42,6 +43,7 @@ def serve(grid: Grid, context: Context) -> None:
     from headstart.engine.flower import Nodes
     from headstart.runner import conduct
 
+    check_guarded("superlink")
     config = context.run_config
     recipe = _recipe(str(config["recipe"]))
     names = tuple(name.strip() for name in str(config["nodes"]).split(","))
@@ -70,6 +72,7 @@ def answer(message: Message, context: Context) -> Message:
 
     config = context.node_config
     try:
+        check_guarded("supernode")
         recipe = _recipe(str(context.run_config["recipe"]))
         if "recipe" in config and _recipe(Path(str(config["recipe"])).read_text(encoding="utf-8")) != recipe:
             raise HeadstartError("the server runs another recipe than the one that this node agreed to")

@@ -1,7 +1,8 @@
 """A folder from which a federation of real machines is run: Flower's app, keys, certificates and start scripts.
 
-Flower's SuperLink listens on one port with TLS, and every SuperNode proves who it is with a key of its own. The
-certificates and keys made here are for a test federation; the folder's README says what changes for a real one.
+Flower's SuperLink listens on one port with TLS, and every SuperNode proves who it is with a key of its own. Both are
+started by `headstart.guard`: runs are started from the server's own machine only, and nodes execute no app but the one
+made here. The certificates and keys are for a test federation; the folder's README says what changes for a real one.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from pathlib import Path
 import tomli_w
 
 from headstart.errors import HeadstartError
+from headstart.guard import app_digest, check_flower
 from headstart.recipe import Recipe
 
 try:
@@ -44,6 +46,7 @@ def init(folder: Path, recipe: Recipe, nodes: Sequence[str], host: str = "127.0.
     ``host`` is the name or the IPv4 address under which the nodes reach the SuperLink. The folder appears whole or
     not at all.
     """
+    check_flower()
     _check(folder, recipe, nodes, host, port)
     folder.parent.mkdir(parents=True, exist_ok=True)
     draft = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
@@ -98,18 +101,19 @@ def _write(folder: Path, recipe: Recipe, nodes: Sequence[str], host: str, port: 
 
     address = ipaddress.IPv4Address("127.0.0.1") if host == "localhost" else _address(host)
     listen = str(address) if address is not None and address.is_loopback else "0.0.0.0"
-    server = {"host": (host, "of the SuperLink"), "port": (str(port), "")}
+    local = listen if listen != "0.0.0.0" else "127.0.0.1"
     _script(
         folder / "superlink.sh",
-        "The SuperLink: nodes, runs and the ServerApp meet on this one port.",
-        {"listen": (listen, "0.0.0.0: on all interfaces"), "port": (str(port), "")},
+        "The SuperLink: open to nodes with an admitted key; runs are started from this machine only.",
+        {"listen": (listen, "0.0.0.0: all interfaces; 127.0.0.1: this machine only"), "port": (str(port), "")},
         _SUPERLINK,
     )
     _script(
         folder / "run.sh",
         "Admit the nodes whose public keys are in keys/, run recipe.toml, and fail if the run does.",
         {
-            **server,
+            "host": (local, "of the SuperLink, which takes this from its own machine only"),
+            "port": (str(port), ""),
             "nodes": (",".join(nodes), "that take part"),
             "wait": ("", "seconds after which the run starts without the missing ones; empty: for ever"),
             "test": ("", "the server's own data to test on; empty: nodes test on theirs"),
@@ -117,6 +121,7 @@ def _write(folder: Path, recipe: Recipe, nodes: Sequence[str], host: str, port: 
         },
         _RUN,
     )
+    digest = app_digest(folder / "app")
     scripts = " ".join(f"node-{name}.sh" for name in nodes)
     _script(folder / "nodes.sh", "All SuperNodes on this machine, to try the federation out.", {}, _NODES % scripts)
     for number, name in enumerate(nodes, start=1):
@@ -124,10 +129,12 @@ def _write(folder: Path, recipe: Recipe, nodes: Sequence[str], host: str, port: 
             folder / f"node-{name}.sh",
             f"The SuperNode of {name}, next to the data that stay there.",
             {
-                **server,
+                "host": (host, "of the SuperLink"),
+                "port": (str(port), ""),
                 "name": (name, ""),
                 "data": (f"$here/data/{name}", "what a recipe may name as its dataset"),
                 "recipe": ("$here/recipe.toml", "the only one that this node takes part in"),
+                "app": (digest, "SHA-256 of the only app that this node executes"),
                 "local_port": (str(port + number), "any that is free; not seen from outside"),
             },
             _SUPERNODE,
@@ -237,7 +244,7 @@ export FLWR_HOME="$here/state/superlink" FLWR_TELEMETRY_ENABLED=0 FLWR_DISABLE_U
 export FLWR_SUPEREXEC_TASK_POLL_INTERVAL=0.2
 mkdir -p "$FLWR_HOME"
 cd -- "$here"
-exec flower-superlink --host "$listen" --port "$port" \\
+exec python3 -P -m headstart.guard superlink --host "$listen" --port "$port" \\
     --ssl-ca-certfile "$here/certificates/ca.pem" \\
     --ssl-certfile "$here/certificates/server.pem" --ssl-keyfile "$here/certificates/server.key" \\
     --enable-supernode-auth --database "$here/state/superlink.db" --disable-runtime-dependency-installation
@@ -246,18 +253,20 @@ exec flower-superlink --host "$listen" --port "$port" \\
 _SUPERNODE = """\
 export FLWR_HOME="$here/state/$name/flower" FLWR_TELEMETRY_ENABLED=0 FLWR_DISABLE_UPDATE_CHECK=1
 export FLWR_SUPEREXEC_TASK_POLL_INTERVAL=0.2
-command -v flower-supernode >/dev/null || { echo "activate the environment with headstart[federation]" >&2; exit 2; }
+command -v headstart >/dev/null || { echo "activate the environment with headstart[federation]" >&2; exit 2; }
 mkdir -p "$FLWR_HOME"
 cd -- "$here"
 # The node says goodbye on the first SIGINT that it hears, and ignores the others.
 trap 'while kill -INT "$node" 2>/dev/null; do sleep 1; done; exit 0' INT TERM
 # The SuperLink refuses a key that run.sh has not admitted yet, and for a minute one whose node was killed.
 while true; do
-    flower-supernode --superlink "$host:$port" --root-certificates "$here/certificates/ca.pem" \\
-        --auth-supernode-private-key "$here/keys/$name" --port "$local_port" \\
+    python3 -P -m headstart.guard supernode "$app" --superlink "$host:$port" --port "$local_port" \\
+        --root-certificates "$here/certificates/ca.pem" --auth-supernode-private-key "$here/keys/$name" \\
         --node-config "name='$name' data='$data' recipe='$recipe' state='$here/state/$name'" &
     node=$!
-    if wait "$node"; then break; fi
+    status=0
+    wait "$node" || status=$?
+    case $status in 0 | 2) exit "$status" ;; esac # 2: a mistake that trying again does not mend
     echo "$name is not connected; next attempt in 5 seconds" >&2
     sleep 5 &
     wait "$!"
@@ -299,9 +308,9 @@ for key in "$here"/keys/*.pub; do
     answer=$(flwr supernode register "$key" federation --name "$name" 2>&1) ||
         [[ $answer == *"already in use"* ]] || { echo "$answer" >&2; exit 1; }
 done
-answer=$(flwr run "$here/app" federation --run-config "$FLWR_HOME/values.toml" --format json) ||
-    { echo "$answer" >&2; exit 1; }
-run=$(grep -oE '"run-id": "[0-9]+"' <<<"$answer" | tr -dc 0-9)
+# It exits with 0 when it is refused, too.
+answer=$(flwr run "$here/app" federation --run-config "$FLWR_HOME/values.toml" --format json) || true
+run=$(grep -oE '"run-id": "[0-9]+"' <<<"$answer" | tr -dc 0-9) || { echo "$answer" >&2; exit 1; }
 flwr log "$run" federation
 flwr list federation --run-id "$run" --format json | grep -q '"status": "finished:completed"'
 """

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import time
@@ -22,7 +23,12 @@ from sklearn.datasets import load_digits
 
 pytest.importorskip("flwr")
 
+import httpx
+from flwr.supercore.protobuf.constants import PROTOBUF_MEDIA_TYPE
+from flwr.supercore.protobuf.translation import PROTOBUF_REQUEST_TYPES
+
 from headstart.deploy import init
+from headstart.guard import app_digest
 from headstart.recipe import Recipe
 from headstart.runner import run
 
@@ -32,7 +38,7 @@ pytestmark = [
 ]
 
 NODES = ("a", "b", "c")
-WRONG = ("empty", "other", "old", "false")
+WRONG = ("empty", "other", "old", "false", "unguarded")
 """Nodes that are registered, and that no run can take."""
 PATIENCE = 240.0
 TRAINING = {"rounds": 2, "lr": 0.01, "batch_size": 64, "deadline": 120, "evaluate_every": 10}
@@ -63,6 +69,16 @@ def free_ports(count: int) -> int:
     raise AssertionError("no free ports")
 
 
+def own_address() -> str:
+    """Of this machine as others see it, so that what connects there is not on the loopback address; or none else."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as one:
+        try:
+            one.connect(("192.0.2.1", 9))  # which sends nothing
+        except OSError:
+            return "127.0.0.1"
+        return str(one.getsockname()[0])
+
+
 def set_variables(script: Path, **values: str) -> None:
     """Change what is at the top of a script."""
     text = script.read_text()
@@ -79,8 +95,8 @@ class Machines:
     def __init__(self, folder: Path, recipe: Recipe) -> None:
         self.folder, self.logs = folder, folder.parent / "logs"
         self.logs.mkdir()
-        self.port = free_ports(1 + len(NODES + WRONG))
-        init(folder, recipe, NODES + WRONG, port=self.port)
+        self.host, self.port = own_address(), free_ports(1 + len(NODES + WRONG))
+        init(folder, recipe, NODES + WRONG, self.host, self.port)
         self.environment = {
             **os.environ,
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
@@ -102,7 +118,9 @@ class Machines:
 
     def superlink(self) -> None:
         """Start the SuperLink, and wait until it listens."""
-        self.superlink_process = self.start(self.folder / "superlink.sh", log="superlink")
+        # Whoever sets these opens nothing.
+        careless = {"FORWARDED_ALLOW_IPS": "*", "FLWR_INTERNAL_GRPC_CONTROL_API": "1"}
+        self.superlink_process = self.start(self.folder / "superlink.sh", log="superlink", **careless)
         wait_for(lambda: self.superlink_process.poll() is None and self.listens())
 
     def listens(self) -> bool:
@@ -130,17 +148,23 @@ class Machines:
         assert status == 0, self.log(f"run-{name}")
         return self.folder / "runs" / name
 
-    def flwr(self, *arguments: str) -> str:
-        """What Flower's command says of the running SuperLink."""
+    def ask(self, host: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+        """Flower's command, for the SuperLink at an address of this machine."""
         home = self.logs.parent / "home"
         home.mkdir(exist_ok=True)
         authority = self.folder / "certificates" / "ca.pem"
         (home / "config.toml").write_text(
-            f'[superlink.federation]\naddress = "127.0.0.1:{self.port}"\nroot-certificates = "{authority}"\n'
+            f'[superlink.federation]\naddress = "{host}:{self.port}"\nroot-certificates = "{authority}"\n'
         )
         environment = self.environment | {"FLWR_HOME": str(home), "FLWR_TELEMETRY_ENABLED": "0"}
-        command = ["flwr", *arguments, "federation", "--format", "json"]
-        return subprocess.run(command, env=environment, check=True, capture_output=True, text=True, timeout=120).stdout
+        command = ["flwr", *map(str, arguments), "--format", "json"]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+
+    def flwr(self, *arguments: str) -> str:
+        """What Flower's command says of the running SuperLink."""
+        done = self.ask("127.0.0.1", *arguments, "federation")
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
 
     def processes(self, holds: str = "", command: str = "") -> list[int]:
         """Processes of this federation by what is in their environment and in their command line."""
@@ -398,9 +422,15 @@ def test_nodes_that_cannot_take_part_stay_out_and_the_run_says_why(
     text = scripts["false"].read_text()
     assert "name='$name'" in text
     scripts["false"].write_text(text.replace("name='$name'", "name='a'"))
+    text, found = re.subn(
+        r"python3 -P -m headstart.guard supernode \S+", "flower-supernode", scripts["unguarded"].read_text()
+    )
+    assert found == 1
+    scripts["unguarded"].write_text(text)
     (tmp_path / "sitecustomize.py").write_text(SHIM)
 
-    started = [machines.node(name, **({"PYTHONPATH": str(tmp_path)} if name == "old" else {})) for name in WRONG]
+    old = {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
+    started = [machines.node(name, **(old if name == "old" else {})) for name in WRONG]
     try:
         recipe = recipe_of(data, {"method": "fedncm", "deadline": 120})
         out = machines.run(recipe, "wrong", NODES + WRONG, test=str(data / "test.npz"))
@@ -413,6 +443,7 @@ def test_nodes_that_cannot_take_part_stay_out_and_the_run_says_why(
         "other": "the server runs another recipe than the one that this node agreed to",
         "old": "the node runs headstart 0.0.1, the server",
         "false": "it is registered as 'false' and says that it is 'a'",
+        "unguarded": "flower-supernode was started without headstart's checks",
     }.items():
         assert re.search(f"a node stays out: {name}: .*{re.escape(why)}", log), log
     summary = summary_of(out)
@@ -453,3 +484,131 @@ def test_strangers_get_nothing(machines: Machines, tmp_path: Path) -> None:
     )
     says(process, "keyless", "[code: 2001]")
     assert known() == before
+
+
+FOREIGN = {
+    "pyproject.toml": """
+[project]
+name = "foreign"
+version = "1.0.0"
+license = "Apache-2.0"
+dependencies = []
+
+[tool.flwr.app]
+publisher = "somebody"
+config = { out = "" }
+
+[tool.flwr.app.components]
+serverapp = "foreign.server:app"
+clientapp = "foreign.client:app"
+""",
+    "foreign/__init__.py": "",
+    "foreign/server.py": """
+import json
+import time
+from pathlib import Path
+
+from flwr.app import Message, RecordDict
+from flwr.serverapp import ServerApp
+
+app = ServerApp()
+
+
+@app.main()
+def main(grid, context):
+    out = Path(context.run_config["out"])
+    (out / "started").touch()
+    while len(nodes := [node.node_id for node in grid.get_nodes()]) < 3:
+        time.sleep(0.2)
+    replies = grid.send_and_receive([Message(RecordDict(), node, "query") for node in nodes])
+    (out / "replies.tmp").write_text(json.dumps([reply.error.reason if reply.has_error() else "" for reply in replies]))
+    (out / "replies.tmp").rename(out / "replies")
+""",
+    "foreign/client.py": """
+import os
+from pathlib import Path
+
+from flwr.app import Message, RecordDict
+from flwr.clientapp import ClientApp
+
+app = ClientApp()
+Path(OUT, f"code-{os.getpid()}").touch()
+
+
+@app.query()
+def answer(message, context):
+    return Message(RecordDict(), reply_to=message)
+""",
+}
+"""An app of somebody else's, whose code leaves a file behind on whatever machine it runs."""
+
+
+def submit(machines: Machines, host: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """The foreign app, handed to the SuperLink at an address of this machine."""
+    for name, text in FOREIGN.items():
+        path = folder / "app" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text.replace("OUT", repr(str(folder))).lstrip())
+    return machines.ask(host, "run", folder / "app", "federation", "--run-config", f"out='{folder}'")
+
+
+def test_who_reaches_the_port_from_elsewhere_starts_nothing(machines: Machines, tmp_path: Path) -> None:
+    if machines.host == "127.0.0.1":
+        pytest.skip("this machine has no other address than the loopback address")
+    done = submit(machines, machines.host, tmp_path)
+    assert not json.loads(done.stdout)["success"]
+    assert "Only the SuperLink's own machine may ask this, at 127.0.0.1." in done.stdout
+    assert not (tmp_path / "started").exists()
+    paths = {path for _, path in PROTOBUF_REQUEST_TYPES}
+    fleet = {path for path in paths if path.startswith("/v1/fleet/")}
+    closed = paths - fleet | {
+        "/", "/docs", "/openapi.json", "/health", "/v1/runtime/responses", "/v1/fleet", "//v1/fleet/x", "/V1/fleet/x",
+    }  # fmt: skip
+    assert len(fleet) == 12
+    assert {path.split("/")[2] for path in paths - fleet} == {"control", "runtime"}
+    protobuf = {"Content-Type": PROTOBUF_MEDIA_TYPE}
+    context = ssl.create_default_context(cafile=str(machines.folder / "certificates" / "ca.pem"))
+    with (
+        httpx.Client(verify=context, base_url=f"https://{machines.host}:{machines.port}", headers=protobuf) as outside,
+        httpx.Client(verify=context, base_url=f"https://127.0.0.1:{machines.port}", headers=protobuf) as inside,
+    ):
+        for path in sorted(closed):
+            assert outside.post(path).status_code == 403, path
+        for headers in (
+            {"X-Forwarded-For": "127.0.0.1"}, {"X-Real-IP": "127.0.0.1"}, {"Forwarded": "for=127.0.0.1"},
+            {"Host": "127.0.0.1"}, {"Host": "x/v1/fleet/?"}, {"X-Forwarded-Prefix": "/v1/fleet"},
+            {"X-Original-URL": "/v1/fleet/get-run"},
+        ):  # fmt: skip
+            assert outside.post("/v1/control/list-runs", headers=headers).status_code == 403, headers
+        for path in (
+            "/v1/fleet/../control/list-runs",
+            "/v1/fleet/%2e%2e/control/list-runs",
+            "/v1/fleet//control/list-runs",
+        ):
+            request = outside.build_request("POST", "/")
+            request.url = request.url.copy_with(raw_path=path.encode())
+            assert outside.send(request).status_code in (403, 404), path
+        for path in sorted(fleet):  # Flower itself asks for a signature
+            assert outside.post(path).status_code == 401, path
+        assert inside.post("/v1/control/list-runs").status_code == 200
+        # A proxy on the server's machine does not open what is closed.
+        assert inside.post("/v1/control/list-runs", headers={"X-Forwarded-For": machines.host}).status_code == 403
+    assert "gRPC" not in machines.log("superlink")
+
+
+def test_nodes_execute_no_code_of_another_app(machines: Machines, tmp_path: Path) -> None:
+    known = json.loads(machines.flwr("supernode", "list"))["nodes"]  # from an earlier test
+    for name in NODES if not known else ():
+        key = machines.folder / "keys" / f"{name}.pub"
+        assert machines.ask("127.0.0.1", "supernode", "register", key, "federation", "--name", name).returncode == 0
+    done = submit(machines, "127.0.0.1", tmp_path)
+    assert json.loads(done.stdout)["success"], done.stdout
+    replies = json.loads(wait_for(lambda: (tmp_path / "replies").exists() and (tmp_path / "replies").read_text()))
+    assert len(replies) >= len(NODES)
+    assert all("could not be verified" in reply for reply in replies), replies
+    assert not list(tmp_path.glob("code-*"))
+    own, foreign = app_digest(machines.folder / "app"), app_digest(tmp_path / "app")
+    for name in NODES:
+        sentence = f"Refused: the app of this run has SHA-256 {foreign}; this node executes only {own}."
+        assert sentence in machines.log(name)
+        assert not list((machines.folder / "state" / name / "flower").glob("apps/somebody*"))
