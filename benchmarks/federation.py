@@ -341,7 +341,13 @@ def deployed_recipe(name: str, rounds: str = "") -> Any:
 def federation_of(root: Path, test: Path) -> Iterator[tuple[Path, Wire]]:
     """A SuperLink and its nodes, which reach it through a counting proxy; ended with all their processes."""
     from headstart.deploy import init
+    from headstart.guard import app_digest
 
+    app = root / "app"
+    (app / "empty").mkdir(parents=True)
+    (app / "pyproject.toml").write_text(APP, encoding="utf-8")
+    (app / "empty" / "__init__.py").touch()
+    (app / "empty" / "apps.py").write_text(EMPTY, encoding="utf-8")
     folder, port = root / "federation", free_ports(len(NODES) + 1)
     init(folder, deployed_recipe("fedncm"), NODES, "127.0.0.1", port)
     started: list[subprocess.Popen[bytes]] = []
@@ -360,12 +366,8 @@ def federation_of(root: Path, test: Path) -> Iterator[tuple[Path, Wire]]:
             script = folder / f"node-{name}.sh"
             put(script, "port", str(wire.port))
             put(script, "data", str(root / f"{name}.npz"))
+            put(script, "app", f"{app_digest(folder / 'app')},{app_digest(app)}")
             started.append(start(script))
-        app = root / "app"
-        (app / "empty").mkdir(parents=True)
-        (app / "pyproject.toml").write_text(APP, encoding="utf-8")
-        (app / "empty" / "__init__.py").touch()
-        (app / "empty" / "apps.py").write_text(EMPTY, encoding="utf-8")
         yield folder, wire
     finally:
         for process in reversed(started):  # nodes say goodbye while there is a SuperLink

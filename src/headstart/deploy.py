@@ -20,7 +20,7 @@ from pathlib import Path
 import tomli_w
 
 from headstart.errors import HeadstartError
-from headstart.guard import app_digest, check_flower
+from headstart.guard import FLOWER, app_digest, check_flower
 from headstart.recipe import Recipe
 
 try:
@@ -134,7 +134,7 @@ def _write(folder: Path, recipe: Recipe, nodes: Sequence[str], host: str, port: 
                 "name": (name, ""),
                 "data": (f"$here/data/{name}", "what a recipe may name as its dataset"),
                 "recipe": ("$here/recipe.toml", "the only one that this node takes part in"),
-                "app": (digest, "SHA-256 of the only app that this node executes"),
+                "app": (digest, "SHA-256 of what this node executes; several with commas"),
                 "local_port": (str(port + number), "any that is free; not seen from outside"),
             },
             _SUPERNODE,
@@ -360,10 +360,12 @@ These certificates and keys are for a test: whoever made them can pose as anybod
   `server.pem` and `server.key` are the server's. Those made here are valid for {DAYS} days, for the host that was
   given to `deploy init`, and for localhost.
 - `certificates/ca.key` signs certificates. No script reads it: it stays where it was made, off the network.
-- Nodes call the server. Only the SuperLink's port has to be reachable, and only from the nodes: Flower asks nobody who
-  reaches it for a password before a run is started or a key admitted.
-- A node takes part only in the recipe that its own `recipe.toml` holds. It executes the app that the server sends
-  nevertheless: let it run as a user who can read its data and nothing else.
-- All machines have the same versions of headstart and Flower. Weights that the recipe names by a path are under this
-  path on all of them; a relative path starts in this folder.
+- Nodes call the server. Only the SuperLink's port has to be reachable. From other machines it takes requests that are
+  signed with an admitted key, and answers all others with 403: `run.sh` works on the server only. There it asks nobody
+  for a password: every account of that machine, and whoever comes through a proxy or a tunnel that ends on it, can
+  start an app on the server and admit keys.
+- A node executes only the app whose SHA-256 is `app` in its script, and takes part only in the recipe that its own
+  `recipe.toml` holds. Let it run as a user who can read its data and nothing else.
+- All machines have the same version of headstart, and Flower {", ".join(FLOWER)}; the scripts refuse others.
+- Weights that the recipe names by a path are under this path on all machines; a relative path starts in this folder.
 """
