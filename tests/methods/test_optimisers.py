@@ -11,7 +11,8 @@ from test_training import SIZES, START, WHO, C, D, K, N, X, Y, cohort, flat, g, 
 from torch import Tensor
 
 from headstart.data import Federation
-from headstart.methods import Setting, build, solver
+from headstart.errors import MessageError
+from headstart.methods import Reply, Setting, build, solver
 from headstart.methods.combine import norm_of
 from headstart.recipe import Recipe
 from headstart.runner import run
@@ -175,3 +176,15 @@ def test_scaffold_of_uneven_clients_under_secure_sums() -> None:
     assert len(set(Federation.of(recipes[0]).sizes.tolist())) > 3
     plain, secure = (run(recipe).head for recipe in recipes)
     np.testing.assert_allclose(secure.weight, plain.weight, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize(("steps", "taken"), [(10**7, True), (10**7 + 1, False), (0, False), (2.0, False)])
+def test_fednova_takes_a_number_of_steps_that_can_be(steps: Any, taken: bool) -> None:
+    method: Any = build(stage_of(method="fednova"), Setting(C, D, (0, 0), K, N, START))
+    arrays = {"update.head.weight": np.ones((C, D), np.float32), "update.head.bias": np.ones(C, np.float32)}
+    reply = Reply(np.array([0]), Message(arrays, {"examples": 5, "steps": steps}), np.array([0]), np.array([0]))
+    if taken:
+        assert method.fold(method.open(), reply).tallies[""].effort == 5 * steps
+    else:
+        with pytest.raises(MessageError, match="steps"):
+            method.fold(method.open(), reply)
