@@ -260,6 +260,8 @@ def test_cof_oracles_by_hand(covariance: str) -> None:
     targets = np.stack([X[Y == c].sum(axis=0) for c in range(C)])
     head = cof_head(statistics(MOMENTS_FOR[covariance]), 0.2, covariance)
     np.testing.assert_allclose(head.weight, unit(np.linalg.solve(gram, targets.T).T), rtol=1e-4, atol=1e-6)
+    # A Gram matrix has the squares on its diagonal.
+    np.testing.assert_allclose(cof_head(statistics("full"), 0.2, covariance).weight, head.weight, rtol=1e-5, atol=1e-6)
 
 
 def test_cof_estimate_is_unbiased() -> None:
