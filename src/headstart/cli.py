@@ -111,7 +111,7 @@ def compare(
     With --out of an interrupted comparison, finished runs stay and the others go on.
     """
     from headstart.recipe import read_table
-    from headstart.report import Record, write_report
+    from headstart.report import Record, percent, write_report
     from headstart.sweep import compared, expand, refuse_other_tables, sweep, write_tables
 
     points = expand([read_table(recipe, settings or ()) for recipe in recipes])
@@ -119,7 +119,7 @@ def compare(
     refuse_other_tables(points, where)
 
     def say(point: object, summary: dict[str, Any]) -> None:
-        print(f"{getattr(point, 'folder', '')}: {100 * summary['accuracy']:.2f} %", flush=True)
+        print(f"{getattr(point, 'folder', '')}: {percent(summary['accuracy'])}", flush=True)
 
     with _interrupted(where):
         columns, rows = compared(points, sweep(points, where, say))

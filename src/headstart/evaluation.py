@@ -28,9 +28,10 @@ Scorer = Callable[[Ints], npt.NDArray[np.float32]]
 
 @dataclass(frozen=True, eq=False)
 class Evaluation:
-    """Accuracy between 0 and 1; mean cross-entropy over the examples of classes that the head knows."""
+    """Accuracy between 0 and 1, None where nobody tests; mean cross-entropy over examples of classes that the head
+    knows."""
 
-    accuracy: float
+    accuracy: float | None
     loss: float | None
     client_accuracy: npt.NDArray[np.float64] | None = None
     """[K], NaN for a client without test examples of its classes."""
@@ -107,7 +108,7 @@ def combined(parts: list[Evaluation], starts: Sequence[int]) -> Evaluation:
     pairs = [np.stack(part.answers) + start for part, start in zip(parts, starts, strict=True) if part.answers]
     labels, answers = np.concatenate(pairs, axis=1)
     return Evaluation(
-        float(np.mean([part.accuracy for part in parts])),
+        float(np.mean([part.accuracy for part in parts if part.accuracy is not None])),
         float(np.mean(losses)) if losses else None,
         np.concatenate(clients) if clients else None,
         (labels, answers),
@@ -172,7 +173,8 @@ class RemoteExaminer:
             name: sum(figures[name] for figures in found.values()) for name in ("examples", "right", "known", "loss")
         }
         loss = totals["loss"] / totals["known"] if totals["known"] else None
-        whole = Evaluation(totals["right"] / max(totals["examples"], 1), loss, by_client)
+        accuracy = totals["right"] / totals["examples"] if totals["examples"] else None
+        whole = Evaluation(accuracy, loss, by_client)
         return whole, {self.federation.tasks[0]: whole}
 
     def features(self, state: Any, split: str) -> Features:

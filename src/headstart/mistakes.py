@@ -136,6 +136,13 @@ def _unsummed(stage: Mapping[str, Any], kind: type[Any], tasks: bool) -> list[st
         problems.append(
             f"combine: {stage['combine']} looks at each client's update, which secure sums hide; use 'mean'"
         )
+    share = stage.get("secure_threshold", 1.0)
+    if isinstance(share, float) and 0 < share <= 2 / 3:
+        problems.append(
+            f"secure_threshold: {share:g} is too low; a server that lies about who has dropped out could open one "
+            "client's values unless more than two thirds have to stay: use 0.67 or more; four clients are the fewest "
+            "that tolerate one absence"
+        )
     if tasks and "hide_task" in kind.model_fields and not stage.get("hide_task"):
         problems.append("hide_task: sums over clients of several tasks need messages of one shape; set it to true")
     return problems

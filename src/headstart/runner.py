@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import platform
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -49,6 +50,8 @@ from headstart.wire import Message
 
 if TYPE_CHECKING:  # Flower takes seconds to load
     from headstart.engine.flower import Nodes
+
+log = logging.getLogger("headstart")
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -136,6 +139,13 @@ def _check(recipe: Recipe, federation: Federation) -> None:
             raise HeadstartError(f"stages.{number}.method: {stage.method} is for one task; give [data] instead")
         if federation.announced is not None and (stage.pools or (isinstance(stage, Rounds) and stage.share)):
             raise HeadstartError(f"stages.{number}: clients that hold their own data do not give them away")
+        if federation.announced is not None and not isinstance(stage, PersonaliseStage) and stage.secure:
+            asked = stage.sampled(federation.n_clients)
+            if stage.survivors(stage.secure_group or asked) == (stage.secure_group or asked):
+                log.warning(
+                    "stages.%d: every client of a secure sum of %d has to stay to the end; four are the fewest that "
+                    "tolerate one absence", number, stage.secure_group or asked,
+                )  # fmt: skip
         personal = isinstance(stage, PersonaliseStage) and (stage.without_head or stage.forgetting)
         if federation.announced is not None and personal:
             raise HeadstartError(f"stages.{number}: without_head and forgetting look at everybody's examples")
@@ -225,7 +235,8 @@ class _Run:
         before = self.body.known(stage.eval_split) if shares and federation.announced is None else None
         left, norm_statistics = self.body.module(), self.body.norm_statistics
         tasks = self._tasks(federation, begin)
-        noise = secret(self.kept / "noise.secret") if federation.announced is not None else None
+        privacy = getattr(stage, "privacy", None)
+        noise = secret(self.kept / "noise.secret") if privacy and federation.announced is not None else ()
         method = method_of(stage, seed, self.body, tasks, moves, noise)
         own_names = {name.partition("@")[0] for name in begin.store.shapes} if begin.store else set()
         weights = self._weights()
@@ -260,6 +271,11 @@ class _Run:
         look: Examiner | RemoteExaminer = Examiner(self.federation, self.body, method, store, changes)
         if remote and federation.announced is not None and (method.personal or not len(federation.dataset.test)):
             look = RemoteExaminer(federation, method, remote)
+            if stage.protected:
+                log.warning(
+                    "stages.%d: nodes test no models under privacy or secure sums%s: the accuracy is not known", number,
+                    "" if method.personal else ", and the server was given no test data",
+                )  # fmt: skip
         rounds, _ = rounds_of(stage, federation.n_clients)
         watch = _Watch(
             self, number, stage, rounds, method, look, ledger, store, before, validates, metrics, best, played
@@ -271,19 +287,23 @@ class _Run:
             played = rounds
         owns = [begin.store is not None and begin.store.has(client) for client in range(federation.n_clients)]
         needs = np.array([begins[int(task), has].nbytes for task, has in zip(members, owns, strict=True)])
-        about = (seed, ledger, store, watch, state, played, needs)
+        about = (ledger, store, watch, state, played, needs)
         if remote is None:
-            state = play(method, stage, federation, self._source(changes), *about)
+            state = play(method, stage, federation, self._source(changes), seed, *about)
         else:
             server = None
             if isinstance(stage, Rounds) and stage.share:
                 server = shared_examples(stage, federation, self._source(changes), seed)
-            state = play_rounds(method, stage, federation, remote, *about, server)
+            # Sampling amplifies privacy only where nobody knows who was drawn: with it, a secret draws.
+            state = play_rounds(method, stage, federation, remote, (*noise, *seed), *about, server)
         if store.settle(
             partial(self._own, federation, method, store)
         ):  # to go on from here, what earlier stages have left with the clients is not needed
             watch.save(state)
-        published = method.published(state, federation.counts[ledger.forward_passes > 0])
+        counts = federation.counts[(ledger.forward_passes > 0) | (ledger.last_round >= 0)]
+        if privacy and privacy.noise == "client":  # how many examples there are is not to be known
+            counts = np.zeros_like(counts)
+        published = method.published(state, counts)
         state = watch.kept(state)
         self._hand_on(number, stage, method, state, begin, store, changes)
         self.stages.append(
@@ -536,9 +556,11 @@ class _Watch:
     def _validate(self, state: Any) -> None:
         """Whether this is the best round so far, on the validation split."""
         metrics, best = self.metrics, self.best
-        metrics["validation_accuracy"] = self.look(state, "validation")[0].accuracy
-        if metrics["validation_accuracy"] > best.get("best_validation_accuracy", -1.0):
-            best["best_validation_accuracy"] = metrics["validation_accuracy"]
+        metrics["validation_accuracy"] = chosen = self.look(state, "validation")[0].accuracy
+        if chosen is None:  # nobody may test
+            return
+        if chosen > best.get("best_validation_accuracy", -1.0):
+            best["best_validation_accuracy"] = chosen
             best["best_accuracy"], best["best_round"] = metrics["accuracy"], self.done
             best["evaluations_since_best"] = 0
             if self.keeps_best:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 from importlib.metadata import entry_points
+from math import ceil
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
@@ -65,6 +66,11 @@ class _Stage(Table):
     deadline: PositiveFloat | None = None
     """Seconds after which a client's answer no longer counts in its round."""
 
+    @property
+    def protected(self) -> bool:
+        """Whether noise or secure sums hide what a client sends."""
+        return getattr(self, "privacy", None) is not None or getattr(self, "secure", False)
+
 
 class _Sampled(_Stage):
     clients_per_round: PositiveInt | None = None
@@ -78,13 +84,18 @@ class _Sampled(_Stage):
     secure_group: Annotated[int, Field(ge=3)] | None = None
     """Clients are added up in groups of at least so many, and the server learns each group's sum; None: all clients of
     a round in one group. FedCOF, which needs several means of a class, takes a group for a client."""
-    secure_threshold: float = Field(default=0.67, gt=0.5, le=1)
-    """Share of a group that has to stay to the end for its sum to be opened; the rest may drop out."""
+    secure_threshold: float = Field(default=0.67, gt=0, le=1)
+    """Share of a group that has to stay to the end for its sum to be opened, more than two thirds. The rest may drop
+    out: nobody of three clients, one of four."""
 
     def sampled(self, n_clients: int) -> int:
         """Clients in a round."""
         share = 1.0 if self.participation is None else self.participation
         return min(self.clients_per_round or max(1, round(share * n_clients)), n_clients)
+
+    def survivors(self, clients: int) -> int:
+        """How many clients of a secure sum have to stay to the end; of fewer than three, each would know too much."""
+        return max(3, ceil(self.secure_threshold * clients))
 
 
 class ClosedFormStage(_Sampled):

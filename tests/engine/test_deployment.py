@@ -392,7 +392,7 @@ def test_a_round_ends_without_a_node_that_is_killed_and_one_that_is_stuck(machin
 
 @pytest.mark.minutes
 def test_secure_sums_are_those_of_the_same_run_in_process(machines: Machines, data: Path, tmp_path: Path) -> None:
-    secure = {"secure": True, "secure_threshold": 0.6, "deadline": 120}
+    secure = {"secure": True, "deadline": 120}
     recipe = recipe_of(
         data,
         {"method": "fedncm", **secure},

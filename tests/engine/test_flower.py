@@ -189,7 +189,7 @@ def test_modules_of_several_tasks_are_the_same_on_flower(tmp_path: Path) -> None
             "stages": [
                 {"method": "fedncm"},
                 {**module, "sampling": "tasks", "clients_per_round": 4},
-                {**module, "hide_task": True, "secure": True, "secure_threshold": 0.6},
+                {**module, "hide_task": True, "secure": True},
             ],
         }
     )

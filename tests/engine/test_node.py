@@ -25,15 +25,19 @@ from flwr.app import ArrayRecord, ConfigRecord, Error, Message, RecordDict
 from flwr.supercore.task_identity import TaskIdentity
 
 from headstart.data import Federation
-from headstart.engine import flower
+from headstart.engine import flower, rounds
 from headstart.engine.flower import Nodes, recipe_digest, respond, run_of
 from headstart.engine.node import Asked, ForgottenError, Node
 from headstart.errors import HeadstartError, MessageError
+from headstart.files import secret
 from headstart.recipe import Recipe
+from headstart.report import summary_table
 from headstart.runner import Result, conduct, run
 from headstart.wire import Message as Wire
 
 NAMES = ("a", "b", "c")
+FOUR = (*NAMES, "d")
+"""The fewest nodes of a secure sum that tolerate one absence."""
 LOCAL = {"train": "head", "rounds": 3, "lr": 0.01, "batch_size": 20, "evaluate_every": 10}
 MLP = LOCAL | {"head": "mlp", "hidden": 4}
 Change = Callable[[int, int, Message], "Message | None"]
@@ -49,9 +53,10 @@ def _identity(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def silos(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Digits at three clients: all in one file, and each in its own."""
+    """Digits at three clients: all in one file, and each in its own; and more of them at a fourth."""
     folder = tmp_path_factory.mktemp("silos")
     features, labels = load_digits(return_X_y=True)
+    np.savez(folder / "d.npz", X=features[400:500].astype(np.float32), y=labels[400:500], split=np.zeros(100, int))
     features, labels = features[:400].astype(np.float32), labels[:400]
     rng = np.random.default_rng(0)
     owners = np.where(rng.random(400) < 0.6, labels % 3, rng.integers(0, 3, 400))
@@ -75,9 +80,11 @@ class Grid:
     said: every question, as node, kind, and the names of its parts.
     """
 
-    def __init__(self, recipe: Recipe, silos: Path, state: Path, change: Change | None = None) -> None:
-        self.recipe, self.silos, self.state, self.change = recipe, silos, state, change
-        self.online = dict(enumerate(NAMES, start=10))
+    def __init__(
+        self, recipe: Recipe, silos: Path, state: Path, change: Change | None = None, names: tuple[str, ...] = NAMES
+    ) -> None:
+        self.recipe, self.silos, self.state, self.change, self.names = recipe, silos, state, change, names
+        self.online = dict(enumerate(names, start=10))
         self.said: list[tuple[str, str, set[str]]] = []
         self.replies: dict[str, Message] = {}
         self.asked = 0
@@ -116,13 +123,14 @@ def serve(
     out: Path,
     resume: bool = False,
     on_metrics: Callable[[dict[str, Any]], object] | None = None,
-    expected: int = len(NAMES),
+    expected: int | None = None,
+    test: str | None = None,
 ) -> Result:
     """As the ServerApp of a deployment does."""
-    nodes = Nodes(grid, grid.recipe, {name: number for number, name in enumerate(NAMES)})
-    nodes.present(expected)
-    sizes = np.array([nodes.said.get(number, {"examples": 0})["examples"] for number in range(len(NAMES))])
-    federation = Federation.apart(grid.recipe, NAMES, sizes, 64, None)
+    nodes = Nodes(grid, grid.recipe, {name: number for number, name in enumerate(grid.names)})
+    nodes.present(expected or len(grid.names))
+    sizes = np.array([nodes.said.get(number, {"examples": 0})["examples"] for number in range(len(grid.names))])
+    federation = Federation.apart(grid.recipe, grid.names, sizes, 64, test)
     return conduct(grid.recipe, federation, out, resume, on_metrics, nodes)
 
 
@@ -198,9 +206,9 @@ def test_a_node_that_lost_its_folder_is_left_out_of_a_round_and_then_asked_as_a_
 def test_a_node_that_lost_what_a_client_kept_in_an_earlier_stage_takes_part_again(
     silos: Path, tmp_path: Path, secure: bool
 ) -> None:
-    keys = {"secure": secure, "secure_threshold": 0.6}
-    recipe = recipe_of(silos, {**MLP, "method": "fedper", "rounds": 1}, {**MLP, "method": "fedper", **keys})
-    grid = Grid(recipe, silos, tmp_path / "state")
+    stages = [{**MLP, "method": "fedper", "rounds": 1}, {**MLP, "method": "fedper", "secure": secure}]
+    recipe = recipe_of(silos, *stages)
+    grid = Grid(recipe, silos, tmp_path / "state", names=FOUR)
 
     def lose(node: int, number: int, message: Message) -> None:
         facts, parts = flower._facts(message)
@@ -245,8 +253,10 @@ def test_a_client_without_what_it_was_sent_says_so(silos: Path, tmp_path: Path) 
     name = node.remember(begin.read_bytes())
     with pytest.raises(ForgottenError, match="no longer has what the stage begins with"):
         node.answer(Asked("s", 0, "0" * 64, [(0, -1, {})], False, Wire()))
+    kept = [(0, 0, {}), (7, 1, {"personal.head.weight": (2,)})]
+    (folder / "answered-0.safetensors").unlink()  # or another question for the round would be refused
     with pytest.raises(ForgottenError, match="no longer has what the client kept"):
-        node.answer(Asked("s", 0, name, [(0, 0, {}), (7, 1, {"personal.head.weight": (2,)})], False, Wire()))
+        node.answer(Asked("s", 0, name, kept, False, Wire(scalars={"round": 0})))
 
 
 # ----------------------------------------------------------------------------------------------- what a server may lose
@@ -398,19 +408,19 @@ def garbage(node: int, message: Message) -> list[Message]:
 def test_a_server_goes_on_without_a_node_that_answers_nonsense(
     silos: Path, tmp_path: Path, kind: int, secure: bool
 ) -> None:
-    stage = {**LOCAL, "method": "fedavg", "rounds": 1, "secure": secure, "secure_threshold": 0.6}
+    stage = {**LOCAL, "method": "fedavg", "rounds": 1, "secure": secure}
     recipe = recipe_of(silos, stage)
 
     def change(node: int, number: int, message: Message) -> Message | None:
         facts, _ = flower._facts(message)
         return garbage(node, message)[kind] if node == 11 and facts["kind"] != "join" else None
 
-    result = serve(Grid(recipe, silos, tmp_path / "state", change), tmp_path / "out")
+    result = serve(Grid(recipe, silos, tmp_path / "state", change, FOUR), tmp_path / "out")
     ((number, client, why),) = dropped(result)
     assert (number, client) == (1, "b")
     assert why.isprintable()
     rows = [line.split(",") for line in (tmp_path / "out" / "clients.csv").read_text().splitlines()]
-    assert [row[1] for row in rows if row[2] in ("", "nan")] == ["b"]
+    assert [row[1] for row in rows if row[2] in ("", "nan")] == (list(FOUR) if secure else ["b"])
 
 
 @pytest.mark.parametrize("kind", range(6))
@@ -589,24 +599,109 @@ def test_a_node_with_noise_of_its_own_does_not_say_how_many_examples_it_has(silo
         grid = Grid(recipe, silos, tmp_path / f"state-{known}")
         summary = serve(grid, tmp_path / f"out-{known}").summary
         assert (summary["examples"] > 3, summary["stages"][0]["forward_passes"] > 0) == (bool(known), bool(known))
-        secrets = {path.read_bytes() for path in grid.state.glob("*/*/noise.secret")}
-        assert len(secrets) == 3  # each its own
-        assert all(path.stat().st_mode & 0o077 == 0 for path in grid.state.glob("*/*/noise.secret"))
+
+
+@pytest.mark.parametrize(
+    ("stage", "published"),
+    [({"method": "fedncm"}, 2 * 10 * 64 * 3 * 4), ({**LOCAL, "method": "fedavg", "weighting": "uniform"}, None)],
+)
+def test_costs_under_clients_noise_are_those_of_the_same_run_in_process(
+    silos: Path, tmp_path: Path, stage: dict[str, Any], published: int | None
+) -> None:
+    recipe = recipe_of(silos, {**stage, "privacy": {"epsilon": 50.0, "noise": "client"}})
+    here = run(recipe).summary["stages"][0]
+    there = serve(Grid(recipe, silos, tmp_path / "state"), tmp_path / "out").summary["stages"][0]
+    for name in ("bytes_up", "bytes_down", "forward_passes", "published_bytes", "published_compute"):
+        assert there[name] == here[name], name
+    assert here["forward_passes"] == here["published_compute"] == 0  # how many examples there are is not to be known
+    assert here["published_bytes"] == published or published is None
+    assert here["published_bytes"] > 0
+
+
+def participants(out: Path) -> list[tuple[int, str]]:
+    with (out / "rounds.csv").open(newline="") as file:
+        return [(int(row["round"]), dict(zip("012", NAMES, strict=True)).get(c := row["client"], c))
+                for row in csv.DictReader(file)]  # fmt: skip
+
+
+DRAWS = {**LOCAL, "method": "fedavg", "clients_per_round": 1, "weighting": "uniform", "privacy": {"epsilon": 5.0}}
+
+
+def test_whom_a_private_round_draws_is_not_in_the_recipe(silos: Path, tmp_path: Path) -> None:
+    """Sampling amplifies privacy only towards those who do not know who was drawn; the recipe is public."""
+    recipe = recipe_of(silos, {**DRAWS, "rounds": 13})
+    run(recipe, tmp_path / "here")
+    serve(Grid(recipe, silos, tmp_path / "state"), tmp_path / "there")
+    here, there = participants(tmp_path / "here"), participants(tmp_path / "there")
+    assert [round for round, _ in here] == [round for round, _ in there] == list(range(1, 14))
+    assert here != there  # once in 3¹³ runs by chance
+
+
+def test_who_is_absent_from_a_private_round_is_missing(silos: Path, tmp_path: Path) -> None:
+    """The rate of the account is asked / all: with two of three there, nobody is drawn more often for that."""
+    recipe = recipe_of(silos, {**DRAWS, "rounds": 8, "evaluate_every": 1})
+    grid, secrets = Grid(recipe, silos, tmp_path / "state"), []
+    del grid.online[12]
+
+    def look(line: dict[str, Any]) -> None:
+        secrets.append(secret(tmp_path / "out" / "checkpoint" / "noise.secret"))
+
+    serve(grid, tmp_path / "out", on_metrics=look, expected=2)
+    method: Any = SimpleNamespace(hears_once=False)
+
+    def drawn(key: tuple[int, ...], there: list[bool]) -> list[tuple[int, str]]:
+        about = 1, Federation.of(recipe), np.array(there)
+        found = [rounds._sample(method, recipe.stages[0], key, number, *about) for number in range(8)]
+        return [(number + 1, NAMES[client]) for number, clients in enumerate(found) for client in clients]
+
+    everybody = drawn((*secrets[0], 0, 0), [True] * 3)
+    assert participants(tmp_path / "out") == [each for each in everybody if each[1] != "c"]
+    assert drawn((0, 0), [True, True, False]) == [each for each in drawn((0, 0), [True] * 3) if each[1] != "c"]
+    assert "c" in {name for _, name in drawn((0, 0), [True] * 3)}
+    assert drawn((0, 0), [False] * 3) == []
+
+
+@pytest.mark.parametrize("stage", [{"method": "fedncm"}, {**LOCAL, "method": "fedavg", "weighting": "uniform"}])
+def test_the_servers_noise_is_not_in_the_recipe_either(silos: Path, tmp_path: Path, stage: dict[str, Any]) -> None:
+    recipe = recipe_of(silos, {**stage, "privacy": {"epsilon": 50.0}})
+    heads = [run(recipe).head.weight]
+    for number in range(2):
+        grid = Grid(recipe, silos, tmp_path / f"state-{number}")
+        heads.append(serve(grid, tmp_path / f"out-{number}").head.weight)
+    for one, other in ((0, 1), (0, 2), (1, 2)):
+        assert not np.isclose(heads[one], heads[other], rtol=1e-4).all(axis=1).any()
+
+
+@pytest.mark.parametrize("keys", [{"privacy": {"epsilon": 50.0, "noise": "client"}}, {"secure": True}])
+def test_accuracy_is_not_known_where_nobody_may_test(
+    silos: Path, tmp_path: Path, keys: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    recipe = recipe_of(silos, {"method": "fedncm", **keys})
+    grid = Grid(recipe, silos, tmp_path / "state")
+    summary = serve(grid, tmp_path / "out").summary
+    assert summary["accuracy"] is None
+    assert json.loads((tmp_path / "out" / "metrics.jsonl").read_text())["accuracy"] is None
+    assert "examine" not in {kind for _, kind, _ in grid.said}
+    assert "nodes test no models under privacy or secure sums, and the server was given no test data" in caplog.text
+    assert ("every client of a secure sum of 3 has to stay" in caplog.text) == ("secure" in keys)
+    assert ">not tested<" in (tmp_path / "out" / "report.html").read_text()
+    assert [list(column.cells) for column in summary_table(summary).columns][1] == ["not tested"]
+    known = serve(Grid(recipe, silos, tmp_path / "again"), tmp_path / "tested", test=str(silos / "all.npz"))
+    assert known.summary["accuracy"] > 0.2
 
 
 def test_a_node_that_lost_its_log_in_a_secure_stage_is_told_everything_again(silos: Path, tmp_path: Path) -> None:
-    keys = {"secure": True, "secure_threshold": 0.6, "rounds": 4}
-    recipe = recipe_of(silos, {**LOCAL, "method": "fedmezo", **keys})
-    grid = Grid(recipe, silos, tmp_path / "state")
+    recipe = recipe_of(silos, {**LOCAL, "method": "fedmezo", "secure": True, "rounds": 4})
+    grid = Grid(recipe, silos, tmp_path / "state", names=FOUR)
 
     def lose(node: int, number: int, message: Message) -> None:
         facts, parts = flower._facts(message)
         if facts["kind"] == "secure" and grid.online[node] == "b":
             told = Wire.from_bytes(parts["told"]).scalars["step"]
-            rounds.append(str(told))
-            if rounds.count("masked") == 3 and told == "masked":
+            steps.append(str(told))
+            if steps.count("masked") == 3 and told == "masked":
                 next(grid.folder("b").glob("*/told-*")).unlink()
 
-    rounds: list[str] = []
+    steps: list[str] = []
     grid.change = lose
     assert [drop[:2] for drop in dropped(serve(grid, tmp_path / "out"))] == [(3, "b")]

@@ -111,7 +111,7 @@ def flipped(array: np.ndarray, index: tuple[int, ...]) -> np.ndarray:
 
 
 def test_total_is_exactly_the_sum_of_the_fixed_point_integers() -> None:
-    federation = Federation(NUMBERS, 3).until(None)
+    federation = Federation(NUMBERS, 4).until(None)
     assert same(federation.server.total(), federation.expected())
     assert federation.server.heard == NUMBERS
     assert federation.server.dropped() == {}
@@ -119,9 +119,9 @@ def test_total_is_exactly_the_sum_of_the_fixed_point_integers() -> None:
 
 
 def test_total_worked_out_by_hand() -> None:
-    server = SecureSum(b"\x00\xff", [0, 1], 2, {"x": (3,)}, bits=1)
-    clients = [SecureClient(b"\x00\xff", n, 2, 2, bits=1) for n in (0, 1)]
-    values = [np.array([0.25, 0.75, -1.5]), np.array([0.3, 2.0, 1.0])]
+    server = SecureSum(b"\x00\xff", [0, 1, 2], 3, {"x": (3,)}, bits=1)
+    clients = [SecureClient(b"\x00\xff", n, 3, 3, bits=1) for n in (0, 1, 2)]
+    values = [np.array([0.25, 0.75, -1.5]), np.array([0.3, 2.0, 1.0]), np.array([0.0, 0.0, -4.0])]
     for step in STEPS:
         for n, told in server.instructions().items():
             answers: dict[str, Callable[[], Message]] = {
@@ -133,31 +133,32 @@ def test_total_worked_out_by_hand() -> None:
             server.receive(n, answers[step]())
         server.next()
     # Halves: 0.25 is 0.5 halves, to the even 0; 0.75 is 1.5, to 2; 0.3 is 0.6, to 1.
-    np.testing.assert_array_equal(server.total()["x"], [0.5, 3.0, -0.5])
+    np.testing.assert_array_equal(server.total()["x"], [0.5, 3.0, -4.5])
 
 
 @pytest.mark.parametrize("lost", [1, 2])
 @pytest.mark.parametrize("step", STEPS)
 def test_as_many_as_the_threshold_allows_may_drop_out_in_any_exchange(step: str, lost: int) -> None:
-    federation = Federation(NUMBERS, 3)
-    gone = set(NUMBERS[1 : 1 + lost])
+    numbers = (*NUMBERS, 50, 51)
+    federation = Federation(numbers, 5)
+    gone = set(numbers[1 : 1 + lost])
     federation.until(step).exchange(silent=gone)
     federation.until(None)
     server = federation.server
     assert server.dropped() == dict.fromkeys(gone, step)
-    assert set(server.heard) == (set(NUMBERS) if step == "reveal" else set(NUMBERS) - gone)
+    assert set(server.heard) == (set(numbers) if step == "reveal" else set(numbers) - gone)
     assert same(server.total(), federation.expected())
 
 
 @pytest.mark.parametrize("step", STEPS)
 def test_one_dropout_too_many_is_said_and_the_exchange_stays_open(step: str) -> None:
-    federation = Federation(NUMBERS, 3).until(step)
-    with pytest.raises(HeadstartError, match=r"^2 of 5 clients are left, 3 are needed to open the sum$"):
-        federation.exchange(silent=set(NUMBERS[2:]))
+    federation = Federation(NUMBERS, 4).until(step)
+    with pytest.raises(HeadstartError, match=r"^3 of 5 clients are left, 4 are needed to open the sum$"):
+        federation.exchange(silent=set(NUMBERS[3:]))
     assert federation.server.step == step
     with pytest.raises(HeadstartError, match="not open yet"):
         federation.server.total()
-    federation.exchange(silent={40, 41})
+    federation.exchange(silent={41})
     federation.until(None)
     assert same(federation.server.total(), federation.expected())
 
@@ -165,8 +166,8 @@ def test_one_dropout_too_many_is_said_and_the_exchange_stays_open(step: str) -> 
 @settings(max_examples=25, deadline=None)
 @given(st.data())
 def test_any_pattern_of_dropouts(data: st.DataObject) -> None:
-    count = data.draw(st.integers(2, 6))
-    threshold = data.draw(st.integers(count // 2 + 1, count))
+    count = data.draw(st.integers(3, 7))
+    threshold = data.draw(st.integers(2 * count // 3 + 1, count))
     numbers = tuple(sorted(data.draw(st.sets(st.integers(0, 2**63 - 1), min_size=count, max_size=count))))
     fate = {n: data.draw(st.sampled_from([*STEPS, *["stays"] * 6])) for n in numbers}
     federation = Federation(numbers, threshold, {"b": (2,), "a": (1, 3)})
@@ -192,8 +193,8 @@ def test_opening_needs_only_threshold_answers_and_gives_the_same_every_time() ->
 
 
 def test_objects_kept_in_memory_give_what_states_in_bytes_give() -> None:
-    server = SecureSum("s", NUMBERS, 3, SHAPES)
-    clients = {n: SecureClient("s", n, 5, 3) for n in NUMBERS}
+    server = SecureSum("s", NUMBERS, 4, SHAPES)
+    clients = {n: SecureClient("s", n, 5, 4) for n in NUMBERS}
     for n in NUMBERS:
         server.receive(n, clients[n].keys())
     server.next()
@@ -209,11 +210,11 @@ def test_objects_kept_in_memory_give_what_states_in_bytes_give() -> None:
     assert server.step is None
     assert server.instructions() == {}
     assert server.waiting == ()
-    assert same(server.total(), Federation(NUMBERS, 3).until(None).server.total())
+    assert same(server.total(), Federation(NUMBERS, 4).until(None).server.total())
 
 
 def test_one_state_gives_one_masked_answer() -> None:
-    federation = Federation(NUMBERS, 3).until("masked")
+    federation = Federation(NUMBERS, 4).until("masked")
     told = federation.server.instructions()[11]
     first, second = (federation.client(11).mask(told, federation.values[11]) for _ in range(2))
     assert first.to_bytes() == second.to_bytes()
@@ -221,7 +222,7 @@ def test_one_state_gives_one_masked_answer() -> None:
 
 def test_what_a_client_sends_and_gets_is_as_large_as_said() -> None:
     count = 12
-    federation = Federation(tuple(range(count)), 7, {"x": (100,)})
+    federation = Federation(tuple(range(count)), 9, {"x": (100,)})
     up = down = 0
     for _ in STEPS:
         told = federation.server.instructions()[0]
@@ -279,7 +280,7 @@ SIZE = 19031
 
 
 def test_masks_are_the_ones_recomputed_here() -> None:
-    federation = Federation((2, 5, 9), 2, LARGE).until("masked")
+    federation = Federation((2, 5, 9), 3, LARGE).until("masked")
     states = {n: Message.from_bytes(data) for n, data in federation.states.items()}
     for number, others in {2: (5, 9), 5: (2, 9), 9: (2, 5)}.items():
         masked = flat(federation.answer(number))
@@ -294,7 +295,7 @@ def test_masks_are_the_ones_recomputed_here() -> None:
 
 
 def test_masked_values_look_uniform_and_differ_between_sums_of_the_same_input() -> None:
-    first, second = (Federation((2, 5, 9), 2, LARGE).until("masked").exchange() for _ in range(2))
+    first, second = (Federation((2, 5, 9), 3, LARGE).until("masked").exchange() for _ in range(2))
     for number in (2, 5, 9):
         a, b = flat(first[number]), flat(second[number])
         assert (a != b).all()
@@ -304,7 +305,7 @@ def test_masked_values_look_uniform_and_differ_between_sums_of_the_same_input() 
 
 
 def test_neither_the_self_mask_nor_the_pair_masks_alone_uncover_values() -> None:
-    federation = Federation((2, 5, 9), 2, LARGE).until("masked")
+    federation = Federation((2, 5, 9), 3, LARGE).until("masked")
     state = Message.from_bytes(federation.states[5])
     masked = flat(federation.answer(5))
     own, low, high = self_mask(state, 5, SIZE), pair_mask(state, 5, 2, SIZE), pair_mask(state, 5, 9, SIZE)
@@ -316,19 +317,19 @@ def test_neither_the_self_mask_nor_the_pair_masks_alone_uncover_values() -> None
 
 
 def test_fewer_shares_than_the_threshold_do_not_give_the_seed() -> None:
-    federation = Federation(NUMBERS, 3).until("masked")
+    federation = Federation(NUMBERS, 4).until("masked")
     seed = Message.from_bytes(federation.states[12]).arrays["seed"].tobytes()
     federation.exchange()
     shares = []
     for point, number in enumerate(NUMBERS, start=1):
         state = Message.from_bytes(federation.states[number])
         shares.append((point, state.arrays["secrets"][2, :16].tobytes()))
-    assert Shamir.combine(shares[1:4], ssss=False) == seed
-    assert Shamir.combine(shares[1:3], ssss=False) != seed
+    assert Shamir.combine(shares[1:5], ssss=False) == seed
+    assert Shamir.combine(shares[1:4], ssss=False) != seed
 
 
 def test_the_server_sees_parts_only_encrypted_and_secrets_leave_the_state_when_used() -> None:
-    federation = Federation(NUMBERS, 3).until("shares")
+    federation = Federation(NUMBERS, 4).until("shares")
     fresh = Message.from_bytes(federation.states[11])
     federation.exchange()
     shared = Message.from_bytes(federation.states[11])
@@ -362,7 +363,7 @@ def test_values_that_could_overflow_are_refused_with_the_largest_allowed() -> No
 
 
 def test_the_largest_values_of_all_clients_do_not_overflow() -> None:
-    federation = Federation((0, 1, 2), 2, {"x": (2,)})
+    federation = Federation((0, 1, 2), 3, {"x": (2,)})
     largest = math.nextafter(float((2**63 - 1) // 3), 0) / 2**24
     federation.values = {n: {"x": np.array([largest, -largest])} for n in (0, 1, 2)}
     federation.until(None)
@@ -383,7 +384,7 @@ def test_the_largest_values_of_all_clients_do_not_overflow() -> None:
 def test_values_that_cannot_be_summed_are_refused_and_the_client_can_still_answer(
     values: Values, sentence: str
 ) -> None:
-    federation = Federation((0, 1), 2, {"x": (2,)}).until("masked")
+    federation = Federation((0, 1, 2), 3, {"x": (2,)}).until("masked")
     client, told = federation.client(0), federation.server.instructions()[0]
     before = client.to_message().to_bytes()
     with pytest.raises(HeadstartError, match=sentence):
@@ -404,10 +405,11 @@ def test_fixed_point_is_rounded_once_each_way() -> None:
 @pytest.mark.parametrize(
     ("clients", "threshold", "bits", "sentence"),
     [
-        (4, 2, 24, r"from 3 \(more than half\) to 4, not 2"),
-        (5, 2, 24, r"from 3 \(more than half\) to 5, not 2"),
+        (3, 2, 24, r"from 3 \(more than two thirds\) to 3, not 2"),
+        (5, 3, 24, r"from 4 \(more than two thirds\) to 5, not 3"),
+        (6, 4, 24, r"from 5 \(more than two thirds\) to 6, not 4"),
         (5, 6, 24, "not 6"),
-        (1, 1, 24, "at least 2 clients"),
+        (2, 2, 24, "at least 3 clients"),
         (4, 3, 53, "from 0 to 52, not 53"),
         (4, 3, -1, "from 0 to 52, not -1"),
     ],
@@ -421,21 +423,21 @@ def test_settings_are_refused(clients: int, threshold: int, bits: int, sentence:
 
 def test_names_of_sums_and_clients_are_refused() -> None:
     with pytest.raises(HeadstartError, match="session name"):
-        SecureClient("", 0, 3, 2)
+        SecureClient("", 0, 3, 3)
     for number in (-1, 2**63, True, "1", 1.0):
         with pytest.raises(HeadstartError, match="whole number"):
-            SecureClient("s", number, 3, 2)
+            SecureClient("s", number, 3, 3)
         with pytest.raises(HeadstartError, match="whole numbers"):
-            SecureSum("s", [0, 5, number], 2, {"x": ()})
+            SecureSum("s", [0, 5, number], 3, {"x": ()})
     with pytest.raises(HeadstartError, match="different"):
-        SecureSum("s", [0, 1, 1], 2, {"x": ()})
+        SecureSum("s", [0, 1, 1], 3, {"x": ()})
     with pytest.raises(HeadstartError, match="at least one array"):
-        SecureSum("s", [0, 1], 2, {})
+        SecureSum("s", [0, 1, 2], 3, {})
 
 
 def test_a_state_that_is_none_is_refused() -> None:
-    client = SecureClient("s", 0, 3, 2).to_message()
-    shared = Message.from_bytes(Federation((0, 1, 2), 2).until("masked").states[0])
+    client = SecureClient("s", 0, 3, 3).to_message()
+    shared = Message.from_bytes(Federation((0, 1, 2), 3).until("masked").states[0])
     for bad in (
         Message(),
         altered(client, step="other"),
@@ -493,7 +495,7 @@ SERVER_REFUSES: list[tuple[str, Callable[[Message], Message], str]] = [
 def test_the_server_refuses_malformed_answers_and_goes_on(
     step: str, change: Callable[[Message], Message], sentence: str
 ) -> None:
-    federation = Federation(NUMBERS, 3).until(step)
+    federation = Federation(NUMBERS, 4).until(step)
     good = federation.answer(11)
     with pytest.raises(MessageError, match=sentence):
         federation.server.receive(11, change(good))
@@ -505,7 +507,7 @@ def test_the_server_refuses_malformed_answers_and_goes_on(
 
 @pytest.mark.parametrize("step", STEPS)
 def test_the_server_refuses_strangers_duplicates_and_the_late(step: str) -> None:
-    federation = Federation(NUMBERS, 3).until(step)
+    federation = Federation(NUMBERS, 4).until(step)
     server = federation.server
     answers = {number: federation.answer(number) for number in NUMBERS}
     with pytest.raises(MessageError, match="client 7 is not asked"):
@@ -526,7 +528,7 @@ def test_the_server_refuses_strangers_duplicates_and_the_late(step: str) -> None
 
 
 def test_the_server_refuses_the_keys_of_another_client() -> None:
-    federation = Federation(NUMBERS, 3)
+    federation = Federation(NUMBERS, 4)
     stolen = federation.answer(3)
     federation.server.receive(3, stolen)
     with pytest.raises(MessageError, match="sent before"):
@@ -542,7 +544,7 @@ def test_the_server_refuses_the_keys_of_another_client() -> None:
     ],
 )
 def test_wrong_shares_are_found_out(step: str, lost: set[int], change: Any, sentence: str) -> None:
-    federation = Federation(NUMBERS, 3)
+    federation = Federation(NUMBERS, 4)
     while federation.server.step is not None:
         if federation.server.step == step:
             good = federation.answer(11)
@@ -563,7 +565,7 @@ CLIENT_ANY_STEP: list[tuple[Callable[[Message], Message], str]] = [
 CLIENT_REFUSES: list[tuple[str, Callable[[Message], Message], str]] = [
     *((step, change, sentence) for step in STEPS[1:] for change, sentence in CLIENT_ANY_STEP),
     ("shares", lambda m: cut(m, [0, 2, 3, 4]), "client 11 is not among"),
-    ("shares", lambda m: cut(m, [0, 1]), "2 clients are listed .* between 3 and 5"),
+    ("shares", lambda m: cut(m, [0, 1]), "2 clients are listed .* between 4 and 5"),
     ("shares", lambda m: cut(m, [0, 1, 2, 3, 3]), "rising"),
     ("shares", lambda m: altered(m, mask_keys=m.arrays["mask_keys"][:4]), "shape"),
     ("shares", lambda m: altered(m, mask_keys=m.arrays["mask_keys"][[0, 0, 2, 3, 4]]), "the same"),
@@ -574,7 +576,7 @@ CLIENT_REFUSES: list[tuple[str, Callable[[Message], Message], str]] = [
     ("masked", lambda m: altered(m, senders=np.array([3, 12, 40, 42])), r"clients \[42\]"),
     ("masked", lambda m: altered(m, senders=np.array([3, 11, 12, 40])), r"clients \[11\]"),
     ("masked", lambda m: altered(m, senders=np.array([12, 3, 40, 41])), "rising"),
-    ("masked", lambda m: altered(m, senders=np.array([3]), parts=m.arrays["parts"][:1]), "2 clients .* 3 are needed"),
+    ("masked", lambda m: altered(m, senders=np.array([3]), parts=m.arrays["parts"][:1]), "2 clients .* 4 are needed"),
     ("masked", lambda m: altered(m, parts=m.arrays["parts"][:3]), "shape"),
     ("masked", lambda m: altered(m, parts=flipped(m.arrays["parts"], (0, 0))), "part from client 3 "),
     ("masked", lambda m: altered(m, parts=flipped(m.arrays["parts"], (2, 40))), "part from client 40 "),
@@ -584,7 +586,7 @@ CLIENT_REFUSES: list[tuple[str, Callable[[Message], Message], str]] = [
     ("reveal", lambda m: lists(m, [3, 11, 12], [40]), "not the clients that sent parts"),
     ("reveal", lambda m: lists(m, [3, 11, 12, 40], [41, 42]), "not the clients that sent parts"),
     ("reveal", lambda m: lists(m, [3, 12, 40, 41], [11]), "has sent its values"),
-    ("reveal", lambda m: lists(m, [3, 11], [12, 40, 41]), "2 clients .* 3 are needed"),
+    ("reveal", lambda m: lists(m, [3, 11], [12, 40, 41]), "2 clients .* 4 are needed"),
     ("reveal", lambda m: lists(m, [11, 11, 12], [3, 40, 41]), "rising"),
 ]
 
@@ -607,7 +609,7 @@ def lists(message: Message, survivors: list[int], missing: list[int]) -> Message
 def test_a_client_refuses_malformed_requests_and_goes_on(
     step: str, change: Callable[[Message], Message], sentence: str
 ) -> None:
-    federation = Federation(NUMBERS, 3).until(step)
+    federation = Federation(NUMBERS, 4).until(step)
     before = federation.states[11]
     client = federation.client(11)
     request = change(federation.server.instructions()[11])
@@ -623,18 +625,18 @@ def test_a_client_refuses_malformed_requests_and_goes_on(
 
 
 def test_a_client_reveals_for_one_list_only_even_when_rebuilt() -> None:
-    federation = Federation(NUMBERS, 3).until("reveal")
+    federation = Federation(NUMBERS, 4).until("reveal")
     told = federation.server.instructions()[11]
     first = federation.answer(11)
     assert federation.answer(11).to_bytes() == first.to_bytes()
     with pytest.raises(MessageError, match="another list of survivors"):
-        federation.answer(11, lists(told, [3, 11, 12], [40, 41]))
+        federation.answer(11, lists(told, [3, 11, 12, 40], [41]))
     assert first.arrays["seed_shares"].shape == (5, 16)
     assert first.arrays["key_shares"].shape == (0, 32)
 
 
 def test_a_client_answers_in_turn_and_once() -> None:
-    federation = Federation(NUMBERS, 3).until("shares")
+    federation = Federation(NUMBERS, 4).until("shares")
     told = federation.server.instructions()[11]
     client = federation.client(11)
     assert client.keys().to_bytes() == client.keys().to_bytes()
@@ -653,7 +655,7 @@ def test_a_client_answers_in_turn_and_once() -> None:
 
 @pytest.mark.parametrize("setting", ["threshold", "bits"])
 def test_clients_with_other_settings_cannot_read_each_others_parts(setting: str) -> None:
-    federation = Federation(NUMBERS, 3)
+    federation = Federation(NUMBERS, 4)
     odd = Message.from_bytes(federation.states[12])
     federation.states[12] = altered(odd, **{setting: int(odd.scalars[setting]) + 1}).to_bytes()
     federation.until("masked")
@@ -662,10 +664,10 @@ def test_clients_with_other_settings_cannot_read_each_others_parts(setting: str)
 
 
 def test_parts_of_another_session_do_not_decrypt_under_the_name_of_this_one() -> None:
-    federation = Federation(NUMBERS, 3, session="first")
+    federation = Federation(NUMBERS, 4, session="first")
     states = dict(federation.states)
     federation.until("masked")
-    other = Federation(NUMBERS, 3, session="second")
+    other = Federation(NUMBERS, 4, session="second")
     # The same secret keys in both sums, as if a node had been rolled back.
     second = b"second".hex()
     other.states = {n: altered(Message.from_bytes(s), session=second).to_bytes() for n, s in states.items()}

@@ -15,6 +15,7 @@ from headstart.errors import MessageError
 from headstart.heads import LinearHead
 from headstart.methods import Method, Setting, TaskSetting, build
 from headstart.methods.plan import Plan
+from headstart.privacy.noise import Seed
 from headstart.recipe import Recipe
 from headstart.stages import ClosedForm, PersonaliseStage, Rounds
 from headstart.wire import Array, Message
@@ -31,9 +32,9 @@ def method_of(
     body: Body,
     tasks: tuple[TaskSetting, ...],
     moves: Moves,
-    noise: tuple[int, ...] | None = None,
+    noise: Seed = (),
 ) -> Method[Any]:
-    """The method of a stage on a body as it is loaded; noise: the secret that noise is drawn from."""
+    """The method of a stage on a body as it is loaded; noise: as in `Setting`."""
     setting = Setting(
         sum(task.n_classes for task in tasks),
         body.dim,
@@ -141,9 +142,7 @@ class Begin:
         except (KeyError, TypeError, ValueError) as error:
             raise MessageError(f"the server tells of a stage in an unknown way: {error!r}") from None
 
-    def method(
-        self, recipe: Recipe, body: Body, noise: tuple[int, ...] | None
-    ) -> tuple[ClosedForm | Rounds, Method[Any]]:
+    def method(self, recipe: Recipe, body: Body, noise: Seed) -> tuple[ClosedForm | Rounds, Method[Any]]:
         """The stage and its method on a pre-trained body, which takes on what it is handed."""
         stage = recipe.stages[self.number]
         if self.update is not None:

@@ -176,6 +176,8 @@ class FlowerClients:
     _told: dict[tuple[int, bool], tuple[bytes, str]] = field(default_factory=dict)
     _know: set[int] = field(default_factory=set)
     """Clients that have what the stage begins with, as this process knows."""
+    _played: int = 0
+    """Rounds behind the model, the one under way included."""
 
     def present(self) -> Bools:
         """Clients whose node is there, once there are as many as the stage needs."""
@@ -185,7 +187,7 @@ class FlowerClients:
 
     def ask(self, question: Question) -> Iterator[Heard]:
         """All at once; what has come is passed on in the order of the clients, so that sums do not depend on speed."""
-        asked = {}
+        asked, self._played = {}, question.round + 1
         for client, message, new in zip(question.clients.tolist(), question.messages, question.new, strict=True):
             asked[self.nodes.ids[client]] = self._question(client, message, bool(new))
         clients, began = {self.nodes.ids[int(client)]: int(client) for client in question.clients}, time.monotonic()
@@ -208,19 +210,19 @@ class FlowerClients:
         server = SecureSum(uuid.uuid4().bytes, numbers, threshold, shapes, BITS)
         dropped: dict[int, str] = {}
         kept, forgot = set[int](), set[int]()
+        self._played = question.round + 1
         while server.step:
             asked = {}
             for client, told in server.instructions().items():
-                answers = server.step == "masked"
-                message, new = sent[client] if answers else (Message(), False)
-                facts, parts = self._question(client, message, new, "secure", answers)
+                message, new = sent[client] if server.step == "masked" else (Message(), False)
+                facts, parts = self._question(client, message, new, "secure", server.step == "keys")
                 parts["told"] = told.to_bytes()
                 down[client] += len(parts["told"])
                 asked[nodes[client]] = facts, parts
             for node, reply in self.nodes.send(asked, self.stage.deadline):
                 client = clients[node]
                 try:
-                    facts, data = self._said(client, reply, server.step == "masked")
+                    facts, data = self._said(client, reply, server.step == "keys")
                     up[client] += len(data)
                     server.receive(client, Message.from_bytes(data))
                     passes[client] += _count(facts)
@@ -249,6 +251,8 @@ class FlowerClients:
 
     def examine(self, models: Sequence[Message]) -> dict[int, dict[str, Any]]:
         """How good a model is at each client that is there; models: of each task."""
+        if self.stage.protected:  # they would refuse
+            return {}
         asked, clients = {}, {node: client for client, node in self.nodes.ids.items()}
         for client in sorted(self.nodes.present(1)):
             asked[self.nodes.ids[client]] = self._question(client, models[int(self.tasks[client])], True, "examine")
@@ -276,6 +280,8 @@ class FlowerClients:
         chain = [(self.number, self.store), *self.earlier]
         kept = [(number, int(store.slots[client]), store.shapes) for number, store in chain]
         facts = {"kind": kind, "client": client, "begin": name, "kept": kept, "new": new}
+        if kind == "examine":
+            facts["done"] = self._played
         return facts, {"message": message.to_bytes()} | ({"begin": begin} if tell and client not in self._know else {})
 
     def _said(self, client: int, reply: FlowerMessage | str, told: bool = True) -> tuple[dict[str, Any], bytes]:
@@ -385,9 +391,10 @@ def _asked(facts: Mapping[str, Any], given: Mapping[str, bytes]) -> Asked:
         ]
         message = Message.from_bytes(given["message"])
         asked = str(facts["session"]), int(facts["client"]), str(facts["begin"]), kept, bool(facts["new"]), message
+        done = int(facts.get("done", 0))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise MessageError(f"the server asks in an unknown way: {error!r}") from None
-    return Asked(*asked)
+    return Asked(*asked, done)
 
 
 def _read(reply: FlowerMessage | str) -> tuple[dict[str, Any], bytes]:

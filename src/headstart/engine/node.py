@@ -1,31 +1,39 @@
 """A node: it answers for a client, on the client's own machine or in a simulation, from what it is sent and what it
-keeps on disk. Nothing depends on the process that answered before."""
+keeps on disk. Nothing depends on the process that answered before.
+
+A node on a machine of its own does not trust the server to ask only what the recipe says. Within a run it is one
+client, answers every round of a stage once, and tests one model after every round. The record of that is on its disk
+before an answer leaves: the same question gets the same answer again, another one for the same round is refused.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from filelock import FileLock
 from scipy.special import log_softmax
 
 from headstart.data import Federation
 from headstart.engine.begin import Begin, digest
 from headstart.engine.body import Body
-from headstart.engine.rounds import SMALLEST_SUM
+from headstart.engine.rounds import rounds_of
 from headstart.engine.store import ClientStore
 from headstart.errors import HeadstartError, MessageError
-from headstart.files import secret, write_atomically
+from headstart.files import write_atomically, write_json
 from headstart.heads import LinearHead
 from headstart.methods import Cohort, Reply
 from headstart.methods.plan import Plan
 from headstart.recipe import Recipe
-from headstart.stages import ClosedForm, Rounds
+from headstart.stages import ClosedForm, PersonaliseStage, Rounds
 from headstart.statistics import Ints
-from headstart.wire import Message
+from headstart.wire import Message, Scalar
 
 Kept = Sequence[tuple[int, int, Mapping[str, tuple[int, ...]]]]
 """Of this stage, and of those that it goes on from: the stage's number, the slot that holds what the client kept, -1
@@ -48,6 +56,14 @@ class Asked:
     kept: Kept
     new: bool
     message: Message
+    done: int = 0
+    """Of a model to be tested: the rounds behind it."""
+
+    @property
+    def digest(self) -> str:
+        """The same for the same question, whichever process of the server asks."""
+        facts = json.dumps([self.client, self.begin, self.kept, self.new, self.done])
+        return digest(facts.encode() + self.message.to_bytes())
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,6 +73,11 @@ class _Stage:
     method: Any
     body: Body
     source: Any
+
+    @property
+    def rounds(self) -> int:
+        """Rounds of the stage, as the recipe has them."""
+        return rounds_of(self.stage, sum(clients for _, _, clients, _ in self.begin.tasks))[0]
 
 
 class Node:
@@ -91,11 +112,55 @@ class Node:
     def _begin(self, name: str) -> Path:
         return self.folder / f"begin-{name[:32]}.safetensors"
 
+    @contextmanager
+    def _as(self, client: int) -> Iterator[None]:
+        """One message at a time, and always for the client that the node was first asked as."""
+        if not self.alone:
+            yield
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(self.folder / "node.lock"):
+            path = self.folder / "client.json"
+            if not path.is_file():
+                write_json(path, client)
+            if (own := json.loads(path.read_text(encoding="utf-8"))) != client:
+                raise HeadstartError(f"the node is client {own} of this run, and is asked as client {client}")
+            yield
+
     def answer(self, asked: Asked) -> Reply:
         """What the client says; what it wants to keep is on disk when this returns."""
-        if getattr(self._load(asked).stage, "secure", False):
-            raise HeadstartError("in this stage clients are added up; nothing is sent that is not masked")
-        return self._answer(asked)
+        with self._as(asked.client):
+            if getattr(self._load(asked).stage, "secure", False):
+                raise HeadstartError("in this stage clients are added up; nothing is sent that is not masked")
+            return self._once(asked)
+
+    def _once(self, asked: Asked) -> Reply:
+        """The answer to a question; on a machine of its own, the one answer of the client to this round."""
+        if not self.alone:
+            return self._answer(asked)
+        stage, number = self._load(asked), asked.message.scalars.get("round")
+        if type(number) is not int or not 0 <= number < stage.rounds:
+            raise HeadstartError(f"the stage has {stage.rounds} rounds, from 0; the server asks for round {number!r}")
+        path = self._answered(stage.begin.number)
+        record = Message.from_bytes(path.read_bytes()) if path.is_file() else Message(scalars={"round": -1})
+        if record.scalars.get("question") != asked.digest:
+            last, once = int(record.scalars["round"]), stage.method.hears_once
+            if number <= last or (once and last >= 0):
+                what = "this stage" if once else f"round {last}"
+                raise HeadstartError(f"the node has answered {what} before, and answers no other question for it")
+            reply = self._answer(asked)
+            facts: dict[str, Scalar] = {"question": asked.digest, "round": number, "task": reply.task}
+            facts |= {"passes": int(reply.forward_passes[0]), "kept": bool(reply.kept)}
+            record = Message({"answer": np.frombuffer(reply.message.to_bytes(), np.uint8)}, facts)
+            write_atomically(path, lambda file: file.write_bytes(record.to_bytes()), private=True)
+        answer, passes = Message.from_bytes(record.arrays["answer"].tobytes()), int(record.scalars["passes"])
+        kept = {"": np.zeros(0, np.float32)} if record.scalars["kept"] else {}  # it is in the store
+        sizes = np.array([answer.nbytes]), np.array([passes])
+        return Reply(np.array([asked.client]), answer, *sizes, kept, int(record.scalars["task"]))
+
+    def _answered(self, number: int) -> Path:
+        """The last question of a stage that was answered, with the answer and, once a sum is open, its survivors."""
+        return self.folder / f"answered-{number}.safetensors"
 
     def _answer(self, asked: Asked) -> Reply:
         stage = self._load(asked)
@@ -118,46 +183,104 @@ class Node:
         if reply.kept:
             store.write(here, reply.kept)
             store.commit()
-        privacy = getattr(stage.stage, "privacy", None)
-        if privacy is not None and privacy.noise == "client":  # how many examples there are is not to be known
-            return replace(reply, forward_passes=np.zeros(1, np.int64))
         return reply
 
     def add(self, asked: Asked, told: Message) -> tuple[dict[str, Any], Message]:
         """The next exchange of a secure sum; what the client must not lose is on disk before anybody hears of it."""
+        with self._as(asked.client):
+            return self._add(asked, told)
+
+    def _add(self, asked: Asked, told: Message) -> tuple[dict[str, Any], Message]:
         from headstart.privacy.secure import SecureClient
 
         path = self.folder / f"secret-{asked.client}.safetensors"
         step, facts = told.scalars.get("step"), {"passes": 0, "kept": False}
+        about: dict[str, Any] = {"stage": self._told(asked).number}
         if step == "keys":
-            try:
-                session = bytes.fromhex(str(told.scalars["session"]))
-                figures = [int(told.scalars[name]) for name in ("clients", "threshold", "bits")]
-            except (KeyError, ValueError) as error:
-                raise MessageError(f"the server begins a sum in an unknown way: {error!r}") from None
-            if figures[0] < SMALLEST_SUM:
-                raise HeadstartError(f"a sum of {figures[0]} clients hides nobody")
-            client = SecureClient(session, asked.client, *figures)
+            client = SecureClient(*self._sum(asked, told))
             answer = client.keys()
         elif not path.is_file():
             raise ForgottenError("the node no longer has its keys of this sum")
         else:
-            client = SecureClient.from_message(Message.from_bytes(path.read_bytes()))
+            saved = Message.from_bytes(path.read_bytes())
+            client = SecureClient.from_message(saved)
+            if saved.scalars["stage"] != about["stage"]:
+                raise MessageError("the sum was begun for another stage")
             if step == "shares":
                 answer = client.share(told)
             elif step == "masked":
-                reply = self._answer(asked)
-                number = int(asked.message.scalars["round"])
-                answer = client.mask(told, self._load(asked).method.summand(reply, number))
+                reply, stage = self._once(asked), self._load(asked)
+                answer = client.mask(told, stage.method.summand(reply, int(asked.message.scalars["round"])))
                 facts = {"passes": int(reply.forward_passes[0]), "kept": bool(reply.kept)}
+                about["question"] = asked.digest
             else:
                 answer = client.reveal(told)
+                self._note_survivors(saved, told)
+                path.unlink()  # nothing of this sum is needed any more, and nobody is to find it
+                return facts, answer
         self.folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, lambda file: file.write_bytes(client.to_message().to_bytes()), private=True)
+        state = client.to_message()
+        state = Message(state.arrays, {**state.scalars, **about})
+        write_atomically(path, lambda file: file.write_bytes(state.to_bytes()), private=True)
         return facts, answer
 
+    def _sum(self, asked: Asked, told: Message) -> tuple[bytes, int, int, int, int]:
+        """Session, number, clients, threshold and bits of a sum that the node's recipe allows."""
+        try:
+            session = bytes.fromhex(str(told.scalars["session"]))
+            clients, threshold, bits = (int(told.scalars[name]) for name in ("clients", "threshold", "bits"))
+        except (KeyError, ValueError) as error:
+            raise MessageError(f"the server begins a sum in an unknown way: {error!r}") from None
+        stage = self.recipe.stages[self._told(asked).number]
+        if isinstance(stage, PersonaliseStage) or not stage.secure:
+            raise HeadstartError("the recipe has no secure sums in this stage")
+        if threshold != (least := stage.survivors(clients)):
+            raise HeadstartError(
+                f"the server would open a sum of {clients} clients with {threshold} of them; by the node's recipe "
+                f"{least} have to stay"
+            )
+        return session, asked.client, clients, threshold, bits
+
+    def _note_survivors(self, saved: Message, told: Message) -> None:
+        """A round is opened for one list of survivors, whatever the sum: two totals would differ by single clients."""
+        if not self.alone:
+            return
+        path = self._answered(int(saved.scalars["stage"]))
+        record, heard = Message.from_bytes(path.read_bytes()), told.arrays["survivors"]
+        if record.scalars["question"] != saved.scalars["question"]:
+            raise HeadstartError("the node has answered another question since")
+        if not np.array_equal(record.arrays.get("survivors", heard), heard):
+            raise HeadstartError("the sum of this round was opened before, for another list of survivors")
+        noted = Message({**record.arrays, "survivors": heard}, record.scalars)
+        write_atomically(path, lambda file: file.write_bytes(noted.to_bytes()), private=True)
+
     def examine(self, asked: Asked) -> dict[str, Any]:
-        """How good the model that the server shows, with what is the client's own, is on the client's test examples."""
+        """How good the model that the server shows is on the client's test examples: one model after every round.
+
+        A server that may show any model learns sums of the test examples, class by class.
+        """
+        with self._as(asked.client):
+            stage = self._load(asked)
+            if stage.stage.protected:
+                raise HeadstartError("with privacy or secure sums a node tests no models: its figures would be exact")
+            if not self.alone:
+                return self._examine(asked)
+            if not 0 <= asked.done <= stage.rounds:
+                raise HeadstartError(f"the stage has {stage.rounds} rounds; the server asks after {asked.done}")
+            path = self.folder / f"tested-{stage.begin.number}.json"
+            record: dict[str, Any] = {"done": -1}
+            if path.is_file():
+                record = json.loads(path.read_text(encoding="utf-8"))
+            if asked.done > record["done"]:
+                found = self._examine(asked)
+                record = {"done": asked.done, "question": asked.digest, "found": found}
+                write_json(path, record)
+            elif record["question"] != asked.digest:
+                raise HeadstartError(f"the node has tested another model after round {record['done']} of this stage")
+            return dict(record["found"])
+
+    def _examine(self, asked: Asked) -> dict[str, Any]:
+        """The model that the server shows, with what is the client's own, on the client's test examples."""
         stage, dataset = self._load(asked), self.federation.dataset
         kept = partial(self._store(stage, asked).read, clients=np.array([0 if self.alone else asked.client]))
         own = {name: values[0] for name, values in stage.method.own(kept, stage.begin.task).items()}
@@ -176,19 +299,25 @@ class Node:
         """The stage that is asked about; the one before it is forgotten."""
         key = asked.session + asked.begin
         if self._stage is None or self._stage[0] != key:
-            path = self._begin(asked.begin)
-            if not path.is_file():
-                raise ForgottenError("the node no longer has what the stage begins with")
-            begin = Begin.from_message(Message.from_bytes(path.read_bytes()))
+            begin = self._told(asked)
             self._stage = None  # a body less in memory while the next one is loaded
             owners = {"train": self.federation.owners, "test": self.federation.test_owners}
             body = Body(self.recipe.model, self.federation.dataset, owners=owners)
-            noise = secret(self.folder / "noise.secret") if self.alone else None
-            stage, method = begin.method(self.recipe, body, noise)
+            stage, method = begin.method(self.recipe, body, None if self.alone else ())
             changes = isinstance(stage, Rounds) and Plan.of(stage).changes_features
             source: Any = body.inputs() if changes else body.features("train")
             self._stage = key, _Stage(stage, begin, method, body, source)
         return self._stage[1]
+
+    def _told(self, asked: Asked) -> Begin:
+        """What the server has told of the stage."""
+        path = self._begin(asked.begin)
+        if not path.is_file():
+            raise ForgottenError("the node no longer has what the stage begins with")
+        begin = Begin.from_message(Message.from_bytes(path.read_bytes()))
+        if type(begin.number) is not int or not 0 <= begin.number < len(self.recipe.stages):
+            raise MessageError(f"the recipe has {len(self.recipe.stages)} stages, from 0, and none {begin.number!r}")
+        return begin
 
     def _store(self, stage: _Stage, asked: Asked) -> ClientStore:
         """Where the client finds what it kept, in this stage and in those that it goes on from."""

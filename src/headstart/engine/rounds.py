@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -135,7 +134,7 @@ def play_rounds(
             question = _question(method, state, number, sampled, federation, ledger)
             before = ledger.bytes_up[sampled], ledger.bytes_down[sampled]
             if not stage.silent:
-                ledger.bytes_down[sampled] += [message.nbytes for message in question.messages]
+                ledger.bytes_down[sampled] += np.array([message.nbytes for message in question.messages], np.int64)
             if not stage.pools:
                 ledger.bytes_down[sampled] += needs[sampled] * question.new
             good, last_refusal = 0, ""
@@ -207,7 +206,7 @@ def _groups(stage: ClosedForm | Rounds, question: Question) -> list[tuple[Questi
         return []
     _check_sum(stage, question.round + 1, count)
     parts = np.array_split(np.arange(count), max(1, count // (stage.secure_group or count)))
-    return [(question.part(part), math.ceil(stage.secure_threshold * len(part))) for part in parts]
+    return [(question.part(part), stage.survivors(len(part))) for part in parts]
 
 
 def _check_sum(stage: ClosedForm | Rounds, round: int, clients: int) -> None:
@@ -246,7 +245,8 @@ def _sample(
 ) -> Ints:
     """Clients of a round, without replacement; where a client is heard once, those that were not heard before.
 
-    Who cannot be asked now makes room for the next in the order, which does not depend on who is there.
+    Who cannot be asked now makes room for the next in the order, which does not depend on who is there. Not so with
+    privacy: its account is of a draw from all clients, and who is absent is missing.
     """
     which = () if method.hears_once else (number,)
     if getattr(stage, "sampling", "clients") == "clients":
@@ -260,8 +260,9 @@ def _sample(
             ranks.append(np.arange(count))
             turns.append(np.full(count, task if method.hears_once else (task - number) % len(federation.tasks)))
         order = np.concatenate(clients)[np.lexsort((np.concatenate(turns), np.concatenate(ranks)))]
-    if method.hears_once:
-        turn = order[number * per_round : (number + 1) * per_round]
+    if method.hears_once or getattr(stage, "privacy", None) is not None:
+        first = number * per_round if method.hears_once else 0
+        turn = order[first : first + per_round]
         return np.sort(turn[present[turn]])
     return np.sort(order[present[order]][:per_round])
 

@@ -16,7 +16,7 @@ from headstart.errors import MessageError
 from headstart.heads import LinearHead
 from headstart.ledger import Published
 from headstart.privacy.accounting import noise_multiplier
-from headstart.privacy.noise import StatisticsNoise, every_class, generators_of, present, shorten, solvable
+from headstart.privacy.noise import Seed, StatisticsNoise, every_class, generators_of, present, shorten, solvable
 from headstart.stages import Privacy
 from headstart.statistics import (
     ClientStatistics,
@@ -78,8 +78,14 @@ class Setting:
     """Where there are several; the numbers above are those of all of them together."""
     moves: Literal["head", "body"] | None = None
     """Of what the plan trains, the part that really moves; the rest is loaded, each client's own, and stays."""
-    noise: tuple[int, ...] | None = None
-    """What noise that hides somebody is drawn from: a secret, or, in a simulation, None for the seed."""
+    noise: Seed = ()
+    """What noise is drawn from beside the seed: nothing in a simulation, a secret on the server of a deployment. None,
+    on its nodes: the operating system's generator alone."""
+
+    @property
+    def noise_seed(self) -> Seed:
+        """What noise that hides somebody is drawn from."""
+        return None if self.noise is None else (*self.noise, *self.seed)
 
     @property
     def each(self) -> tuple[TaskSetting, ...]:
@@ -254,8 +260,7 @@ class StatisticsMethod(ABC):
     def __init__(self, setting: Setting, privacy: Privacy | None = None) -> None:
         self.setting = setting
         self.privacy = privacy
-        self.noise_seed = (*(setting.noise or ()), *setting.seed)
-        """What the noise is drawn from: the run's seed in a simulation, a secret in a deployment."""
+        self.noise_seed = setting.noise_seed
         self.task = 0
         """The number of the task among several, no two of which have the same noise."""
         self.transform: Transform | None = None
@@ -311,6 +316,8 @@ class StatisticsMethod(ABC):
         rows = np.bincount(np.searchsorted(cohort.clients, owners), minlength=len(cohort.clients))
         sizes = np.bincount(np.searchsorted(cohort.clients, cohort.owners), minlength=len(cohort.clients))
         nbytes = np.array([message_nbytes(int(count), self.dim, self.moments) for count in rows])
+        if self.privacy is not None and self.privacy.noise == "client":  # their number is not to be known
+            sizes = np.zeros_like(sizes)
         return [Reply(cohort.clients, statistics.to_message(), nbytes, sizes, task=cohort.task)]
 
     def said(self, statistics: ClientStatistics, owners: Ints, cohort: Cohort) -> tuple[ClientStatistics, Ints]:

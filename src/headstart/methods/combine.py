@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from headstart.methods.plan import Vectors
+from headstart.privacy.noise import Seed, generator_of
 from headstart.stages import DistMeZOStage, Privacy, Training
 from headstart.statistics import Floats
 
@@ -70,11 +71,12 @@ class ClientPrivacy:
     2 · clip apart at most. The server sees who takes part, so every round counts in full, and a client that is drawn
     less often has spent less than what is said here.
 
-    Noise comes from the run's seed, so that a resumed run is the run that was interrupted: **the guarantee is void
-    towards anybody who knows the seed**, or could guess it.
+    In a simulation noise comes from the recipe's seed: **the guarantee is void towards anybody who knows the seed**. In
+    a deployment the server's comes from a secret of the run, so that a resumed run is the one that was interrupted, and
+    a client's from the operating system's generator.
     """
 
-    def __init__(self, privacy: Privacy, rounds: int, asked: int, clients: int, seed: tuple[int, ...]) -> None:
+    def __init__(self, privacy: Privacy, rounds: int, asked: int, clients: int, seed: Seed) -> None:
         self.privacy, self.rounds, self.asked, self.clients, self.seed = privacy, rounds, asked, clients, seed
         self.on_server = privacy.noise == "server"
         self._drawn = (asked, clients) if self.on_server else (None, None)
@@ -102,8 +104,8 @@ class ClientPrivacy:
 
     def noised(self, vectors: Mapping[str, np.ndarray], *key: int) -> Vectors:
         """The vectors with noise on every number; key: the round, and the client where it is a client's noise."""
-        rng = np.random.default_rng([*self.seed, _NOISE, *key])
-        return {name: rng.normal(value, self.deviation) for name, value in vectors.items()}
+        rng = generator_of(self.seed, _NOISE, *key)
+        return {name: np.asarray(rng.normal(value, self.deviation)) for name, value in vectors.items()}
 
     def spent(self, rounds: int) -> dict[str, Any]:
         """The guarantee of so many rounds."""

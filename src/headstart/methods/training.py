@@ -107,8 +107,7 @@ class TrainingMethod(Generic[StageT]):
         self.privacy: ClientPrivacy | None = None
         if privacy := getattr(stage, "privacy", None):
             asked = stage.sampled(setting.n_clients)
-            secret = (*(setting.noise or ()), *setting.seed)
-            self.privacy = ClientPrivacy(privacy, stage.rounds, asked, setting.n_clients, secret)
+            self.privacy = ClientPrivacy(privacy, stage.rounds, asked, setting.n_clients, setting.noise_seed)
         if self.privacy and self._shared_statistics:
             raise HeadstartError(
                 f"stages.{setting.seed[1]}.norm_statistics: with privacy, clients cannot send running statistics of "
@@ -473,6 +472,8 @@ class TrainingMethod(Generic[StageT]):
             keeps = {f"{what}.{name}": each[name][row].numpy().copy() for what, each in kept.items() for name in each}
             reply = Message(arrays, scalars)
             passes = self.passes(int(sizes[row]), int(result.steps[row]), bool(cohort.new[row]))
+            if self.privacy and not self.privacy.on_server:  # how many examples it has is not to be known
+                passes = 0
             nbytes = np.array([reply.nbytes])
             replies.append(Reply(np.array([client]), reply, nbytes, np.array([passes]), keeps, task))
         return replies

@@ -7,20 +7,22 @@ Gaussian mechanism covers them all: their joint sensitivity is √2, or √3 wit
 part, present or not, so that neither noise nor length of a message tells which classes a client has. Everything that is
 computed from the noisy values is post-processing.
 
-The noise is drawn from a seed, so that a simulation can be repeated. Whoever knows the seed can subtract the noise:
-there is no privacy from them. A deployment draws the seed at random and keeps it secret, each client its own where the
-clients add the noise. The noise is drawn in floating point; attacks on its lowest bits (Mironov, 2012) are outside the
-guarantee, and so are the figures of cost that a simulation reports, which count examples exactly.
+In a simulation the noise is drawn from the recipe's seed, so that a run can be repeated; whoever knows the seed can
+subtract it. In a deployment a client's noise comes from the operating system's generator, anew for every answer, and
+the server's from a secret of the run, which is deleted when the run is complete. The noise is drawn in floating point;
+attacks on its lowest bits (Mironov, 2012) are outside the guarantee, and so are the figures of cost under the server's
+noise, which count examples exactly.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import sqrt
 
 import numpy as np
-from scipy import linalg
+from scipy import linalg, special
 
 from headstart.errors import HeadstartError
 from headstart.stages import CountNoise
@@ -28,6 +30,27 @@ from headstart.statistics import ClientStatistics, Features, Floats, Ints, Momen
 
 _STATISTICS, _COUNTS = 0xD9, 0xC0
 _LARGEST_COUNT = 2**31 - 1  # what travels as int32
+
+Seed = tuple[int, ...] | None
+"""What noise is drawn from; None: the operating system's generator."""
+
+
+class SystemGenerator:
+    """Gaussian numbers from the operating system's generator, which depend on nothing that anybody knows."""
+
+    def standard_normal(self, size: int) -> Floats:
+        """So many numbers [size], by the inverse of the distribution function at uniform multiples of 2⁻⁵³."""
+        words = np.frombuffer(os.urandom(8 * size), np.uint64)
+        return np.asarray(special.ndtri(((words >> np.uint64(11)) + 0.5) * 2.0**-53))
+
+    def normal(self, mean: Floats, deviation: float) -> Floats:
+        """Numbers around these means [...]."""
+        return np.asarray(mean + deviation * self.standard_normal(mean.size).reshape(mean.shape))
+
+
+def generator_of(seed: Seed, *key: int) -> np.random.Generator | SystemGenerator:
+    """The generator of a seed and a key, or the operating system's, which has no use for either."""
+    return SystemGenerator() if seed is None else np.random.default_rng([*seed, *key])
 
 
 def shorten(features: Features, bound: float) -> Floats:
@@ -93,7 +116,9 @@ class StatisticsNoise:
         """Standard deviation of the noise on each entry of the scaled statistics."""
         return self.multiplier * sqrt(2 if self.moments is None else 3)
 
-    def add(self, statistics: ClientStatistics, generators: Sequence[np.random.Generator]) -> ClientStatistics:
+    def add(
+        self, statistics: ClientStatistics, generators: Sequence[np.random.Generator | SystemGenerator]
+    ) -> ClientStatistics:
         """Noise on every entry, from as many generators as there are sets of rows of equal size.
 
         Each client of a cohort has a generator of its own, and its noise is what it would be if it were alone; the
@@ -140,15 +165,15 @@ def solvable(total: ClientStatistics, floor: float) -> ClientStatistics:
     return replace(total, moments=between + (vectors * np.maximum(values, floor)) @ vectors.T)
 
 
-def generators_of(seed: tuple[int, ...], task: int, clients: Ints | None = None) -> list[np.random.Generator]:
+def generators_of(seed: Seed, task: int, clients: Ints | None = None) -> list[np.random.Generator | SystemGenerator]:
     """The server's generator of a task, or one for each client."""
     if clients is None:
-        return [np.random.default_rng([*seed, _STATISTICS, task])]
-    return [np.random.default_rng([*seed, _STATISTICS, task, 1 + int(client)]) for client in clients]
+        return [generator_of(seed, _STATISTICS, task)]
+    return [generator_of(seed, _STATISTICS, task, 1 + int(client)) for client in clients]
 
 
 def blur_counts(
-    statistics: ClientStatistics, owners: Ints, noise: CountNoise, seed: tuple[int, ...]
+    statistics: ClientStatistics, owners: Ints, noise: CountNoise, seed: Seed
 ) -> tuple[ClientStatistics, Ints]:
     """FedCOF's noise on counts (its appendix I): ñ = max(n + noise, 0), to the nearest whole number.
 
@@ -158,7 +183,8 @@ def blur_counts(
     counts = statistics.counts.astype(np.float64)
     starts = np.flatnonzero(np.diff(owners, prepend=-1))
     for start, stop in zip(starts, [*starts[1:], len(owners)], strict=True):
-        rng, mine = np.random.default_rng([*seed, _COUNTS, int(owners[start])]), slice(start, stop)
+        key = None if seed is None else [*seed, _COUNTS, int(owners[start])]
+        rng, mine = np.random.default_rng(key), slice(start, stop)
         if noise.kind == "uniform":
             counts[mine] *= 1 + rng.uniform(-1, 1, stop - start) * max(0.0, 1 - noise.epsilon)
         elif noise.kind == "gaussian":

@@ -21,7 +21,8 @@ Building blocks: X25519, HKDF-SHA256, AES-256-GCM for the parts and AES-256-CTR 
 Who learns what
     A server that follows the protocol learns the total, who took part and the shapes. This also holds when fewer
     than `threshold` clients tell it all they know: then it learns the total of the others' values. Clients learn
-    nothing of each other but public keys. A total over few clients may itself say much; noise is the remedy.
+    nothing of each other but public keys. A total over few clients may itself say much, and so may two totals that
+    differ by one client; noise is the remedy.
 Dropouts
     The sum opens when `threshold` clients answer to the end: `clients - threshold` may drop out, in any exchange.
     The values of a client that drops out in the last exchange are in the sum.
@@ -36,9 +37,14 @@ What lies could still do
     decrypt (their recipients refuse and are dropped) or by wrong shares (found out, as the rebuilt key is compared
     with its public key and the rebuilt seed with its hash). It cannot read another client's values.
     A server that lies about public keys can read everything, as the keys are not signed: authenticate the clients to
-    each other where the server is not trusted with that. A server that passes the keys on and lies later, with c
-    clients on its side, would need both secrets of one client, and cannot get them while 2 threshold > clients + c;
-    thresholds of half the clients or less are therefore refused.
+    each other where the server is not trusted with that.
+    A server that passes the keys on can still tell every client another story about who has dropped out. To open the
+    total of g clients it needs their seeds and the mask keys of v others, where the lists it gave those g hold g + v
+    clients, so g + v ≥ threshold = t. A key takes t clients that were told its owner is missing, and a client accepts
+    n - t missing at most, if its list holds all n. So v t ≤ g (g + v - t) + (n - g) (n - t). With t a little more than
+    n / 2 this allows g = 1: a single client's values. With 3 t > 2 n, which is asked for here, g is more than n / 3
+    and at least 3. Clients on the server's side weaken this; the signatures and the consistency check of the paper,
+    which leave the server one story, are not built yet.
 """
 
 from __future__ import annotations
@@ -112,7 +118,7 @@ class SecureClient:
     number
         This client's number among those the server calls.
     clients, threshold
-        How many clients the server calls, and how many must answer to the end; more than half.
+        How many clients the server calls, and how many must answer to the end; more than two thirds, 3 or more.
     bits
         Fractional bits of the fixed-point values, 0 to 52.
     """
@@ -495,12 +501,12 @@ def _is_number(number: object) -> bool:
 
 
 def _check_settings(clients: int, threshold: int, bits: int) -> None:
-    if clients < 2:
-        raise HeadstartError(f"a secure sum needs at least 2 clients, not {clients}")
-    if not clients < 2 * threshold <= 2 * clients:
+    if clients < 3:
+        raise HeadstartError(f"a secure sum needs at least 3 clients, not {clients}")
+    if not 2 * clients < 3 * threshold <= 3 * clients:
         raise HeadstartError(
-            f"the threshold of a secure sum of {clients} clients is from {clients // 2 + 1} (more than half) to "
-            f"{clients}, not {threshold}"
+            f"the threshold of a secure sum of {clients} clients is from {2 * clients // 3 + 1} (more than two thirds) "
+            f"to {clients}, not {threshold}"
         )
     if not 0 <= bits <= 52:
         raise HeadstartError(f"the fractional bits of a secure sum are from 0 to 52, not {bits}")

@@ -3,7 +3,15 @@
 from headstart.report.figures import partition_figure, save
 from headstart.report.page import STYLE, html_page, html_table, report_body, write_folder, write_report
 from headstart.report.records import Record, find
-from headstart.report.tables import accuracy_cell, human_bytes, partition_table, remarks, summary_table, table_files
+from headstart.report.tables import (
+    accuracy_cell,
+    human_bytes,
+    partition_table,
+    percent,
+    remarks,
+    summary_table,
+    table_files,
+)
 
 __all__ = [
     "STYLE",
@@ -15,6 +23,7 @@ __all__ = [
     "human_bytes",
     "partition_figure",
     "partition_table",
+    "percent",
     "remarks",
     "report_body",
     "save",

@@ -114,10 +114,12 @@ def report_body(records: Sequence[Record]) -> str:
     parts = [f"<h1>{escape(_title(records))}</h1>"]
     if len(records) == 1:
         parts.append(_about(records[0]))
-    if drawn:
-        parts += ["<h2>Accuracy and cost</h2>", _legend([curve.label for curve in drawn]), _curves(drawn)]
+    if rows := cost_rows(groups):
+        parts.append("<h2>Accuracy and cost</h2>")
+        if drawn:
+            parts += [_legend([curve.label for curve in drawn]), _curves(drawn)]
         named = 0 if len(groups) > 1 else 1
-        parts.append(html_table(COST_COLUMNS[named:], [row[named:] for row in cost_rows(groups)]))
+        parts.append(html_table(COST_COLUMNS[named:], [row[named:] for row in rows]))
         parts.append(_formulas(records))
     parts += [_remarks(groups), _privacy(records), _clients(groups)]
     if len(records) == 1:

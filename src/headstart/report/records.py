@@ -251,7 +251,8 @@ def _evaluations(record: Record, stage: int) -> list[tuple[dict[str, float], flo
     before = record.builds_on(stage)
     if before is not None and mine and record.metrics[mine[0]]["round"] > 0:
         mine = [number for number in [record._ends.get(before)] if number is not None] + mine
-    return [(record.costs(number), float(record.metrics[number]["accuracy"])) for number in mine]
+    known = [number for number in mine if record.metrics[number]["accuracy"] is not None]
+    return [(record.costs(number), float(record.metrics[number]["accuracy"])) for number in known]
 
 
 def chain(record: Record, stage: int) -> str:

@@ -31,7 +31,7 @@ def stage_cells(stage: dict[str, Any]) -> list[str]:
     """One row of the summary table."""
     return [
         stage["method"] + _chosen(stage),
-        f"{100 * stage['accuracy']:.2f} %",
+        percent(stage["accuracy"]),
         str(stage["rounds"]),
         human_bytes(stage["bytes_up"]),
         human_bytes(stage["bytes_down"]),
@@ -39,6 +39,11 @@ def stage_cells(stage: dict[str, Any]) -> list[str]:
         f"{stage['forward_passes']:,}",
         f"{stage['seconds']:.2f}",
     ]
+
+
+def percent(accuracy: float | None) -> str:
+    """An accuracy, where it is known."""
+    return "not tested" if accuracy is None else f"{100 * accuracy:.2f} %"
 
 
 def _chosen(stage: dict[str, Any]) -> str:
@@ -88,6 +93,8 @@ def _split(stage: dict[str, Any]) -> str:
 
 
 def _spread(stage: dict[str, Any], name: str) -> str:
+    if stage[f"{name}_mean"] is None:
+        return percent(None)
     return f"{100 * stage[f'{name}_mean']:.2f} ± {100 * stage[f'{name}_std']:.2f} %"
 
 
@@ -122,10 +129,13 @@ _COUNTED = (
 )  # fmt: skip
 
 
-def accuracy_cell(accuracies: Sequence[float]) -> str:
+def accuracy_cell(accuracies: Sequence[float | None]) -> str:
     """The mean in percent, with the standard deviation where there are several."""
-    spread = f" ± {100 * stdev(accuracies):.2f}" if len(accuracies) > 1 else ""
-    return f"{100 * mean(accuracies):.2f}{spread}"
+    known = [accuracy for accuracy in accuracies if accuracy is not None]
+    if not known:
+        return percent(None)
+    spread = f" ± {100 * stdev(known):.2f}" if len(known) > 1 else ""
+    return f"{100 * mean(known):.2f}{spread}"
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

@@ -1,0 +1,443 @@
+"""Attacks of a server that does not follow the recipe, on real nodes: each is to fail, and to be told why."""
+
+import json
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("flwr")
+
+from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.supercore.task_identity import TaskIdentity
+
+from headstart.data import Federation
+from headstart.engine import flower
+from headstart.engine.begin import Begin
+from headstart.engine.flower import digest, recipe_digest, respond, run_of
+from headstart.engine.node import Node
+from headstart.errors import HeadstartError
+from headstart.methods import Setting, build
+from headstart.privacy import secure
+from headstart.privacy.noise import SystemGenerator, generators_of
+from headstart.privacy.secure import SecureClient
+from headstart.recipe import Recipe
+from headstart.statistics import ClientStatistics
+from headstart.wire import Message as Wire
+
+CLASSES, DIM = 3, 4
+COUNTS = (18, 5, 7)
+HIDDEN = {"epsilon": 1.0, "clip": 1.0, "noise": "client"}
+NCM: dict[str, Any] = {"method": "fedncm", "privacy": HIDDEN}
+SGD: dict[str, Any] = {"method": "fedavg", "train": "head", "rounds": 3, "lr": 0.1, "weighting": "uniform"}
+
+
+@pytest.fixture(autouse=True)
+def _identity(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who sends messages, as Flower sets it in its own processes."""
+    for name in ("_task_id", "_run_id", "_node_id"):
+        monkeypatch.setattr(TaskIdentity, name, 1)
+
+
+class Silo:
+    """A node with its own data and folder, and a server that may ask it anything. Every answer is a new process's."""
+
+    def __init__(self, folder: Path, *stages: dict[str, Any]) -> None:
+        self.folder = folder
+        folder.mkdir(exist_ok=True)
+        rng = np.random.default_rng(7)
+        self.y = np.repeat(np.arange(CLASSES), COUNTS)
+        self.x = rng.normal(size=(len(self.y), DIM)).astype(np.float32)
+        self.x /= 2 * np.linalg.norm(self.x, axis=1, keepdims=True)
+        np.savez(
+            folder / "data.npz",
+            X=np.concatenate([self.x, self.x[:9]]),
+            y=np.concatenate([self.y, self.y[:9]]),
+            split=np.repeat([0, 2], [len(self.y), 9]),
+        )
+        data = {"dataset": str(folder / "data.npz"), "classes": list(range(CLASSES))}
+        self.recipe = Recipe.parse({"data": data, "model": {"backbone": "features"}, "stages": list(stages)})
+
+    def node(self, run: str = "0" * 32) -> Node:
+        federation = Federation.silo(self.recipe, str(self.folder / "data.npz"), "a")
+        return Node(self.recipe, federation, self.folder / "state" / run, alone=True)
+
+    def begin(self, stage: Any = 0, clients: int = 5) -> bytes:
+        return Begin(stage, 0, (("", CLASSES, clients, 100),), (None,)).to_message().to_bytes()
+
+    def message(self, kind: str, message: Wire, run: str = "0" * 32, **facts: Any) -> Message:
+        begin = facts.pop("begin", None) or self.begin()
+        told = {"told": told.to_bytes()} if (told := facts.pop("told", None)) else {}
+        about = {"session": "s", "recipe": recipe_digest(self.recipe), "version": flower._version(), "run": run}
+        about |= {"kind": kind, "client": 0, "begin": digest(begin), "kept": [[0, -1, {}]], "new": True} | facts
+        record = ConfigRecord({"facts": json.dumps(about), "message": message.to_bytes(), "begin": begin, **told})
+        return Message(RecordDict({"headstart": record}), 10, "query")
+
+    def ask(self, kind: str, message: Wire, **facts: Any) -> tuple[dict[str, Any], Wire]:
+        """Facts and bytes of a node's reply."""
+        question = self.message(kind, message, **facts)
+        facts, parts = flower._facts(respond(question, self.node(run_of(question)), "a"))
+        return facts, Wire.from_bytes(parts["message"]) if "message" in parts else Wire()
+
+
+def statistics(round: Any = 0) -> Wire:
+    return Wire(scalars={"round": round})
+
+
+def model(weight: float = 0.0, round: Any = 0) -> Wire:
+    arrays = {"model.head.weight": np.full((CLASSES, DIM), weight, np.float32)}
+    return Wire({**arrays, "model.head.bias": np.zeros(CLASSES, np.float32)}, {"round": round})
+
+
+def head(seed: int) -> Wire:
+    weight = np.random.default_rng(seed).normal(size=(CLASSES, DIM)).astype(np.float32)
+    return Wire({"weight": weight, "bias": np.zeros(CLASSES, np.float32)})
+
+
+# ------------------------------------------------------------------------------------------------------- clients' noise
+
+
+def test_asking_under_many_client_numbers_does_not_average_the_noise_away(tmp_path: Path) -> None:
+    silo = Silo(tmp_path / "a", NCM)
+    said = [silo.ask("answer", statistics(), client=number) for number in range(40)]
+    assert [number for number, (facts, _) in enumerate(said) if "error" not in facts] == [0]
+    assert said[7][0] == {"error": "the node is client 0 of this run, and is asked as client 7"}
+
+
+def test_a_model_that_cannot_be_trained_does_not_bring_out_the_noise_alone(tmp_path: Path) -> None:
+    silo = Silo(tmp_path / "a", {**SGD, "privacy": HIDDEN})
+    facts, update = silo.ask("answer", model())
+    assert facts == {"passes": 0, "kept": False}
+    assert set(update.arrays) == {"update.head.weight", "update.head.bias"}
+    refused, nothing = silo.ask("answer", model(3e38))
+    assert refused == {"error": "the node has answered round 0 before, and answers no other question for it"}
+    assert not nothing.arrays
+    for changed in ({"new": False}, {"kept": [[0, 0, {}]]}, {"begin": silo.begin(clients=6)}):
+        assert "no other question" in silo.ask("answer", model(), **changed)[0]["error"]
+
+
+@pytest.mark.parametrize(("stage", "question"), [(NCM, statistics), ({**SGD, "privacy": HIDDEN}, model)])
+def test_the_same_question_gets_the_same_answer_in_any_process(
+    tmp_path: Path, stage: dict[str, Any], question: Callable[[], Wire]
+) -> None:
+    silo = Silo(tmp_path / "a", stage)
+    first, again, later = (silo.ask("answer", question(), session=session) for session in ("s", "s", "another"))
+    assert first[1].arrays
+    assert first[0] == again[0] == later[0]
+    assert first[1].to_bytes() == again[1].to_bytes() == later[1].to_bytes()
+    record = tmp_path / "a" / "state" / ("0" * 32) / "answered-0.safetensors"
+    assert record.stat().st_mode & 0o077 == 0
+
+
+def test_rounds_that_the_recipe_does_not_have_are_refused(tmp_path: Path) -> None:
+    silo = Silo(tmp_path / "a", {**SGD, "privacy": HIDDEN})
+    for number in (3, 10**9, -1, True, 0.0, "0"):
+        facts, _ = silo.ask("answer", model(round=number))
+        assert facts == {"error": f"the stage has 3 rounds, from 0; the server asks for round {number!r}"}
+    for number in (0, 2):
+        assert "error" not in silo.ask("answer", model(round=number))[0]
+    assert "answered round 2 before" in silo.ask("answer", model(round=1))[0]["error"]  # it was passed over
+    for number in (-1, 1, True, 0.0):
+        facts, _ = silo.ask("answer", model(), begin=silo.begin(number))
+        assert facts == {"error": f"the recipe has 1 stages, from 0, and none {number!r}"}
+
+
+def test_a_closed_form_is_answered_in_one_round(tmp_path: Path) -> None:
+    silo = Silo(tmp_path / "a", {**NCM, "clients_per_round": 1})
+    assert "error" not in silo.ask("answer", statistics(3))[0]
+    for number in (4, 2):
+        assert "answered this stage before" in silo.ask("answer", statistics(number))[0]["error"]
+
+
+def test_an_answer_is_recorded_before_it_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node whose disk is full says nothing: without the record it would answer again."""
+    silo = Silo(tmp_path / "a", NCM)
+
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("headstart.engine.node.write_atomically", full)
+        node = silo.node()
+        node.folder.mkdir(parents=True)
+        node._begin(digest(silo.begin())).write_bytes(silo.begin())
+        facts, parts = flower._facts(respond(silo.message("answer", statistics()), node, "a"))
+    assert facts == {"error": "the node failed: OSError: [Errno 28] No space left on device"}
+    assert not parts
+
+
+@pytest.mark.parametrize(("stage", "question"), [(NCM, statistics), ({**SGD, "privacy": HIDDEN}, model)])
+def test_noise_is_no_function_of_the_question_or_of_what_is_on_the_disk(
+    tmp_path: Path, stage: dict[str, Any], question: Callable[[], Wire]
+) -> None:
+    silo = Silo(tmp_path / "a", stage)
+    silo.node().remember(silo.begin())
+    silo.ask("examine", head(0))  # whatever a node writes before its first answer
+    state = tmp_path / "a" / "state"
+    shutil.copytree(state / ("0" * 32), state / ("1" * 32))
+    said = [silo.ask("answer", question(), run=digit * 32)[1].arrays for digit in "01"]
+    for name in said[0]:
+        if said[0][name].dtype.kind == "f":
+            assert not np.isclose(said[0][name], said[1][name]).any(), name
+
+
+def test_whoever_knows_the_recipe_cannot_subtract_a_nodes_noise(tmp_path: Path) -> None:
+    """The attack: everything that a simulation draws its noise from is public."""
+    silo = Silo(tmp_path / "a", NCM)
+    _, said = silo.ask("answer", statistics())
+    method: Any = build(silo.recipe.stages[0], Setting(CLASSES, DIM, (silo.recipe.seed, 0), 5))
+    nothing = ClientStatistics(CLASSES, np.arange(CLASSES), np.zeros(CLASSES, np.int64), np.zeros((CLASSES, DIM)))
+    guessed = method.noise.add(nothing, generators_of(method.noise_seed, 0, np.array([0])))
+    exact = np.stack([silo.x[silo.y == label].sum(axis=0) for label in range(CLASSES)])
+    assert method.noise.deviation > 3
+    assert np.abs(said.arrays["sums"] - guessed.sums - exact).max() > 1
+
+    silo = Silo(tmp_path / "b", {**SGD, "privacy": HIDDEN, "lr": 1e-6})  # the update is nothing, what is sent is noise
+    _, sent = silo.ask("answer", model())
+    trained: Any = build(silo.recipe.stages[0], Setting(CLASSES, DIM, (silo.recipe.seed, 0), 5))
+    assert trained.privacy.deviation > 3
+    zeros = {f"update.{name}": np.zeros(shape) for name, shape in trained.shapes.items()}
+    guess = trained.privacy.noised(zeros, 0, 0)
+    for name in zeros:
+        assert np.abs(sent.arrays[name] - guess[name]).max() > 0.1, name
+
+
+def test_the_operating_systems_noise_is_gaussian() -> None:
+    drawn = SystemGenerator().standard_normal(200_000)
+    assert abs(drawn.mean()) < 6 / 200_000**0.5
+    assert drawn.std() == pytest.approx(1, abs=0.01)
+    inside = [(np.abs(drawn) < bound).mean() for bound in (0.6744897501960817, 1.959963984540054, 2.5758293035489004)]
+    assert inside == pytest.approx([0.5, 0.95, 0.99], abs=0.006)
+    assert abs(np.corrcoef(drawn[1:], drawn[:-1])[0, 1]) < 0.02
+    moved = SystemGenerator().normal(np.full((300, 300), 5.0), 0.5)
+    assert moved.shape == (300, 300)
+    assert (moved.mean(), moved.std()) == pytest.approx((5.0, 0.5), abs=0.01)
+
+
+# ----------------------------------------------------------------------------------------------------------- evaluation
+
+
+@pytest.mark.parametrize("keys", [{"privacy": HIDDEN}, {"privacy": {**HIDDEN, "noise": "server"}}, {"secure": True}])
+@pytest.mark.parametrize("stage", [{"method": "fedncm"}, SGD], ids=["fedncm", "fedavg"])
+def test_a_protected_stage_is_no_oracle(tmp_path: Path, stage: dict[str, Any], keys: dict[str, Any]) -> None:
+    silo = Silo(tmp_path / "a", {**stage, **keys})
+    for shown in (head(0), head(1)):
+        facts, _ = silo.ask("examine", shown if stage["method"] == "fedncm" else model())
+        assert facts == {"error": "with privacy or secure sums a node tests no models: its figures would be exact"}
+
+
+def test_a_node_tests_one_model_after_each_round(tmp_path: Path) -> None:
+    """132 heads of the server's choice give the class sums of the test examples; three rounds give four figures."""
+    silo = Silo(tmp_path / "a", {**SGD, "rounds": 3})
+    found = []
+    for done in (0, 0, 0, 1, 1, 0, 2, 3, 4, 400, -1):
+        facts, _ = silo.ask("examine", model(weight=len(found)), done=done)
+        found.append((done, facts.get("examples"), facts.get("error")))
+    assert [done for done, examples, _ in found if examples == 9] == [0, 1, 2, 3]
+    assert found[2][2] == "the node has tested another model after round 0 of this stage"
+    assert found[-2][2] == "the stage has 3 rounds; the server asks after 400"
+    same = [silo.ask("examine", model(weight=7), done=3)[0] for _ in range(2)]
+    assert same[0] == same[1]
+    assert same[0]["examples"] == 9
+
+
+# ---------------------------------------------------------------------------------------------------------- secure sums
+
+
+class LyingServer:
+    """A server that passes the keys on, and tells every client another story of who has dropped out."""
+
+    def __init__(self, clients: list[SecureClient], values: list[np.ndarray], threshold: int) -> None:
+        self.clients, self.values, self.threshold = clients, values, threshold
+
+    def told(self, step: str, **arrays: Any) -> Wire:
+        named = {name: np.asarray(each) for name, each in arrays.items()}
+        return Wire(named, {"session": b"s".hex(), "step": step})
+
+    def open_first(self) -> np.ndarray:
+        """The values of client 0.
+
+        It is told that only the first clients, as many as the threshold, have sent parts. Everybody else is told that
+        all have, and that all of those first ones but client 0 and itself then dropped out.
+        """
+        everybody = list(range(len(self.clients)))
+        group = everybody[: self.threshold]
+        keys = [client.keys().arrays for client in self.clients]
+        listed = {f"{kind}s": np.stack([key[kind] for key in keys]) for kind in ("share_key", "mask_key")}
+        parts = [client.share(self.told("shares", numbers=everybody, **listed)).arrays for client in self.clients]
+
+        def for_client(number: int, senders: list[int]) -> Wire:
+            rows = [parts[s]["parts"][parts[s]["recipients"].tolist().index(number)] for s in senders]
+            return self.told("masked", senders=senders, parts=np.stack(rows))
+
+        masked = np.zeros(0)
+        for number, client in enumerate(self.clients):
+            senders = [other for other in (group if number == 0 else everybody) if other != number]
+            said = client.mask(for_client(number, senders), {"x": self.values[number]})
+            masked = said.arrays["x"].view(np.uint64).copy() if number == 0 else masked
+        seeds: dict[int, bytes] = {}
+        shares: dict[int, dict[int, bytes]] = {number: {} for number in group[1:]}
+        for number, client in enumerate(self.clients):
+            missing = [] if number == 0 else [other for other in group[1:] if other != number]
+            heard = [other for other in (group if number == 0 else everybody) if other not in missing]
+            told = self.told("reveal", survivors=heard, missing=np.array(missing, np.int64))
+            said = client.reveal(told)
+            seeds[number + 1] = said.arrays["seed_shares"][heard.index(0)].tobytes()
+            for row, other in enumerate(missing):
+                shares[other][number + 1] = said.arrays["key_shares"][row].tobytes()
+
+        def first(shares: dict[int, bytes]) -> dict[int, bytes]:
+            return dict(list(shares.items())[: self.threshold])
+
+        secure._add_stream(masked, secure._derive(b"s", b"self", secure._combine(first(seeds)), 0), -1)
+        for other in group[1:]:
+            key = secure.X25519PrivateKey.from_private_bytes(secure._combine(first(shares[other])))
+            theirs = (other, keys[other]["mask_key"].tobytes())
+            pair = secure._pair_key(b"s", b"mask", key, theirs, (0, keys[0]["mask_key"].tobytes()))
+            secure._add_stream(masked, pair, -secure._sign(0, other))
+        return masked.view(np.int64) / 2.0**24
+
+
+@pytest.mark.parametrize(("count", "low", "high"), [(5, 3, 4), (7, 4, 5), (9, 5, 7)])
+def test_lies_about_dropouts_do_not_open_one_clients_values(count: int, low: int, high: int) -> None:
+    values = [np.random.default_rng(number).normal(size=6) for number in range(count)]
+
+    def attack(threshold: int) -> np.ndarray:
+        clients = [SecureClient("s", number, count, threshold) for number in range(count)]
+        return LyingServer(clients, values, threshold).open_first()
+
+    with pytest.raises(HeadstartError, match=rf"from {high} \(more than two thirds\) to {count}, not {low}"):
+        attack(low)
+    with pytest.raises(HeadstartError, match=f"clients have sent values, {high} are needed to open the sum"):
+        attack(high)
+
+
+@pytest.mark.parametrize(("count", "threshold"), [(5, 3), (7, 4), (9, 5)])
+def test_the_attack_opens_one_clients_values_where_little_more_than_half_suffice(
+    count: int, threshold: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is refused above is refused for a reason."""
+    monkeypatch.setattr(secure, "_check_settings", lambda *settings: None)
+    values = [np.random.default_rng(number).normal(size=6) for number in range(count)]
+    clients = [SecureClient("s", number, count, threshold) for number in range(count)]
+    opened = LyingServer(clients, values, threshold).open_first()
+    np.testing.assert_allclose(opened, values[0], atol=2.0**-24)
+
+
+SECURE: dict[str, Any] = {"method": "fedncm", "secure": True}
+
+
+def begun(session: str, clients: int, threshold: int) -> Wire:
+    facts: dict[str, Any] = {"session": session.encode().hex(), "step": "keys"}
+    return Wire({}, {**facts, "clients": clients, "threshold": threshold, "bits": 24})
+
+
+def test_a_node_takes_the_threshold_from_its_own_recipe(tmp_path: Path) -> None:
+    for share, count, wanted in ((0.95, 5, 5), (0.67, 5, 4), (0.67, 4, 3), (0.67, 3, 3)):
+        silo = Silo(tmp_path / str(share), {**SECURE, "secure_threshold": share})
+        for threshold in set(range(1, count + 1)) - {wanted}:
+            facts, _ = silo.ask("secure", Wire(), told=begun("s", count, threshold))
+            assert facts["error"].endswith(f"by the node's recipe {wanted} have to stay")
+        assert "error" not in silo.ask("secure", Wire(), told=begun("s", count, wanted))[0]
+    silo = Silo(tmp_path / "few", SECURE)
+    for count in (1, 2):
+        facts, _ = silo.ask("secure", Wire(), told=begun("s", count, 3))
+        assert facts == {"error": f"a secure sum needs at least 3 clients, not {count}"}
+    plain = Silo(tmp_path / "plain", {"method": "fedncm"})
+    facts, _ = plain.ask("secure", Wire(), told=begun("s", 4, 3))
+    assert facts == {"error": "the recipe has no secure sums in this stage"}
+
+
+class Sum:
+    """A secure sum of three clients played by the server, and a node; the node's values are known to be masked."""
+
+    def __init__(self, silo: Silo, session: str, **facts: Any) -> None:
+        self.silo, self.session, self.facts = silo, session, facts
+        self.others = {number: SecureClient(session, number, 4, 3) for number in (1, 2, 3)}
+
+    def exchange(self, told: Wire, message: Wire | None = None) -> tuple[dict[str, Any], Wire]:
+        return self.silo.ask("secure", message or Wire(), told=told, **self.facts)
+
+    def told(self, step: str, **arrays: Any) -> Wire:
+        named = {name: np.asarray(each) for name, each in arrays.items()}
+        return Wire(named, {"session": self.session.encode().hex(), "step": step})
+
+    def until_reveal(self, question: Wire) -> dict[str, Any]:
+        keys = {0: self.exchange(begun(self.session, 4, 3))[1].arrays}
+        keys |= {number: client.keys().arrays for number, client in self.others.items()}
+        listed = {f"{kind}s": np.stack([keys[n][kind] for n in range(4)]) for kind in ("share_key", "mask_key")}
+        everyone = self.told("shares", numbers=[0, 1, 2, 3], **listed)
+        self.exchange(everyone)
+        parts = [self.others[number].share(everyone).arrays["parts"][0] for number in (1, 2, 3)]
+        return self.exchange(self.told("masked", senders=[1, 2, 3], parts=np.stack(parts)), question)[0]
+
+    def reveal(self, survivors: list[int]) -> tuple[dict[str, Any], Wire]:
+        missing = np.array([number for number in range(4) if number not in survivors], np.int64)
+        return self.exchange(self.told("reveal", survivors=survivors, missing=missing))
+
+
+def secrets_of(silo: Silo) -> list[Path]:
+    return list((silo.folder / "state").rglob("secret-*"))
+
+
+def test_secrets_of_a_sum_are_gone_once_it_is_open(tmp_path: Path) -> None:
+    silo = Silo(tmp_path / "a", SECURE)
+    sum_ = Sum(silo, "s")
+    assert sum_.until_reveal(statistics()) == {"passes": sum(COUNTS), "kept": False}
+    (path,) = secrets_of(silo)
+    assert path.stat().st_mode & 0o077 == 0
+    assert sum_.reveal([0, 1, 2, 3])[1].arrays["seed_shares"].shape == (4, 16)
+    assert not secrets_of(silo)
+    assert "no longer has its keys" in sum_.reveal([0, 1, 2])[0]["error"]
+
+
+def test_a_round_is_opened_for_one_list_of_survivors(tmp_path: Path) -> None:
+    """Two sums of one round, of four clients and of three, would differ by the values of one."""
+    silo = Silo(tmp_path / "a", SECURE)
+    first = Sum(silo, "first")
+    first.until_reveal(statistics())
+    assert first.reveal([0, 1, 2, 3])[1].arrays
+    second = Sum(silo, "second")
+    assert "error" not in second.until_reveal(statistics())  # the server was interrupted, say
+    facts, _ = second.reveal([0, 1, 2])
+    assert facts == {"error": "the sum of this round was opened before, for another list of survivors"}
+    assert second.reveal([0, 1, 2, 3])[1].arrays  # shows nothing new
+    other = Sum(silo, "other", new=False)
+    assert "answered this stage before" in other.until_reveal(statistics())["error"]
+
+
+def test_a_sum_is_not_begun_for_one_stage_and_given_the_values_of_another(tmp_path: Path) -> None:
+    silo = Silo(tmp_path / "a", SECURE, {**SECURE, "secure_threshold": 1.0})
+    sum_ = Sum(silo, "s")
+    sum_.exchange(begun("s", 4, 3))
+    facts, _ = silo.ask("secure", Wire(), told=sum_.told("shares"), begin=silo.begin(1))
+    assert facts == {"error": "the sum was begun for another stage"}
+
+
+def test_two_reveals_at_once_do_not_give_both_secrets_of_a_client(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    silo = Silo(tmp_path / "a", SECURE)
+    sum_ = Sum(silo, "s")
+    sum_.until_reveal(statistics())
+    quick = SecureClient.reveal
+
+    def slow(self: SecureClient, survivors: Wire) -> Wire:
+        answer = quick(self, survivors)
+        time.sleep(0.3)
+        return answer
+
+    monkeypatch.setattr(SecureClient, "reveal", slow)
+    said: list[tuple[dict[str, Any], Wire]] = []
+    lists = ([0, 1, 2, 3], [0, 1, 2])
+    threads = [threading.Thread(target=lambda heard=heard: said.append(sum_.reveal(heard))) for heard in lists]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted("error" in facts for facts, _ in said) == [False, True]
