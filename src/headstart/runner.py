@@ -459,11 +459,13 @@ class _Run:
             "versions": _versions(),
         }
         if hidden := [stage["privacy"] for stage in self.stages if "privacy" in stage]:
-            # Guarantees of several stages add up; a stage without one is not covered by the others'.
-            summary["privacy"] = {
-                **{name: sum(each[name] for each in hidden) for name in ("epsilon", "delta")},
-                "uncovered": [stage["method"] for stage in self.stages if "privacy" not in stage],
+            # Guarantees of one unit add up over the stages; a stage without one is not covered by the others'.
+            units = {
+                unit: {name: sum(one[name] for one in hidden if one["unit"] == unit) for name in ("epsilon", "delta")}
+                for unit in dict.fromkeys(one["unit"] for one in hidden)
             }
+            uncovered = [stage["method"] for stage in self.stages if "privacy" not in stage]
+            summary["privacy"] = {**units, "uncovered": uncovered}
         if self.directory:
             final = [head for head in heads if head is not None]
             self.body.load(self.handed[-1].body)
@@ -473,6 +475,7 @@ class _Run:
                 federation.tasks,
                 federation.class_names,
             )
+            (self.kept / "noise.secret").unlink(missing_ok=True)  # nothing is left to be drawn from it
             report = self.directory.path / "report.html"
             write_report(report, [Record.read(self.directory.path, summary)])
             self.directory.finish(summary)
@@ -599,7 +602,9 @@ class _Watch:
         if self.run.directory:
             where = self.run._progress(self.number, self.done) | {"metrics": self.metrics, "best": self.best}
             stage = StageCheckpoint(self.method.freeze(state), self.ledger, self.store.slots)
-            self.run.directory.save_checkpoint(Checkpoint(where, stage))
+            # With privacy it holds what the noise hides.
+            private = getattr(self.stage, "privacy", None) is not None
+            self.run.directory.save_checkpoint(Checkpoint(where, stage), private)
             if self.keeps_best:
                 self.run.directory.collect_best(self.number, self.best.get("best_round"))
 

@@ -668,6 +668,7 @@ def test_the_servers_noise_is_not_in_the_recipe_either(silos: Path, tmp_path: Pa
     for number in range(2):
         grid = Grid(recipe, silos, tmp_path / f"state-{number}")
         heads.append(serve(grid, tmp_path / f"out-{number}").head.weight)
+        assert not list(tmp_path.rglob("noise.secret"))  # it is of no use when the run is complete
     for one, other in ((0, 1), (0, 2), (1, 2)):
         assert not np.isclose(heads[one], heads[other], rtol=1e-4).all(axis=1).any()
 

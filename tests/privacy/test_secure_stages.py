@@ -1,10 +1,12 @@
 """Stages whose server learns sums only: the same heads and models, and nothing that needs single clients."""
 
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 from sklearn.datasets import load_digits
 
 from headstart.data import Federation
@@ -160,8 +162,60 @@ def test_the_privacy_that_is_spent_is_in_the_summary(tmp_path: Path) -> None:
     first, second, third = (stage.get("privacy") for stage in summary["stages"])
     assert (first["epsilon"], first["unit"], second["unit"], third) == (3.0, "example", "client", None)
     assert 2.9 < second["epsilon"] <= 3.0
-    assert summary["privacy"]["epsilon"] == first["epsilon"] + second["epsilon"]
-    assert summary["privacy"]["delta"] == pytest.approx(2e-5)
-    assert summary["privacy"]["uncovered"] == ["fed3r"]
+    # An example's guarantee says nothing of a client's: the two are not added up.
+    assert summary["privacy"] == {
+        "example": {"epsilon": 3.0, "delta": 1e-5},
+        "client": {"epsilon": second["epsilon"], "delta": 1e-5},
+        "uncovered": ["fed3r"],
+    }
     page = (tmp_path / "run" / "report.html").read_text()
+    spent = re.findall(r"<td[^>]*>([^<]*)</td>", page.partition("Privacy spent</h2>")[2].partition("</table>")[0])
+    assert spent == ["run", "example", "3", "1e-05", "fed3r", "run", "client", "3", "1e-05", "fed3r"]
     assert "differential privacy of any one client: ε = 3, δ = 1e-05, noise by the server" in page
+
+
+def test_guarantees_of_one_unit_add_up() -> None:
+    hidden = {"epsilon": 3.0, "delta": 1e-5, "clip": 50.0}
+    stages = [{"method": "fedncm", "privacy": hidden}, {"method": "fed3r", "privacy": hidden | {"epsilon": 0.5}}]
+    found = run(recipe_of(*stages)).summary["privacy"]
+    assert found == {"example": {"epsilon": 3.5, "delta": pytest.approx(2e-5)}, "uncovered": []}
+
+
+def test_what_a_private_stage_adds_up_is_not_left_behind(tmp_path: Path) -> None:
+    hidden = {"epsilon": 1.0, "clip": 100.0}
+    recipe, out = recipe_of({"method": "fedncm", "privacy": hidden}), tmp_path / "run"
+    summary = run(recipe, out).summary
+    path = out / "checkpoint" / "state.safetensors"
+    assert not [name for name in load_file(path) if name.startswith("state.")]
+    federation = Federation.of(recipe)
+    X, y = federation.dataset.train.features(), federation.dataset.train.labels
+    sums = np.stack([X[(federation.owners >= 0) & (y == label)].sum(axis=0, dtype=np.float64) for label in range(10)])
+    for file in [file for file in out.rglob("*") if file.is_file()]:
+        assert sums[3].tobytes()[:64] not in file.read_bytes(), file
+    again = run(recipe, out, resume=True)  # there is nothing left to be done, and it can be done again
+    assert {**again.summary, "peak_rss_bytes": 0} == {**summary, "peak_rss_bytes": 0}
+    np.testing.assert_array_equal(again.head.weight, load_file(out / "model" / "head.safetensors")["weight"])
+
+
+def test_the_checkpoint_of_a_private_stage_is_its_owners(tmp_path: Path) -> None:
+    stage = {"method": "fedavg", **LOCAL, "weighting": "uniform", "privacy": {"epsilon": 1.0}}
+
+    def stop(line: dict[str, Any]) -> None:
+        if line["round"] == 2:
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        run(recipe_of(stage), tmp_path / "run", on_metrics=stop)
+    path = tmp_path / "run" / "checkpoint" / "state.safetensors"
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert [name for name in load_file(path) if name.startswith("state.")]
+    found = run(recipe_of(stage), tmp_path / "run", resume=True)
+    np.testing.assert_array_equal(found.head.weight, run(recipe_of(stage)).head.weight)
+
+
+def test_a_threshold_of_two_thirds_is_refused_with_what_is_needed() -> None:
+    for share in (0.5, 0.6, 2 / 3):
+        with pytest.raises(RecipeError, match=r"secure_threshold: .* use 0\.67 or more; four clients are the fewest"):
+            recipe_of({"method": "fedncm", "secure": True, "secure_threshold": share})
+    stage: Any = recipe_of({"method": "fedncm", "secure": True}).stages[0]
+    assert [stage.survivors(clients) for clients in (3, 4, 5, 6, 7, 9, 100, 300)] == [3, 3, 4, 5, 5, 7, 67, 201]

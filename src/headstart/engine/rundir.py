@@ -237,10 +237,10 @@ class RunDirectory:
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
         return [json.loads(line) for line in lines if line.endswith("\n")]
 
-    def save_checkpoint(self, checkpoint: Checkpoint) -> None:
-        """Replace the checkpoint before."""
+    def save_checkpoint(self, checkpoint: Checkpoint, private: bool = False) -> None:
+        """Replace the checkpoint before; private: for the eyes of its owner only."""
         data = checkpoint.to_message().to_bytes()
-        write_atomically(self._checkpoint, lambda file: file.write_bytes(data))
+        write_atomically(self._checkpoint, lambda file: file.write_bytes(data), private)
 
     def load_checkpoint(self) -> Checkpoint | None:
         """What `save_checkpoint` wrote last, and metrics cut back to it; None where there is none."""

@@ -180,8 +180,11 @@ def _privacy(records: Sequence[Record]) -> str:
     for record in records:
         if spent := (record.summary or {}).get("privacy"):
             uncovered = ", ".join(spent["uncovered"]) or "none"
-            rows.append([record.recipe.name, f"{spent['epsilon']:.3g}", f"{spent['delta']:.1g}", uncovered])
-    return "<h2>Privacy spent</h2>" + html_table(("run", "ε", "δ", "stages without noise"), rows) if rows else ""
+            for unit in [unit for unit in ("example", "client") if unit in spent]:
+                total = spent[unit]
+                rows.append([record.recipe.name, unit, f"{total['epsilon']:.3g}", f"{total['delta']:.1g}", uncovered])
+    columns = ("run", "of any one", "ε", "δ", "stages without noise")
+    return "<h2>Privacy spent</h2>" + html_table(columns, rows) if rows else ""
 
 
 def _accuracies(groups: Sequence[Group]) -> dict[str, list[float]]:
