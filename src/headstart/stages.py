@@ -79,8 +79,8 @@ class _Sampled(_Stage):
     sampling: Literal["clients", "tasks"] = "clients"
     """With several tasks, a round draws from all clients alike, or as many from each task, in turn where it must."""
     secure: bool = False
-    """The server learns the sum of what clients send and nothing of any one of them; answers are rounded to 24
-    binary places."""
+    """Of what clients send, a server that follows the protocol learns the sum only; answers are rounded to 24 binary
+    places."""
     secure_group: Annotated[int, Field(ge=3)] | None = None
     """Clients are added up in groups of at least so many, and the server learns each group's sum; None: all clients of
     a round in one group. FedCOF, which needs several means of a class, takes a group for a client."""

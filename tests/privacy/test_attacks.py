@@ -207,13 +207,17 @@ def test_whoever_knows_the_recipe_cannot_subtract_a_nodes_noise(tmp_path: Path) 
         assert np.abs(sent.arrays[name] - guess[name]).max() > 0.1, name
 
 
-def test_the_operating_systems_noise_is_gaussian() -> None:
+def test_the_operating_systems_noise_is_gaussian(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = SystemGenerator().standard_normal(200_000)
     assert abs(drawn.mean()) < 6 / 200_000**0.5
     assert drawn.std() == pytest.approx(1, abs=0.01)
     inside = [(np.abs(drawn) < bound).mean() for bound in (0.6744897501960817, 1.959963984540054, 2.5758293035489004)]
     assert inside == pytest.approx([0.5, 0.95, 0.99], abs=0.006)
     assert abs(np.corrcoef(drawn[1:], drawn[:-1])[0, 1]) < 0.02
+    for byte in (0, 255):  # the first and the last number that there are
+        with monkeypatch.context() as patched:
+            patched.setattr("headstart.privacy.noise.os.urandom", lambda size, byte=byte: bytes([byte]) * size)
+            assert 8 < abs(SystemGenerator().standard_normal(1)[0]) < 9
     moved = SystemGenerator().normal(np.full((300, 300), 5.0), 0.5)
     assert moved.shape == (300, 300)
     assert (moved.mean(), moved.std()) == pytest.approx((5.0, 0.5), abs=0.01)

@@ -39,9 +39,9 @@ class SystemGenerator:
     """Gaussian numbers from the operating system's generator, which depend on nothing that anybody knows."""
 
     def standard_normal(self, size: int) -> Floats:
-        """So many numbers [size], by the inverse of the distribution function at uniform multiples of 2⁻⁵³."""
+        """So many numbers [size], by the inverse of the distribution function at odd multiples of 2⁻⁵³: never 0, 1."""
         words = np.frombuffer(os.urandom(8 * size), np.uint64)
-        return np.asarray(special.ndtri(((words >> np.uint64(11)) + 0.5) * 2.0**-53))
+        return np.asarray(special.ndtri(((words >> np.uint64(12)) + 0.5) * 2.0**-52))
 
     def normal(self, mean: Floats, deviation: float) -> Floats:
         """Numbers around these means [...]."""
