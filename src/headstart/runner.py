@@ -586,7 +586,7 @@ class _Watch:
 
     def kept(self, state: Any) -> Any:
         """The state that the stage ends with: the last one, or that of the best round, evaluated anew."""
-        if not self.keeps_best or self.best["best_round"] == self.done:
+        if not self.keeps_best or self.best.get("best_round", self.done) == self.done:
             return state
         if self._best_state is None:  # saved before the run was interrupted
             assert self.run.directory is not None

@@ -121,6 +121,31 @@ def test_a_model_that_cannot_be_trained_does_not_bring_out_the_noise_alone(tmp_p
         assert "no other question" in silo.ask("answer", model(), **changed)[0]["error"]
 
 
+def at_once(*asks: Callable[[], Any]) -> list[Any]:
+    """What comes of asking at the same time."""
+    said: list[Any] = []
+    threads = [threading.Thread(target=lambda ask=ask: said.append(ask())) for ask in asks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return said
+
+
+def test_two_questions_at_once_get_one_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    silo = Silo(tmp_path / "a", {**SGD, "privacy": HIDDEN})
+    quick = Node._answer
+
+    def slow(self: Node, asked: Any) -> Any:
+        reply = quick(self, asked)
+        time.sleep(0.3)
+        return reply
+
+    monkeypatch.setattr(Node, "_answer", slow)
+    said = at_once(lambda: silo.ask("answer", model()), lambda: silo.ask("answer", model(3e38)))
+    assert sorted("error" in facts for facts, _ in said) == [False, True]
+
+
 @pytest.mark.parametrize(("stage", "question"), [(NCM, statistics), ({**SGD, "privacy": HIDDEN}, model)])
 def test_the_same_question_gets_the_same_answer_in_any_process(
     tmp_path: Path, stage: dict[str, Any], question: Callable[[], Wire]
@@ -437,11 +462,5 @@ def test_two_reveals_at_once_do_not_give_both_secrets_of_a_client(
         return answer
 
     monkeypatch.setattr(SecureClient, "reveal", slow)
-    said: list[tuple[dict[str, Any], Wire]] = []
-    lists = ([0, 1, 2, 3], [0, 1, 2])
-    threads = [threading.Thread(target=lambda heard=heard: said.append(sum_.reveal(heard))) for heard in lists]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    said = at_once(lambda: sum_.reveal([0, 1, 2, 3]), lambda: sum_.reveal([0, 1, 2]))
     assert sorted("error" in facts for facts, _ in said) == [False, True]
