@@ -193,7 +193,9 @@ def test_a_client_has_its_own_body_with_its_statistics(norm_statistics: str, tmp
         assert any(each.training for each in model.body.backbone.body.modules()) == (norm_statistics == "batch")
         right += list(model.scores(mine).argmax(axis=1) == mine.labels)
     assert np.mean(right) == pytest.approx(result.summary["accuracy"])
-    export(tmp_path / "run", tmp_path / "out", client="client-1")
+    # Loaded by others, a model goes by running statistics: one that does not is no model for them.
+    whole = "config.json" in export(tmp_path / "run", tmp_path / "out", client="client-1")
+    assert whole == (norm_statistics == "aggregate")
     theirs = loaded(tmp_path / "out")["body"].state_dict()
     store = RunDirectory(tmp_path / "run").load_model(0)[0].store
     assert store is not None
