@@ -34,7 +34,7 @@ FOOD = ["bake the bread", "a hot soup", "salt the water", "fry an egg", "peel th
 
 
 FEDPER = {"method": "fedper", "train": "head", "head": "mlp", "hidden": 8, "rounds": 2}
-LORA = {"method": "fedavg", "train": "lora", "rank": 2, "rounds": 1, "lr": 0.5, "batch_size": 4}
+LORA = {"method": "fedavg", "train": "lora", "rank": 2, "rounds": 1, "lr": 0.1, "batch_size": 4}
 
 
 def headstart(

@@ -987,6 +987,7 @@ def blended_by_hand(
     ):
         scores = x @ weight.T + bias
         spread = np.sqrt(((scores - scores.mean(axis=1, keepdims=True)) ** 2).mean())
+        spread = spread if spread > 1e-5 * np.abs(scores).max() else 1.0  # a tie: classes that all start as one mean
         total = total + share / spread * (asked @ weight.T + bias)
     return fitted.classes_[total.argmax(axis=1)]
 

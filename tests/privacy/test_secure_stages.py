@@ -58,7 +58,9 @@ def both(*stages: dict[str, Any]) -> tuple[Result, Result]:
 def test_a_secure_sum_gives_the_model_of_the_plain_one(stage: dict[str, Any]) -> None:
     plain, secure = both(stage)
     for name, array in plain.head.arrays().items():
-        np.testing.assert_allclose(secure.head.arrays()[name], array, rtol=2e-5, atol=2e-5)
+        # A slope over ε = 1e-3 makes a thousand times as much of what is rounded to 24 binary places.
+        near = 1e-4 if stage["method"] == "distmezo" else 2e-5
+        np.testing.assert_allclose(secure.head.arrays()[name], array, rtol=near, atol=near)
     ours, theirs = plain.summary["stages"][0], secure.summary["stages"][0]
     assert theirs["forward_passes"] == ours["forward_passes"]
     assert abs(theirs["accuracy"] - ours["accuracy"]) < 0.01

@@ -61,8 +61,7 @@ class FedMeZOMethod:
         self.model = ZerothOrder(self.network, stage.epsilon, stage.temperature)
         self.rounds_known = 0
         """Steps of the log that the weights have taken."""
-        starts = self.network.parameters if stage.keep == "best" else {}
-        self._start = {name: parameter.detach().clone() for name, parameter in starts.items()}
+        self._start = {name: parameter.detach().clone() for name, parameter in self.network.trained.items()}
 
     # ------------------------------------------------------------------------------------------------ on the server
 
@@ -219,7 +218,6 @@ class FedMeZOMethod:
         """Take the steps of a log that starts at step ``first``, from where the weights are, or from the start where
         they have taken more."""
         if first + len(seeds) < self.rounds_known:
-            assert self._start, "an earlier model is rebuilt only where keep is 'best'"
             with torch.no_grad():
                 for name, value in self._start.items():
                     self.network.parameters[name].copy_(value)

@@ -28,6 +28,7 @@ from headstart.wire import Message
 
 STRENGTHS = tuple(np.round(np.linspace(0, 1, 11), 1).tolist())
 _FOLDS = 5
+_TIE = 1e-5  # scores that differ by less, relative to their size, differ by float32's rounding
 
 
 class PersonaliseMethod(LocalOnlyMethod[PersonaliseStage]):
@@ -120,7 +121,9 @@ def _blend(given: LinearHead, computed: LinearHead, features: Features, strength
     weight, bias = np.zeros((there.sum(), features.shape[1])), np.zeros(there.sum())
     for head, share in ((given, 1 - strength), (computed, strength)):
         scores = head.scores(features)[:, there]
-        spread = float(np.std(scores - scores.mean(axis=1, keepdims=True))) or 1.0
+        spread = float(np.std(scores - scores.mean(axis=1, keepdims=True)))
+        if spread <= _TIE * np.abs(scores).max():  # classes that the head has never seen all start alike
+            spread = 1.0
         weight += share / spread * head.weight[there]
         bias += share / spread * head.bias[there]
     return LinearHead.from_classes(len(given.bias), np.flatnonzero(there), weight, bias)

@@ -75,6 +75,8 @@ def attach(kind: str, backbone: Backbone, settings: Mapping[str, Any], seed: int
 
 def _check(kind: str, backbone: Backbone, parameters: Mapping[str, nn.Parameter]) -> None:
     """Refuse a module that a body cannot run with, or that has parameters which the features do not depend on."""
+    if torch.is_inference_mode_enabled():  # no graph is built, and nothing is trained
+        return
     try:
         missed = unused(backbone, parameters)
     except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:  # of the body's own code
