@@ -24,7 +24,7 @@ browser:
 	  echo "no Chromium: the tests in a browser are skipped"
 
 faults: install
-	$(BIN)/pytest --no-cov -m minutes
+	$(BIN)/pytest --no-cov -m minutes -n 2 --dist loadfile
 
 lint: install
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .

@@ -53,6 +53,12 @@ TASK_STAGES: dict[str, list[dict[str, Any]]] = {
     "tasks-scaffold": [{"method": "scaffold", "train": "head", "rounds": 2}],
     "tasks-fedncm": [{"method": "fedncm"}],
 }
+# One of each kind of state: in `make faults` these are struck at every operation.
+EVERYWHERE = [
+    "fedncm", "fedcof-fedavg", "scaffold", "fedmezo", "best", "patience", "fedper-personalise", "ditto-personalise",
+    "three-stages", "start-again", "fedavg-body", "fedper-body", "fedmezo-body", "slora",
+    "tasks-scaffold", "tasks-fedncm",
+]  # fmt: skip
 CASES = [*VARIANTS, *CHAINS, *VALIDATED, *BODIES, *TASK_STAGES]
 
 
@@ -173,7 +179,7 @@ def test_stages_that_hand_personal_models_on_lose_none_of_them(recipe: Recipe, t
 
 @pytest.mark.minutes
 @pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("recipe", CASES, indirect=True)
+@pytest.mark.parametrize("recipe", EVERYWHERE, indirect=True)
 def test_a_run_that_is_struck_at_every_operation(recipe: Recipe, fault: Fault, tmp_path: Path) -> None:
     count, whole = operations(recipe, tmp_path / "whole")
     for at in range(1, count + 1):

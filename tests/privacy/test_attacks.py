@@ -146,6 +146,15 @@ def test_two_questions_at_once_get_one_answer(tmp_path: Path, monkeypatch: pytes
     assert sorted("error" in facts for facts, _ in said) == [False, True]
 
 
+def test_what_a_killed_process_left_of_a_secret_is_removed(tmp_path: Path) -> None:
+    silo = Silo(tmp_path / "a", {**SGD, "privacy": HIDDEN})
+    silo.ask("answer", model())
+    folder = tmp_path / "a" / "state" / ("0" * 32)
+    (folder / ".headstart-half.safetensors").write_bytes(b"half a secret")
+    silo.ask("answer", model())
+    assert not list(folder.glob(".headstart-*"))
+
+
 @pytest.mark.parametrize(("stage", "question"), [(NCM, statistics), ({**SGD, "privacy": HIDDEN}, model)])
 def test_the_same_question_gets_the_same_answer_in_any_process(
     tmp_path: Path, stage: dict[str, Any], question: Callable[[], Wire]

@@ -26,7 +26,7 @@ from headstart.engine.body import Body
 from headstart.engine.rounds import rounds_of
 from headstart.engine.store import ClientStore
 from headstart.errors import HeadstartError, MessageError
-from headstart.files import write_atomically, write_json
+from headstart.files import temporaries, write_atomically, write_json
 from headstart.heads import LinearHead
 from headstart.methods import Cohort, Reply
 from headstart.methods.plan import Plan
@@ -104,26 +104,34 @@ class Node:
         """Keep what a stage begins with; returns its digest."""
         name = digest(begin)
         path = self._begin(name)
-        if not path.is_file():
-            self.folder.mkdir(parents=True, exist_ok=True)
-            write_atomically(path, lambda file: file.write_bytes(begin))
+        with self._locked():
+            if not path.is_file():
+                write_atomically(path, lambda file: file.write_bytes(begin))
         return name
 
     def _begin(self, name: str) -> Path:
         return self.folder / f"begin-{name[:32]}.safetensors"
 
     @contextmanager
-    def _as(self, client: int) -> Iterator[None]:
-        """One message at a time, and always for the client that the node was first asked as."""
+    def _locked(self) -> Iterator[None]:
+        """One message at a time, on a machine of its own; temporary files of a process that was killed are removed."""
+        self.folder.mkdir(parents=True, exist_ok=True)
         if not self.alone:
             yield
             return
-        self.folder.mkdir(parents=True, exist_ok=True)
         with FileLock(self.folder / "node.lock"):
+            for path in temporaries(self.folder):
+                path.unlink()
+            yield
+
+    @contextmanager
+    def _as(self, client: int) -> Iterator[None]:
+        """One message at a time, and always for the client that the node was first asked as."""
+        with self._locked():
             path = self.folder / "client.json"
-            if not path.is_file():
+            if self.alone and not path.is_file():
                 write_json(path, client)
-            if (own := json.loads(path.read_text(encoding="utf-8"))) != client:
+            if self.alone and (own := json.loads(path.read_text(encoding="utf-8"))) != client:
                 raise HeadstartError(f"the node is client {own} of this run, and is asked as client {client}")
             yield
 
