@@ -29,14 +29,14 @@ def main() -> None:
 def measure(clients: int) -> dict[str, object]:
     from threadpoolctl import threadpool_limits
 
+    from headstart.config.recipe import Dirichlet, Recipe
+    from headstart.core.ledger import Ledger, peak_memory
     from headstart.data import Dataset, Examples, Federation
     from headstart.data.partition import partition
     from headstart.engine.local import play
     from headstart.engine.store import ClientStore
-    from headstart.evaluation import evaluate
-    from headstart.ledger import Ledger, peak_memory
     from headstart.methods import Setting, build
-    from headstart.recipe import Dirichlet, Recipe
+    from headstart.runner.evaluate import evaluate
 
     features, labels, test, test_labels = _features()
     found: dict[str, object] = {}

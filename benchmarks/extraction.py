@@ -11,8 +11,8 @@ import torch
 from benchmarks.common import THREADS, alternate, show
 from headstart.backbones import extract, load_backbone
 from headstart.backbones.extract import choose_runner, torch_runner
+from headstart.config.recipe import Data, Model
 from headstart.data import Examples, load_dataset
-from headstart.recipe import Data, Model
 
 BATCH, IMAGES = 32, 4000
 

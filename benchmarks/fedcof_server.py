@@ -10,9 +10,9 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 from benchmarks.common import THREADS, alternate, in_fresh_process, show
+from headstart.core.ledger import peak_memory
+from headstart.core.statistics import ClientStatistics
 from headstart.heads import cof_head
-from headstart.ledger import peak_memory
-from headstart.statistics import ClientStatistics
 
 MEANS, CLASSES, DIM = 54_590, 1_203, 1_280
 

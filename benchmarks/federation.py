@@ -64,7 +64,7 @@ def soak(seeds: str = "3", rounds: str = "50") -> None:
 
 
 def soak_recipe(rounds: str) -> Any:
-    from headstart.recipe import Recipe
+    from headstart.config.recipe import Recipe
 
     stage = {"method": "fedavg", "train": "head", "rounds": int(rounds), "evaluate_every": int(rounds)}
     stage |= {"clients_per_round": 20, "lr": 0.01, "batch_size": 16}
@@ -80,7 +80,7 @@ def clean_run(rounds: str) -> None:
 
 
 def faulty_run(seed: str, rounds: str) -> None:
-    """As `headstart.apps.simulate`, with nodes that fail and lie; prints what came of it."""
+    """As `headstart.deploy.apps.simulate`, with nodes that fail and lie; prints what came of it."""
     from flwr.clientapp import ClientApp
     from flwr.serverapp import Grid, ServerApp
     from flwr.simulation import run_simulation
@@ -130,8 +130,8 @@ def faulty_run(seed: str, rounds: str) -> None:
 
 def faulty(seed: int, text: str, folder: Path, message: FlowerMessage, context: Context) -> FlowerMessage:
     """The answer of a simulated node, or a fault that the round and the client decide; each leaves a file."""
-    from headstart.apps import simulated
-    from headstart.wire import Message
+    from headstart.core.message import Message
+    from headstart.deploy.apps import simulated
 
     given: Any = message.content.config_records["headstart"]
     facts = json.loads(given["facts"])
@@ -305,9 +305,9 @@ def times(seconds: list[float]) -> tuple[str, ...]:
 
 def cut_silos(root: Path) -> Path:
     """Features of the nodes, unlike each other, in a file each; returns the file of the server's test examples."""
+    from headstart.config.recipe import Recipe
     from headstart.data import Federation
     from headstart.engine import Body
-    from headstart.recipe import Recipe
 
     partition = {"kind": "dirichlet", "clients": len(NODES), "alpha": 1.0, "test": "follow"}
     data = {"dataset": "mnist-mini", "partition": partition}
@@ -328,7 +328,7 @@ def cut_silos(root: Path) -> Path:
 
 
 def deployed_recipe(name: str, rounds: str = "") -> Any:
-    from headstart.recipe import Recipe
+    from headstart.config.recipe import Recipe
 
     stage = {"method": name, **STAGES[name]}
     if rounds and "rounds" in stage:
@@ -340,8 +340,8 @@ def deployed_recipe(name: str, rounds: str = "") -> Any:
 @contextmanager
 def federation_of(root: Path, test: Path) -> Iterator[tuple[Path, Wire]]:
     """A SuperLink and its nodes, which reach it through a counting proxy; ended with all their processes."""
-    from headstart.deploy import init
-    from headstart.guard import app_digest
+    from headstart.deploy.folder import init
+    from headstart.deploy.guard import app_digest
 
     app = root / "app"
     (app / "empty").mkdir(parents=True)

@@ -15,13 +15,13 @@ import numpy as np
 import torch
 
 from benchmarks.common import SHARED, THREADS, alternate, in_fresh_process, show
+from headstart.config.recipe import Recipe
+from headstart.config.stage import FedAvgStage
+from headstart.core.ledger import Ledger, peak_memory
 from headstart.data import Federation
 from headstart.engine import Body, ClientStore, play
-from headstart.ledger import Ledger, peak_memory
 from headstart.methods import Setting, build
-from headstart.recipe import Recipe
 from headstart.runner import run
-from headstart.stages import FedAvgStage
 
 # Learning rates were chosen on seed 99, which is not among those reported.
 SEEDS = (0, 1, 2)

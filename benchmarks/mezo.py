@@ -12,14 +12,14 @@ import numpy as np
 import torch
 
 from benchmarks.common import SHARED, THREADS, alternate, in_fresh_process, show
+from headstart.config.recipe import Recipe
+from headstart.config.stage import FedMeZOStage
+from headstart.core.ledger import Ledger, peak_memory
 from headstart.data import Federation
 from headstart.engine import Body, ClientStore, play
-from headstart.ledger import Ledger, peak_memory
 from headstart.methods import Setting, build
-from headstart.methods.zeroth import BATCHES
-from headstart.recipe import Recipe
 from headstart.runner import run
-from headstart.stages import FedMeZOStage
+from headstart.solvers.zeroth import BATCHES
 
 EXAMPLES = 256
 TASKS = ("sst2", "sst5", "trec", "ag_news")

@@ -15,14 +15,14 @@ from torch.nn import functional
 
 from benchmarks.common import SHARED, THREADS, alternate, in_fresh_process, show
 from headstart.backbones import Inputs
+from headstart.config.recipe import Recipe
+from headstart.config.stage import FedYoloStage
+from headstart.core.ledger import Ledger
 from headstart.data import Federation
 from headstart.engine import Body, ClientStore, play
-from headstart.ledger import Ledger
 from headstart.methods import Setting, TaskSetting, build
-from headstart.methods.solver import batches
-from headstart.recipe import Recipe
 from headstart.runner import run
-from headstart.stages import FedYoloStage
+from headstart.solvers.heads import batches
 
 SEEDS = (0, 1, 2)
 TASKS = ("ag_news", "sst2", "trec", "sst5")

@@ -15,14 +15,14 @@ import numpy as np
 import torch
 
 from benchmarks.common import SHARED, THREADS, alternate, in_fresh_process, show
+from headstart.config.recipe import Recipe
+from headstart.config.stage import FedAvgStage, PersonaliseStage
+from headstart.core.ledger import Ledger
 from headstart.data import Federation
 from headstart.engine import Body, ClientStore, play
-from headstart.ledger import Ledger
 from headstart.methods import Setting, build
-from headstart.methods.solver import batches
-from headstart.recipe import Recipe
 from headstart.runner import run
-from headstart.stages import FedAvgStage, PersonaliseStage
+from headstart.solvers.heads import batches
 
 CLIENTS = 100
 SHARDS = (2, 5, 10)

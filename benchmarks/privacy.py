@@ -17,18 +17,18 @@ import torch
 from matplotlib.figure import Figure
 
 from benchmarks.common import SHARED, THREADS, in_fresh_process, show
+from headstart.channel.fixed import BITS
+from headstart.channel.secure import SecureClient, SecureSum
+from headstart.config.recipe import Recipe
+from headstart.core.files import write_atomically
+from headstart.core.ledger import Ledger
+from headstart.core.message import Message
+from headstart.core.statistics import message_nbytes
 from headstart.data import Federation
 from headstart.engine import Body, ClientStore, play
-from headstart.evaluation import evaluate
-from headstart.files import write_atomically
-from headstart.ledger import Ledger
 from headstart.methods import Setting, build
-from headstart.privacy.fixed import BITS
-from headstart.privacy.secure import SecureClient, SecureSum
-from headstart.recipe import Recipe
 from headstart.runner import run
-from headstart.statistics import message_nbytes
-from headstart.wire import Message
+from headstart.runner.evaluate import evaluate
 
 SEEDS = (0, 1, 2)
 METHODS = ("fedncm", "fed3r", "fedcof")

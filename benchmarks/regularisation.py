@@ -7,10 +7,10 @@ import os
 import numpy as np
 
 from benchmarks.common import SHARED, show
+from headstart.config.recipe import Recipe
 from headstart.data import Federation
 from headstart.engine import Body
 from headstart.heads.estimators import Fed3R, FedCOF
-from headstart.recipe import Recipe
 
 SQUEEZENET = {
     "backbone": "squeezenet1_1",

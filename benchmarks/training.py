@@ -6,7 +6,7 @@ from typing import Any
 
 from benchmarks.closed_form import recipe
 from benchmarks.common import SHARED, show
-from headstart.recipe import Recipe
+from headstart.config.recipe import Recipe
 from headstart.runner import run
 
 PROBE = {"method": "fedavg", "train": "head", "rounds": 200, "participation": 0.3, "lr": 0.01}

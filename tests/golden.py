@@ -25,9 +25,9 @@ import transformers
 from test_faults import CASES, DIGITS, recipe_of
 
 from disk import contents
-from headstart import runner
-from headstart.ledger import Ledger
-from headstart.recipe import Recipe
+from headstart.config.recipe import Recipe
+from headstart.core.ledger import Ledger
+from headstart.runner import run_recipe as runner
 
 HEAD = {"train": "head", "rounds": 2}
 MORE: dict[str, list[dict[str, Any]]] = {

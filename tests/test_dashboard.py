@@ -19,9 +19,9 @@ from selenium.webdriver import Chrome, ChromeOptions
 from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
 
-from headstart.dashboard import Dashboard, Gallery
+from headstart.config.recipe import Recipe
 from headstart.errors import HeadstartError
-from headstart.recipe import Recipe
+from headstart.report.dashboard import Dashboard, Gallery
 from headstart.runner import run
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")

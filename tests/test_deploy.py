@@ -16,10 +16,10 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import load_pem_private_key, load_ssh_private_key, load_ssh_public_key
 from cryptography.x509.verification import PolicyBuilder, Store, VerificationError
 
-from headstart.deploy import init
+from headstart.config.recipe import Recipe
+from headstart.deploy.folder import init
+from headstart.deploy.guard import app_digest
 from headstart.errors import HeadstartError
-from headstart.guard import app_digest
-from headstart.recipe import Recipe
 
 NODES = ["hospital-a", "B2"]
 DATA = {"dataset": 'it\'s a "test" of \\n $HOME', "classes": ["a", "b"]}
@@ -144,7 +144,10 @@ def test_the_certificates_match_their_keys_and_last_a_year(folder: Path) -> None
 def test_flower_accepts_the_app(folder: Path) -> None:
     text = (folder / "app/pyproject.toml").read_text(encoding="utf-8")
     app = tomllib.loads(text)["tool"]["flwr"]["app"]
-    assert app["components"] == {"serverapp": "headstart.apps:server", "clientapp": "headstart.apps:client"}
+    assert app["components"] == {
+        "serverapp": "headstart.deploy.apps:server",
+        "clientapp": "headstart.deploy.apps:client",
+    }
     config = pytest.importorskip("flwr.common.config")
     assert config.validate_config(tomllib.loads(text), check_module=False)[:2] == (True, [])
 
@@ -171,7 +174,7 @@ def test_scripts_are_executable_and_have_no_syntax_errors(folder: Path) -> None:
         assert str(folder) not in script.read_text()
 
 
-GUARD = ["-P", "-m", "headstart.guard"]
+GUARD = ["-P", "-m", "headstart.deploy.guard"]
 
 
 def test_the_superlink_runs_with_tls_and_authentication_from_any_directory(folder: Path, tmp_path: Path) -> None:
@@ -316,6 +319,6 @@ def test_run_waits_for_the_server(tmp_path: Path) -> None:
 
 
 def test_without_cryptography_the_missing_extra_is_named() -> None:
-    code = "import sys; sys.modules['cryptography'] = None; import headstart.deploy"
+    code = "import sys; sys.modules['cryptography'] = None; import headstart.deploy.folder"
     done = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True)
     assert "HeadstartError: headstart deploy: Flower is missing; install headstart[federation]" in done.stderr

@@ -39,10 +39,10 @@ import headstart
 from headstart import cli
 from headstart.backbones import BACKBONES
 from headstart.backbones.nets import SqueezeNet11
+from headstart.config.recipe import Recipe
+from headstart.config.stage import STAGES, ClosedFormStage
+from headstart.core.message import Message
 from headstart.methods import METHODS, Reply, Setting, build
-from headstart.recipe import Recipe
-from headstart.stages import STAGES, ClosedFormStage
-from headstart.wire import Message
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

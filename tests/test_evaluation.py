@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
-from headstart.evaluation import evaluate
 from headstart.heads import LinearHead
+from headstart.runner.evaluate import evaluate
 
 HEAD = LinearHead(np.eye(3, 2, dtype=np.float32), np.array([0, 0, -np.inf], np.float32))
 FEATURES = np.array([[2.0, 0], [0, 1], [3, 0], [0, 5]])

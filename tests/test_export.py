@@ -20,13 +20,13 @@ from scipy.special import softmax
 
 from headstart.backbones import load_backbone
 from headstart.cli import main
+from headstart.config.recipe import Model as ModelTable
+from headstart.config.recipe import Recipe
 from headstart.data import Federation
-from headstart.engine import RunDirectory
 from headstart.errors import HeadstartError
 from headstart.export import Model, export
 from headstart.heads import LinearHead
-from headstart.recipe import Model as ModelTable
-from headstart.recipe import Recipe
+from headstart.records import RunDirectory
 from headstart.runner import Result, run
 
 SPORT = ["the team won", "a late goal", "the striker scored", "a long match", "they lost the cup", "the league begins"]

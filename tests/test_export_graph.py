@@ -11,9 +11,9 @@ import transformers
 from PIL import Image
 from scipy.special import softmax
 
+from headstart.config.recipe import Recipe
 from headstart.errors import HeadstartError
 from headstart.export import Model, export
-from headstart.recipe import Recipe
 from headstart.runner import run
 from test_export import (  # noqa: F401 (fixtures among them)
     FEDPER,

@@ -12,10 +12,10 @@ import pytest
 
 pytest.importorskip("flwr")
 
-from headstart.deploy import init
+from headstart.config.recipe import Recipe
+from headstart.deploy.folder import init
+from headstart.deploy.guard import FLOWER, GUARDED, LocalOnly, app_digest, check_guarded
 from headstart.errors import HeadstartError
-from headstart.guard import FLOWER, GUARDED, LocalOnly, app_digest, check_guarded
-from headstart.recipe import Recipe
 
 DIGEST = "0" * 64
 
@@ -54,7 +54,7 @@ def test_only_loopback_addresses_reach_more_than_fleet(host: str | None, local: 
 
 
 def start(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "headstart.guard", *arguments]
+    command = [sys.executable, "-m", "headstart.deploy.guard", *arguments]
     return subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=60)
 
 
@@ -90,7 +90,7 @@ def test_mistakes_are_one_sentence(arguments: list[str], sentence: str) -> None:
 
 
 def test_an_app_says_so_if_it_was_started_without_the_checks(monkeypatch: pytest.MonkeyPatch) -> None:
-    from headstart.apps import serve
+    from headstart.deploy.apps import serve
 
     monkeypatch.setenv(GUARDED, "supernode")
     check_guarded("supernode")

@@ -26,13 +26,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from headstart.config.recipe import Recipe
+from headstart.core.ledger import Ledger
+from headstart.core.message import Message
 from headstart.data import Federation
 from headstart.engine import local
 from headstart.errors import HeadstartError, MessageError
-from headstart.ledger import Ledger
-from headstart.methods import Cohort, Reply, Setting, TaskSetting, build
-from headstart.recipe import Recipe
-from headstart.wire import Message
+from headstart.methods import Reply, Setting, TaskSetting, build
+from headstart.solvers.cohort import Cohort
 
 sys.path.append(str(Path(__file__).parent / "methods"))  # the shared matrix is there
 from test_methods import CLIENTS, LOCAL, VARIANTS, cohort_of, play_on, recipe_of, round_trip, setting_of

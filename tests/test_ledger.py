@@ -1,7 +1,7 @@
 import subprocess
 import sys
 
-from headstart.ledger import Ledger, peak_memory
+from headstart.core.ledger import Ledger, peak_memory
 
 
 def test_totals_add_up_over_clients() -> None:
@@ -17,7 +17,7 @@ def test_totals_add_up_over_clients() -> None:
 def test_peak_memory_is_this_process_own() -> None:
     ballast = bytearray(300 << 20)  # a large parent
     assert peak_memory() > len(ballast)
-    code = "from headstart.ledger import peak_memory as p; a = p(); block = b'x' * (64 << 20); print(a, p())"
+    code = "from headstart.core.ledger import peak_memory as p; a = p(); block = b'x' * (64 << 20); print(a, p())"
     before, after = map(int, subprocess.check_output([sys.executable, "-c", code]).split())
     assert before < 200 << 20
     assert after - before > 60 << 20

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from headstart import progress as module
-from headstart.progress import progress, reported
+from headstart.core import progress as module
+from headstart.core.progress import progress, reported
 
 
 class Terminal(io.StringIO):

@@ -17,13 +17,13 @@ from safetensors.torch import save_file
 
 from headstart.backbones import load_backbone
 from headstart.backbones.nets import SqueezeNet11
+from headstart.config.recipe import Model
 from headstart.data import Federation
 from headstart.errors import HeadstartError
 from headstart.modules import attach
 from headstart.published import Found, Row, published, reproduce, rows, select, why_not
 from headstart.published.formulas import FORMULAS
 from headstart.published.tables import HERE
-from headstart.recipe import Model
 
 BY_ID = {row.id: row for row in rows()}
 

@@ -3,9 +3,9 @@ from pathlib import Path
 
 import pytest
 
+from headstart.config.recipe import PARTITIONS, Dirichlet, Recipe
+from headstart.config.stage import STAGES, FedCOFStage
 from headstart.errors import RecipeError
-from headstart.recipe import PARTITIONS, Dirichlet, Recipe
-from headstart.stages import STAGES, FedCOFStage
 
 GOOD = """
 name = "cifar10-fedcof"

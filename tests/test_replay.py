@@ -11,12 +11,12 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from headstart.cli import main
-from headstart.engine import RunDirectory
+from headstart.config.recipe import Recipe
+from headstart.core.message import Message
 from headstart.errors import HeadstartError
-from headstart.recipe import Recipe
-from headstart.replay import replay
+from headstart.export.replay import replay
+from headstart.records import RunDirectory
 from headstart.runner import run
-from headstart.wire import Message
 
 MEZO = {"method": "fedmezo", "rounds": 4, "participation": 0.5, "lr": 1e-4, "evaluate_every": 2}
 IMAGES: dict[str, Any] = {

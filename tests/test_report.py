@@ -11,11 +11,12 @@ import pytest
 from rich.console import Console
 from sklearn.metrics import confusion_matrix
 
+from headstart.config.recipe import Recipe
 from headstart.data import Federation
 from headstart.errors import HeadstartError
-from headstart.recipe import Recipe
-from headstart.report import Record, find, report_body, write_folder
-from headstart.report.records import curves, grouped
+from headstart.records import Record, find
+from headstart.records.record import curves, grouped
+from headstart.report import report_body, write_folder
 from headstart.report.tables import human_bytes, partition_table, summary_table
 from headstart.runner import run
 

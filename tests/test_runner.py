@@ -17,11 +17,11 @@ import pytest
 from safetensors.numpy import load_file
 
 import headstart
-from headstart.engine import RunDirectory
+from headstart.config.recipe import Recipe
 from headstart.engine.store import ClientStore
 from headstart.errors import HeadstartError, MessageError
 from headstart.methods.training import TrainingMethod
-from headstart.recipe import Recipe
+from headstart.records import RunDirectory
 from headstart.report.tables import remarks
 from headstart.runner import run
 

@@ -19,17 +19,17 @@ from safetensors.numpy import load_file
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from headstart.backbones import Backbone, load_backbone
+from headstart.config.recipe import Model, Recipe
+from headstart.core.message import Message
 from headstart.data import Examples, Federation, federation
-from headstart.engine import RunDirectory
 from headstart.errors import HeadstartError
 from headstart.heads import HiddenLayers, LinearHead
-from headstart.methods import Cohort
-from headstart.methods.solver import batches
 from headstart.methods.training import TrainingMethod
-from headstart.recipe import Model, Recipe
+from headstart.records import RunDirectory
 from headstart.report import write_report
 from headstart.runner import Result, run
-from headstart.wire import Message
+from headstart.solvers.cohort import Cohort
+from headstart.solvers.heads import batches
 
 MODEL = {"backbone": "efficientnet-lite0", "image_size": 32}
 # Ten examples at each of three clients: batches of five, none of them of a single example.
@@ -86,7 +86,7 @@ def _light() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(federation, "load_dataset", once)
         patch.setitem(sys.modules, "openvino", None)
-        patch.setattr("headstart.runner.write_report", lambda *arguments: None)
+        patch.setattr("headstart.runner.run_recipe.write_report", lambda *arguments: None)
         torch.set_num_threads(1)
         yield
         torch.set_num_threads(threads)
@@ -101,7 +101,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Result]:
         if name not in results:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setenv("HEADSTART_CACHE", str(folder / "cache"))
-                patch.setattr("headstart.runner.write_report", write_report)
+                patch.setattr("headstart.runner.run_recipe.write_report", write_report)
                 results[name] = run(images(*RECIPES[name]), folder / name)
         return results[name]
 

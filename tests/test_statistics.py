@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headstart import statistics
+from headstart.channel.noise import every_class
+from headstart.core import statistics
+from headstart.core.message import Message
+from headstart.core.statistics import ClientStatistics, message_nbytes, random_parts, shorten, summarise
 from headstart.errors import HeadstartError, MessageError
 from headstart.heads import ridge_head
-from headstart.privacy.noise import every_class, shorten
-from headstart.statistics import ClientStatistics, message_nbytes, random_parts, summarise
-from headstart.wire import Message
 
 RNG = np.random.default_rng(0)
 N, D, C, K = 300, 5, 4, 7

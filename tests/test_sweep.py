@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from headstart.config.recipe import Recipe
 from headstart.errors import HeadstartError, RecipeError
-from headstart.recipe import Recipe
 from headstart.runner import run
-from headstart.sweep import compared, expand, sweep
+from headstart.runner.sweep import compared, expand, sweep
 
 TABLE: dict[str, Any] = {
     "name": "digits",

@@ -21,17 +21,17 @@ from safetensors.numpy import load_file
 from torch.nn import functional
 
 from headstart.backbones import Backbone, load_backbone
+from headstart.config.recipe import Model, Recipe
+from headstart.core.message import Message
 from headstart.data import Federation
 from headstart.engine import Body, local, rounds
-from headstart.engine.rundir import RunDirectory
 from headstart.errors import HeadstartError, MessageError
 from headstart.heads import LinearHead
 from headstart.methods import Reply
 from headstart.modules import plain_state
-from headstart.recipe import Model, Recipe
+from headstart.records.directory import RunDirectory
 from headstart.report import write_report
 from headstart.runner import Result, run
-from headstart.wire import Message
 from test_stages import _light, metrics_of, out_of, same_bits, with_interruptions  # noqa: F401 (a fixture among them)
 
 LOW = {"name": "low", "dataset": "digits", "classes": [0, 1, 2, 3, 4], "partition": {"kind": "iid", "clients": 4}}
@@ -137,8 +137,8 @@ def watch(recipe: Recipe, out: Path | None = None, **keys: Any) -> Watched:
             return local.play(method, stage, federation, source, seed, ledger, store, after, *more)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("headstart.runner.play", play)
-        patch.setattr("headstart.runner.Body", made)
+        patch.setattr("headstart.runner.run_recipe.play", play)
+        patch.setattr("headstart.runner.run_recipe.Body", made)
         result = run(recipe, out, on_metrics=lambda line: lines.append(json.loads(json.dumps(line))), **keys)
     return Watched(result, bodies[0], stages, lines)
 
@@ -832,7 +832,7 @@ def test_evaluations_of_each_task_and_their_mean(vit: Tiny) -> None:
 
 
 def test_the_report_is_about_all_tasks(vit: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headstart.runner.write_report", write_report)
+    monkeypatch.setattr("headstart.runner.run_recipe.write_report", write_report)
     out = out_of(run(vit(YOLO), tmp_path / "out"))
     page = (out / "report.html").read_text()
     for text in ("abc: 0", "de: 4", "fedyolo", "5 clients", "5 classes"):
@@ -944,7 +944,9 @@ def test_a_computed_head_of_each_client_is_on_its_own_tasks_classes(kind: str) -
 
 
 def test_personal_models_are_personalised_further(vit: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headstart.runner.collect", lambda *_: None)  # to look at what clients had in between
+    monkeypatch.setattr(
+        "headstart.runner.run_recipe.collect", lambda *_: None
+    )  # to look at what clients had in between
     stages = [YOLO, PERSONAL | {"update": "lora"}, PERSONAL | {"update": "head", "epochs": 1}]
     seen = watch(vit(*stages))
     for task in (0, 1):

@@ -8,12 +8,12 @@ import pytest
 from safetensors.numpy import load_file
 from scipy.special import log_softmax, softmax
 
-from headstart.engine import RunDirectory
+from headstart.config.recipe import Recipe
+from headstart.config.stage import STAGES, TrainingStage, ZerothOrderStage
 from headstart.export import Model, export
 from headstart.heads import LinearHead
 from headstart.methods import Setting, build
-from headstart.recipe import Recipe
-from headstart.stages import STAGES, TrainingStage, ZerothOrderStage
+from headstart.records import RunDirectory
 from test_export import digits, loaded, npz
 
 T = 0.2

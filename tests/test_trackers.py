@@ -13,10 +13,10 @@ from mlflow.tracking import MlflowClient
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from wandb.proto import wandb_internal_pb2
 
+from headstart.config.recipe import Recipe
 from headstart.errors import HeadstartError
-from headstart.recipe import Recipe
 from headstart.runner import run
-from headstart.trackers import Name, Steps, tracker, trackers
+from headstart.runner.trackers import Name, Steps, tracker, trackers
 from test_export import headstart
 
 ALL: list[Name] = ["tensorboard", "mlflow", "wandb"]

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from headstart.core.message import Message
 from headstart.errors import MessageError
-from headstart.wire import Message
 
 ARRAYS = hnp.arrays(
     st.sampled_from([np.dtype(name) for name in ("float32", "float64", "int32", "int64", "uint8", "bool")]),

@@ -6,22 +6,22 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from headstart.config.recipe import Recipe
+    from headstart.core.statistics import ClientStatistics
     from headstart.errors import HeadstartError
     from headstart.heads.estimators import Fed3R, FedCOF, FedNCM
     from headstart.methods import register
-    from headstart.recipe import Recipe
     from headstart.runner import Result, run
-    from headstart.statistics import ClientStatistics
 
 __all__ = ["ClientStatistics", "Fed3R", "FedCOF", "FedNCM", "HeadstartError", "Recipe", "Result", "register", "run"]
 
 _HOMES = {
-    "ClientStatistics": "statistics",
+    "ClientStatistics": "core.statistics",
     "Fed3R": "heads.estimators",
     "FedCOF": "heads.estimators",
     "FedNCM": "heads.estimators",
     "HeadstartError": "errors",
-    "Recipe": "recipe",
+    "Recipe": "config.recipe",
     "Result": "runner",
     "register": "methods",
     "run": "runner",

@@ -90,7 +90,7 @@ def run(
     ] = None,
 ) -> None:
     """Run a recipe: a table here, and a run directory with metrics, model and report."""
-    from headstart.recipe import Recipe
+    from headstart.config.recipe import Recipe
 
     loaded = Recipe.load(recipe, settings or ())
     if out is None and resume:
@@ -110,9 +110,10 @@ def compare(
 
     With --out of an interrupted comparison, finished runs stay and the others go on.
     """
-    from headstart.recipe import read_table
-    from headstart.report import Record, percent, write_report
-    from headstart.sweep import compared, expand, refuse_other_tables, sweep, write_tables
+    from headstart.config.recipe import read_table
+    from headstart.records import Record
+    from headstart.report import percent, write_report
+    from headstart.runner.sweep import compared, expand, refuse_other_tables, sweep, write_tables
 
     points = expand([read_table(recipe, settings or ()) for recipe in recipes])
     where = out or _free("compare")
@@ -140,7 +141,8 @@ def report(
     ] = None,
 ) -> None:
     """One page about some runs, with every picture as SVG and PNG and the table as CSV, Markdown and LaTeX."""
-    from headstart.report import Record, find, write_folder
+    from headstart.records import Record, find
+    from headstart.report import write_folder
 
     found = find(runs)
     if not found:
@@ -158,7 +160,7 @@ def dashboard(
     host: Annotated[str, typer.Option(help="Who may look: by default this machine only.")] = "127.0.0.1",
 ) -> None:
     """A page on this machine that follows runs while they go on, and compares those that are chosen."""
-    from headstart.dashboard import LOOPBACK, Dashboard
+    from headstart.report.dashboard import LOOPBACK, Dashboard
 
     with Dashboard(folders, host, port) as server:
         if host not in LOOPBACK:
@@ -213,7 +215,7 @@ def demo(
     out: Annotated[Path | None, typer.Option(help="Run directory; by default the first free runs/demo.")] = None,
 ) -> None:
     """FedNCM, Fed3R and FedCOF on 50 clients over MNIST, through EfficientNet-Lite0: real weights, real data."""
-    from headstart.recipe import Recipe
+    from headstart.config.recipe import Recipe
 
     _run_and_show(Recipe.parse(DEMO), out or _free("demo"), False)
 
@@ -227,10 +229,10 @@ def init(
     port: Annotated[int, typer.Option(help="The server's port.")] = 9443,
 ) -> None:
     """Write what a federation of real machines needs: Flower's app, keys, certificates, start scripts."""
-    from headstart.recipe import Recipe
+    from headstart.config.recipe import Recipe
 
     _needs_flower()
-    from headstart.deploy import init
+    from headstart.deploy.folder import init
 
     commands = init(folder, Recipe.load(recipe), [name.strip() for name in nodes.split(",")], host, port)
     print(f"{folder} is ready; {folder / 'README.md'} says what goes where. On one machine, each in a terminal:")
@@ -243,7 +245,7 @@ def replay(
     out: Annotated[Path | None, typer.Option(help="Where the model goes; by default RUN/replay.")] = None,
 ) -> None:
     """Rebuild the model of a FedMeZO run from the pre-trained weights and its log of seeds and scalars."""
-    from headstart.replay import replay
+    from headstart.export.replay import replay
 
     where = out or run / "replay"
     differ = replay(run, where)
@@ -311,8 +313,8 @@ def partition(
     out: Annotated[Path | None, typer.Option(help="Also write a heat map: a .png, .svg or .pdf file.")] = None,
 ) -> None:
     """Who holds which class, as a table and, with --out, as a heat map."""
+    from headstart.config.recipe import Recipe
     from headstart.data import Federation
-    from headstart.recipe import Recipe
     from headstart.report import partition_figure, partition_table, save
 
     if out is not None and out.suffix not in (".png", ".svg", ".pdf"):
@@ -334,8 +336,8 @@ def methods(
     name: Annotated[str | None, typer.Argument(help="A method, to see every key of its stage.")] = None,
 ) -> None:
     """The methods and what is theirs alone; of one method, every key with its default and what it means."""
+    from headstart.config.stage import STAGES, load_plugins
     from headstart.errors import nearest
-    from headstart.stages import STAGES, load_plugins
 
     load_plugins()
     if name is not None and name not in STAGES:
@@ -394,15 +396,15 @@ def datasets() -> None:
 def _run_and_show(
     recipe: object, out: Path, resume: bool, engine: Engine = Engine.local, log: Sequence[Log] = ()
 ) -> None:
-    from headstart.recipe import Recipe
+    from headstart.config.recipe import Recipe
     from headstart.report import remarks, summary_table
     from headstart.runner import run
-    from headstart.trackers import trackers
+    from headstart.runner.trackers import trackers
 
     assert isinstance(recipe, Recipe)
     if engine == Engine.flower:
         _needs_flower()
-        from headstart.apps import simulate as run
+        from headstart.deploy.apps import simulate as run
     with _interrupted(out, "--resume"), trackers([each.value for each in log], recipe, out) as tell:
         result = run(recipe, out, resume, tell)
     _console().print(summary_table(result.summary))

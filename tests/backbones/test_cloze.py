@@ -13,11 +13,11 @@ from tokenizers import ByteLevelBPETokenizer, pre_tokenizers
 
 from headstart.backbones import Backbone, Inputs, load_backbone
 from headstart.backbones.transforms import TextTransform
+from headstart.config.recipe import Model, Recipe
 from headstart.data import Examples
 from headstart.engine import Body
 from headstart.errors import HeadstartError, RecipeError
 from headstart.methods import Setting, build
-from headstart.recipe import Model, Recipe
 from headstart.runner import run
 
 PROMPT = "{text} sat {mask}"

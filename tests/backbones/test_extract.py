@@ -20,10 +20,10 @@ from headstart.backbones import Backbone, embed, extract, load_backbone
 from headstart.backbones import extract as extract_function
 from headstart.backbones.extract import openvino_runner, torch_runner
 from headstart.backbones.transforms import NORMALISATIONS, ImageInput, ImageTransform, TextTransform
+from headstart.config.recipe import Model
 from headstart.data import Examples
 from headstart.errors import HeadstartError
-from headstart.methods.network import set_mode
-from headstart.recipe import Model
+from headstart.solvers.network import set_mode
 
 module = sys.modules[extract_function.__module__]
 

@@ -9,8 +9,8 @@ from torch import nn
 
 from headstart.backbones import load_backbone
 from headstart.backbones.nets import FourConv, MobileNetV2, ResNet18, SmallMobileNet, SqueezeNet11
+from headstart.config.recipe import Model
 from headstart.errors import HeadstartError
-from headstart.recipe import Model
 
 Body = SqueezeNet11 | ResNet18 | MobileNetV2
 BODIES: list[type[Body]] = [SqueezeNet11, ResNet18, MobileNetV2]

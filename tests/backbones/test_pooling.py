@@ -12,8 +12,8 @@ import transformers
 
 from headstart.backbones import Backbone, load_backbone
 from headstart.backbones.hugging_face import _Pooled
+from headstart.config.recipe import Model
 from headstart.errors import HeadstartError
-from headstart.recipe import Model
 
 WORDS = len(tiny_backbones.WORDS)
 SIZES = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "initializer_range": 0.5}

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from headstart.backbones import BACKBONES, Backbone, load_backbone
 from headstart.backbones.nets import MobileNetV2, ResNet18, SqueezeNet11
+from headstart.config.recipe import Model
 from headstart.errors import HeadstartError
-from headstart.recipe import Model
 
 OWN = ["squeezenet1_1", "resnet18", "mobilenet_v2"]
 IMAGE = np.random.default_rng(3).integers(0, 256, (40, 30, 3), dtype=np.uint8)

@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from headstart.config.recipe import Data, Recipe
 from headstart.data import load_dataset
 from headstart.data.load import load_silo
 from headstart.errors import HeadstartError, RecipeError
-from headstart.recipe import Data, Recipe
 
 
 def table(path: Path, labels: list[str]) -> str:

@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from headstart.config.recipe import Recipe
 from headstart.data import Federation
 from headstart.errors import HeadstartError
-from headstart.recipe import Recipe
 
 # 24 training and 12 test examples; users 12 and 7 train on 10 and 8, user 3 on 6, and user 99 only tests.
 Y = np.concatenate([np.arange(24) % 3, np.arange(12) % 3])

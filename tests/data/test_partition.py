@@ -7,10 +7,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from headstart.config.recipe import IID, Classes, Dirichlet, DirichletByClass, Domains, Natural, Shards
 from headstart.data.examples import Examples
 from headstart.data.partition import follow, partition
 from headstart.errors import HeadstartError
-from headstart.recipe import IID, Classes, Dirichlet, DirichletByClass, Domains, Natural, Shards
 
 Ints = npt.NDArray[np.int64]
 

@@ -14,10 +14,10 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
+from headstart.config.recipe import Data
 from headstart.data import KNOWN, Dataset, load_dataset
 from headstart.data.examples import Examples, decode_image
 from headstart.errors import HeadstartError
-from headstart.recipe import Data
 
 Rows = Sequence[dict[str, Any]]
 WORDS = ("spring", "summer", "autumn", "winter")

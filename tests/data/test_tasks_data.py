@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from headstart.config.recipe import Data, Recipe
 from headstart.data import Dataset, Federation, load_dataset
 from headstart.errors import HeadstartError, RecipeError
-from headstart.recipe import Data, Recipe
 
 LOW, HIGH = [0, 1, 2, 3, 4], [9, 8, 7, 6, 5]
 # 24 rows of 3 features; the first feature is the row's number, so that rows can be followed.

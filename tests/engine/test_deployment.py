@@ -27,9 +27,9 @@ import httpx
 from flwr.supercore.protobuf.constants import PROTOBUF_MEDIA_TYPE
 from flwr.supercore.protobuf.translation import PROTOBUF_REQUEST_TYPES
 
-from headstart.deploy import init
-from headstart.guard import app_digest
-from headstart.recipe import Recipe
+from headstart.config.recipe import Recipe
+from headstart.deploy.folder import init
+from headstart.deploy.guard import app_digest
 from headstart.runner import run
 
 pytestmark = [
@@ -426,7 +426,7 @@ def test_nodes_that_cannot_take_part_stay_out_and_the_run_says_why(
     assert "name='$name'" in text
     scripts["false"].write_text(text.replace("name='$name'", "name='a'"))
     text, found = re.subn(
-        r"python3 -P -m headstart.guard supernode \S+", "flower-supernode", scripts["unguarded"].read_text()
+        r"python3 -P -m headstart.deploy.guard supernode \S+", "flower-supernode", scripts["unguarded"].read_text()
     )
     assert found == 1
     scripts["unguarded"].write_text(text)

@@ -17,10 +17,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 pytest.importorskip("flwr")
 pytest.importorskip("ray")
 
-from headstart.apps import simulate
-from headstart.recipe import Recipe
+from headstart.config.recipe import Recipe
+from headstart.config.stage import STAGES
+from headstart.deploy.apps import simulate
 from headstart.runner import run
-from headstart.stages import STAGES
 
 LOCAL = {"train": "head", "rounds": 2, "lr": 0.01, "batch_size": 20, "clients_per_round": 2, "start": "pretrained"}
 MLP = LOCAL | {"head": "mlp", "hidden": 8}

@@ -24,16 +24,16 @@ pytest.importorskip("flwr")
 from flwr.app import ArrayRecord, ConfigRecord, Error, Message, RecordDict
 from flwr.supercore.task_identity import TaskIdentity
 
+from headstart.config.recipe import Recipe
+from headstart.core.files import secret
+from headstart.core.message import Message as Wire
 from headstart.data import Federation
 from headstart.engine import flower, rounds
 from headstart.engine.flower import Nodes, recipe_digest, respond, run_of
 from headstart.engine.node import Asked, ForgottenError, Node
 from headstart.errors import HeadstartError, MessageError
-from headstart.files import secret
-from headstart.recipe import Recipe
 from headstart.report import summary_table
 from headstart.runner import Result, conduct, run
-from headstart.wire import Message as Wire
 
 NAMES = ("a", "b", "c")
 FOUR = (*NAMES, "d")
@@ -502,7 +502,7 @@ def test_a_full_disk_is_a_sentence_and_loses_nothing(command: list[str], tmp_pat
 BUSY = """
 import sys, time
 from pathlib import Path
-from headstart.recipe import Recipe
+from headstart.config.recipe import Recipe
 from headstart.runner import run
 def wait(line):
     while not Path(sys.argv[3]).exists():

@@ -5,11 +5,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from headstart.core.statistics import ClientStatistics, summarise
 from headstart.errors import HeadstartError
 from headstart.heads import LinearHead, RandomFeatures, cof_head, ncm_head, ridge_head
 from headstart.heads.cof import MOMENTS_FOR, _estimated_scatter
 from headstart.heads.ridge import cross_validated, solve
-from headstart.statistics import ClientStatistics, summarise
 
 RNG = np.random.default_rng(0)
 C, D, K = 4, 6, 9

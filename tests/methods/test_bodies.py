@@ -22,6 +22,9 @@ from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_para
 
 from headstart.backbones import Backbone, Inputs, embed
 from headstart.backbones.transforms import NORMALISATIONS, ImageInput, ImageTransform, TextTransform
+from headstart.config.recipe import Recipe
+from headstart.core.ledger import Ledger
+from headstart.core.message import Message
 from headstart.data import Dataset, Examples, Federation
 from headstart.engine import rounds
 from headstart.engine.local import play
@@ -29,11 +32,9 @@ from headstart.engine.store import ClientStore
 from headstart.errors import HeadstartError
 from headstart.heads import LinearHead
 from headstart.heads.linear import HiddenLayers
-from headstart.ledger import Ledger
-from headstart.methods import Cohort, Reply, Setting, build
-from headstart.methods.solver import Objective, batches
-from headstart.recipe import Recipe
-from headstart.wire import Message
+from headstart.methods import Reply, Setting, build
+from headstart.solvers.cohort import Cohort
+from headstart.solvers.heads import Objective, batches
 
 RNG = np.random.default_rng(0)
 SIDE, C, D = 6, 3, 5

@@ -9,9 +9,9 @@ import pytest
 import torch
 from sklearn.datasets import load_wine
 
+from headstart.config.recipe import Recipe
 from headstart.export.graph import Whole
 from headstart.export.model import Model
-from headstart.recipe import Recipe
 from headstart.runner import run
 from test_stages import metrics_of
 

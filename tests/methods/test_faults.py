@@ -15,12 +15,12 @@ import transformers
 from test_methods import VARIANTS
 
 from disk import FAULTS, Disk, Fault, Killed, contents
-from headstart import files
+from headstart.config.recipe import Recipe
+from headstart.core import files
+from headstart.core.ledger import Ledger
 from headstart.data import federation
 from headstart.errors import HeadstartError
-from headstart.ledger import Ledger
-from headstart.recipe import Recipe
-from headstart.runner import run
+from headstart.runner import run, run_recipe
 
 DIGITS = {"dataset": "digits", "train_examples": 60, "test_examples": 30}
 MNIST = {"dataset": "mnist-mini", "train_examples": 24, "test_examples": 10, "classes": [0, 1, 2]}
@@ -75,8 +75,8 @@ def _light() -> Iterator[None]:
         patch.setattr(federation, "load_dataset", once)
         patch.setattr(os, "fsync", lambda handle: None)  # what it is for is what `Disk` models
         patch.setattr(Ledger, "tick", lambda self: None)
-        patch.setattr("headstart.runner.peak_memory", lambda: 0)
-        patch.setattr("headstart.runner.write_report", lambda path, records: files.write_text(path, "no pictures"))
+        patch.setattr(run_recipe, "peak_memory", lambda: 0)
+        patch.setattr(run_recipe, "write_report", lambda path, records: files.write_text(path, "no pictures"))
         yield
 
 

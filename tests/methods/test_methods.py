@@ -9,6 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from headstart.config.recipe import Recipe
+from headstart.config.stage import STAGES
+from headstart.core.ledger import Ledger
+from headstart.core.message import Message
 from headstart.data import Federation
 from headstart.engine import local
 from headstart.engine.local import play
@@ -17,11 +21,8 @@ from headstart.engine.store import ClientStore
 from headstart.errors import HeadstartError, MessageError
 from headstart.heads import LinearHead
 from headstart.heads.estimators import Fed3R, FedCOF, FedNCM
-from headstart.ledger import Ledger
-from headstart.methods import METHODS, Cohort, Reply, Setting, StatisticsMethod, build
-from headstart.recipe import Recipe
-from headstart.stages import STAGES
-from headstart.wire import Message
+from headstart.methods import METHODS, Reply, Setting, StatisticsMethod, build
+from headstart.solvers.cohort import Cohort
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "fedncm": {"method": "fedncm"},

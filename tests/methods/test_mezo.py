@@ -25,20 +25,21 @@ from torch.nn import functional
 from headstart.backbones import Backbone, Inputs, embed
 from headstart.backbones.hugging_face import _Pooled
 from headstart.backbones.transforms import TextTransform
+from headstart.config.recipe import Recipe
+from headstart.core.ledger import Ledger
+from headstart.core.message import Message
 from headstart.data import Dataset, Examples, Federation
 from headstart.engine import local
 from headstart.engine.local import play
 from headstart.engine.store import ClientStore
 from headstart.errors import HeadstartError, MessageError
 from headstart.heads import LinearHead
-from headstart.ledger import Ledger
-from headstart.methods import Cohort, Reply, Setting, build, directions, zeroth
-from headstart.methods.directions import direction
-from headstart.methods.network import Network
-from headstart.methods.zeroth import ZerothOrder
+from headstart.methods import Reply, Setting, build, directions, zeroth
 from headstart.modules import attach
-from headstart.recipe import Recipe
-from headstart.wire import Message
+from headstart.solvers.cohort import Cohort
+from headstart.solvers.directions import direction
+from headstart.solvers.network import Network
+from headstart.solvers.zeroth import ZerothOrder
 
 N, C = len(Y), 3
 SEED = (3, 1)

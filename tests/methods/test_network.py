@@ -8,9 +8,9 @@ import torch
 from test_bodies import HEAD, SEED, C, D, N, Plain, Run, backbone_of, bits, pixels_backbone
 from torch import Tensor, nn
 
+from headstart.config.recipe import Recipe
 from headstart.errors import HeadstartError
 from headstart.methods import Setting, build
-from headstart.recipe import Recipe
 
 
 class Skipping(Plain):

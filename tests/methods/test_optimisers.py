@@ -10,13 +10,13 @@ import torch
 from test_training import SIZES, START, WHO, C, D, K, N, X, Y, cohort, flat, g, stage_of, start, uneven
 from torch import Tensor
 
+from headstart.channel.robust import norm_of
+from headstart.config.recipe import Recipe
+from headstart.core.message import Message
 from headstart.data import Federation
 from headstart.errors import MessageError
 from headstart.methods import Reply, Setting, build, solver
-from headstart.methods.combine import norm_of
-from headstart.recipe import Recipe
 from headstart.runner import run
-from headstart.wire import Message
 
 
 def trained(who: Iterable[Iterable[int]], summed: bool = False, **keys: Any) -> Any:

@@ -35,16 +35,17 @@ from test_bodies import (
 from test_methods import holds, overheard
 from torch import Tensor, nn
 
+from headstart.config.recipe import Recipe
+from headstart.config.stage import FedPerStage, LGFedAvgStage
 from headstart.data import Federation
-from headstart.engine import RunDirectory, collect, rounds
+from headstart.engine import collect, rounds
 from headstart.errors import HeadstartError, RecipeError
 from headstart.heads import LinearHead
 from headstart.heads.estimators import Fed3R, FedCOF, FedNCM
 from headstart.methods.personalise import blended_head
-from headstart.methods.solver import Objective, batches
-from headstart.recipe import Recipe
+from headstart.records import RunDirectory
 from headstart.runner import run
-from headstart.stages import FedPerStage, LGFedAvgStage
+from headstart.solvers.heads import Objective, batches
 from test_stages import _light, metrics_of, same_bits, same_run, with_interruptions  # noqa: F401 (a fixture among them)
 
 TOP = ("head.weight", "head.bias")
@@ -794,7 +795,7 @@ def test_a_run_stopped_after_the_disk_was_cleared_still_has_what_clients_brought
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("headstart.runner.collect", stop)
+        patch.setattr("headstart.runner.run_recipe.collect", stop)
         with pytest.raises(KeyboardInterrupt):
             run(recipe, tmp_path / "cut")
     run(recipe, tmp_path / "cut", resume=True)
@@ -1112,7 +1113,7 @@ def test_a_server_may_train_the_body_alone(tmp_path: Path) -> None:
 def test_what_a_stage_does_not_send_comes_once_from_the_stage_before(
     method: str, below_travels: bool, tmp_path: Path
 ) -> None:
-    from headstart.wire import Message
+    from headstart.core.message import Message
 
     stages = run(digits(AVERAGE, ROUNDS | {"method": method}), tmp_path).summary["stages"]
     arrays = handed(tmp_path, 0)
@@ -1130,9 +1131,9 @@ import torch
 from headstart.data import Dataset, Examples, Federation
 from headstart.engine.local import play
 from headstart.engine.store import ClientStore
-from headstart.ledger import Ledger
+from headstart.core.ledger import Ledger
 from headstart.methods import Setting, build
-from headstart.recipe import Recipe
+from headstart.config.recipe import Recipe
 torch.set_num_threads(1)
 folder = Path(sys.argv[1])
 keys = {"method": "local-only", "train": "head", "head": "mlp", "hidden": 160, "rounds": 30, "clients_per_round": 40}

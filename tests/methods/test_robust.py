@@ -11,12 +11,13 @@ from scipy.stats import trim_mean
 from test_bodies import Normed, Plain, backbone_of
 from test_slora import Run
 
+from headstart.channel.accounting import noise_multiplier
+from headstart.channel.robust import median, norm_of, shortened, trimmed_mean
+from headstart.config.recipe import Recipe
+from headstart.core.message import Message
 from headstart.errors import HeadstartError, MessageError, RecipeError
-from headstart.methods import Cohort, Reply, Setting, TaskSetting, build
-from headstart.methods.combine import median, norm_of, shortened, trimmed_mean
-from headstart.privacy.accounting import noise_multiplier
-from headstart.recipe import Recipe
-from headstart.wire import Message
+from headstart.methods import Reply, Setting, TaskSetting, build
+from headstart.solvers.cohort import Cohort
 
 C, D, K, PER = 4, 6, 12, 30
 RNG = np.random.default_rng(0)

@@ -10,10 +10,11 @@ import pytest
 from test_methods import recipe_of
 
 import headstart
-from headstart.methods import Cohort, Setting
-from headstart.methods.plan import head_start
-from headstart.methods.solver import batches
-from headstart.statistics import random_parts
+from headstart.core.statistics import random_parts
+from headstart.methods import Setting
+from headstart.methods.head_init import head_start
+from headstart.solvers.cohort import Cohort
+from headstart.solvers.heads import batches
 
 SOURCE = Path(headstart.__file__).parent
 # Who holds what begins with the run's seed and a constant, where others have the number of a stage; noise begins with

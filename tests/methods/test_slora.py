@@ -10,15 +10,15 @@ import torch
 from test_mezo import SENTENCES, WIDTH, C, N, Y, bert_backbone, bert_head
 
 from headstart.backbones import Inputs, embed
+from headstart.config.recipe import Recipe
+from headstart.core.ledger import Ledger
+from headstart.core.message import Message
 from headstart.data import Dataset, Federation
 from headstart.engine.local import play
 from headstart.engine.store import ClientStore
-from headstart.ledger import Ledger
 from headstart.methods import Setting, build
 from headstart.methods.slora import factors
 from headstart.modules import attach, plain_state
-from headstart.recipe import Recipe
-from headstart.wire import Message
 
 SEED = (5, 2)
 WHO = np.arange(N) % 3

@@ -8,15 +8,16 @@ import numpy as np
 import pytest
 import torch
 
+from headstart.config.recipe import Recipe
+from headstart.core.ledger import Ledger
 from headstart.data import Dataset, Examples, Federation
 from headstart.engine.local import play
 from headstart.engine.store import ClientStore
 from headstart.heads import LinearHead
-from headstart.ledger import Ledger
-from headstart.methods import Cohort, Setting, build
-from headstart.methods.solver import HeadSolver, Objective, batches, learning_rate
+from headstart.methods import Setting, build
 from headstart.methods.training import Tally, TrainingState
-from headstart.recipe import Recipe
+from headstart.solvers.cohort import Cohort
+from headstart.solvers.heads import HeadSolver, Objective, batches, learning_rate
 
 C, D = 3, 4
 RNG = np.random.default_rng(0)
@@ -174,7 +175,7 @@ def uneven(cohort: Cohort, *_: Any) -> np.ndarray:
 
 @pytest.mark.parametrize(("momentum", "mu"), [(0.0, 0.0), (0.6, 0.0), (0.0, 0.4)])
 def test_fednova(momentum: float, mu: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headstart.methods.solver.batches", uneven)
+    monkeypatch.setattr("headstart.solvers.heads.batches", uneven)
     close(federated(tmp_path, method="fednova", momentum=momentum, mu=mu), nova(momentum, mu))
 
 

@@ -22,11 +22,11 @@ from headstart.backbones import Backbone, Inputs, Prefix, embed, embed_rows, loa
 from headstart.backbones.hugging_face import _Pooled
 from headstart.backbones.prefix import Prefixed, StateFile
 from headstart.backbones.transforms import NORMALISATIONS, ImageInput, ImageTransform
+from headstart.config.recipe import Model
 from headstart.data import Examples
 from headstart.errors import HeadstartError
 from headstart.modules import Attached, attach
 from headstart.modules.blocks import blocks_of
-from headstart.recipe import Model
 
 KINDS = ("lora", "adapter", "vpt")
 TEXTS = ["3 4 5", "6", "7 8 9 10 3 4 5 6", "5 5", "9 3 10 4", "10", "4 3 2 1 5 6 7"]

@@ -8,8 +8,8 @@ import pytest
 from dp_accounting import GaussianDpEvent, pld
 from scipy import optimize, stats
 
+from headstart.channel.accounting import noise_multiplier, sensitivity, spent
 from headstart.errors import HeadstartError
-from headstart.privacy.accounting import noise_multiplier, sensitivity, spent
 
 
 def exact_delta(sigma: float, epsilon: float) -> float:

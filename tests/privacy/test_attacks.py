@@ -16,6 +16,12 @@ pytest.importorskip("flwr")
 from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.supercore.task_identity import TaskIdentity
 
+from headstart.channel import secure
+from headstart.channel.noise import SystemGenerator, generators_of
+from headstart.channel.secure import SecureClient
+from headstart.config.recipe import Recipe
+from headstart.core.message import Message as Wire
+from headstart.core.statistics import ClientStatistics
 from headstart.data import Federation
 from headstart.engine import flower
 from headstart.engine.begin import Begin
@@ -23,12 +29,6 @@ from headstart.engine.flower import digest, recipe_digest, respond, run_of
 from headstart.engine.node import Node
 from headstart.errors import HeadstartError
 from headstart.methods import Setting, build
-from headstart.privacy import secure
-from headstart.privacy.noise import SystemGenerator, generators_of
-from headstart.privacy.secure import SecureClient
-from headstart.recipe import Recipe
-from headstart.statistics import ClientStatistics
-from headstart.wire import Message as Wire
 
 CLASSES, DIM = 3, 4
 COUNTS = (18, 5, 7)
@@ -250,7 +250,7 @@ def test_the_operating_systems_noise_is_gaussian(monkeypatch: pytest.MonkeyPatch
     assert abs(np.corrcoef(drawn[1:], drawn[:-1])[0, 1]) < 0.02
     for byte in (0, 255):  # the first and the last number that there are
         with monkeypatch.context() as patched:
-            patched.setattr("headstart.privacy.noise.os.urandom", lambda size, byte=byte: bytes([byte]) * size)
+            patched.setattr("headstart.channel.noise.os.urandom", lambda size, byte=byte: bytes([byte]) * size)
             assert 8 < abs(SystemGenerator().standard_normal(1)[0]) < 9
     moved = SystemGenerator().normal(np.full((300, 300), 5.0), 0.5)
     assert moved.shape == (300, 300)

@@ -10,14 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import optimize, stats
 
+from headstart.channel.noise import blur_counts, every_class, present, scaled, solvable
+from headstart.config.recipe import Recipe
+from headstart.config.stage import CountNoise
+from headstart.core.message import Message
+from headstart.core.statistics import ClientStatistics, shorten, summarise
 from headstart.errors import HeadstartError, MessageError, RecipeError
 from headstart.heads.estimators import Fed3R, FedCOF, FedNCM
-from headstart.methods import Cohort, Reply, Setting, TaskSetting, build
-from headstart.privacy.noise import blur_counts, every_class, present, scaled, shorten, solvable
-from headstart.recipe import Recipe
-from headstart.stages import CountNoise
-from headstart.statistics import ClientStatistics, summarise
-from headstart.wire import Message
+from headstart.methods import Reply, Setting, TaskSetting, build
+from headstart.solvers.cohort import Cohort
 
 CLASSES, DIM, CLIENTS = 4, 6, 8
 METHODS: dict[str, dict[str, Any]] = {

@@ -15,10 +15,10 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headstart.channel.fixed import from_fixed, to_fixed
+from headstart.channel.secure import STEPS, SecureClient, SecureSum
+from headstart.core.message import Message
 from headstart.errors import HeadstartError, MessageError
-from headstart.privacy.fixed import from_fixed, to_fixed
-from headstart.privacy.secure import STEPS, SecureClient, SecureSum
-from headstart.wire import Message
 
 Values = dict[str, np.ndarray]
 SHAPES = {"sums": (3, 5), "count": (), "nothing": (0, 4), "bias": (7,)}

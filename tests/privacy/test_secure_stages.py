@@ -9,11 +9,11 @@ import pytest
 from safetensors.numpy import load_file
 from sklearn.datasets import load_digits
 
+from headstart.config.recipe import Recipe
 from headstart.data import Federation
 from headstart.engine import rounds
 from headstart.errors import HeadstartError, RecipeError
 from headstart.heads.estimators import FedCOF
-from headstart.recipe import Recipe
 from headstart.runner import Result, run
 
 K = 9

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from headstart.backbones.prefix import Prefixed, evaluating
 from headstart.backbones.transforms import NORMALISATIONS, ImageInput, ImageTransform, Normalisation, TextTransform
+from headstart.config.recipe import Model
 from headstart.errors import HeadstartError
-from headstart.recipe import Model
 
 # Parameters of the classifier that a checkpoint may carry and a body has no use for.
 _HEADS = ("classifier.", "fc.", "_fc.", "head.", "heads.", "pooler.")

@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 from filelock import FileLock
 
+from headstart.core.files import write_json
 from headstart.errors import HeadstartError
-from headstart.files import write_json
 
 BLOCK = 256
 

@@ -20,10 +20,10 @@ from torch import Tensor
 from headstart.backbones.backbone import Backbone, moved, run_body
 from headstart.backbones.cache import BLOCK, FeatureFile
 from headstart.backbones.inputs import Inputs
+from headstart.core.progress import progress
 from headstart.data import Examples
 from headstart.data.examples import Ints
 from headstart.errors import HeadstartError
-from headstart.progress import progress
 
 Runner = Callable[[tuple[Tensor, ...]], npt.NDArray[np.float32]]
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from headstart.backbones.backbone import Backbone, cannot_load, image_backbone, load_weights, needed, some
 from headstart.backbones.transforms import Normalisation, TextTransform
+from headstart.config.recipe import Model
 from headstart.errors import HeadstartError
-from headstart.recipe import Model
 
 # What sentence-transformers calls a pooling in the folder of a model: since its version 6, and before.
 _POOLINGS = {"mean": ("mean", "mean_tokens"), "cls": ("cls", "cls_token"), "last": ("lasttoken", "lasttoken")}

@@ -15,8 +15,8 @@ from headstart.backbones.backbone import Backbone, cannot_load, image_backbone, 
 from headstart.backbones.hugging_face import hugging_face
 from headstart.backbones.nets import FourConv, MobileNetV2, ResNet18, SmallMobileNet, SqueezeNet11
 from headstart.backbones.transforms import Normalisation
+from headstart.config.recipe import Model
 from headstart.errors import HeadstartError, nearest
-from headstart.recipe import Model
 
 
 @dataclass(frozen=True)

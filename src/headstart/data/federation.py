@@ -7,11 +7,11 @@ from functools import cached_property
 
 import numpy as np
 
+from headstart.config.recipe import ONE_TASK, Data, Domains, Natural, Recipe
 from headstart.data.examples import Dataset, Examples, Ints, Joined, Kind
 from headstart.data.load import load_dataset, load_silo
 from headstart.data.partition import UNUSED, follow, partition
 from headstart.errors import HeadstartError
-from headstart.recipe import ONE_TASK, Data, Domains, Natural, Recipe
 
 
 @dataclass(frozen=True, eq=False)

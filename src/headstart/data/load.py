@@ -11,10 +11,10 @@ from pathlib import Path
 
 import numpy as np
 
+from headstart.config.recipe import Data
 from headstart.data.catalog import KNOWN, Known
 from headstart.data.examples import Dataset, Examples, Ints, balanced, check_labels, codes, held_out, numbered
 from headstart.errors import HeadstartError, nearest
-from headstart.recipe import Data
 
 _BUNDLED_SEED = 0  # the bundled sets have one split, whatever the run's seed
 _NONE = np.zeros(0, np.int64)

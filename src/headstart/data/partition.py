@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from headstart.config.recipe import IID, Classes, Dirichlet, DirichletByClass, Domains, Natural, Partition, Shards
 from headstart.data.examples import Examples, Ints
 from headstart.errors import HeadstartError
-from headstart.recipe import IID, Classes, Dirichlet, DirichletByClass, Domains, Natural, Partition, Shards
 
 UNUSED = -1
 

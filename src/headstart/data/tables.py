@@ -14,10 +14,10 @@ from typing import Any
 import datasets
 import numpy as np
 
+from headstart.config.recipe import Data
 from headstart.data.catalog import Known
 from headstart.data.examples import Dataset, Examples, Ints, Kind, check_labels, codes, numbered
 from headstart.errors import HeadstartError
-from headstart.recipe import Data
 
 Tables = dict[str, Any]
 

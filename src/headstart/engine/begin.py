@@ -10,15 +10,14 @@ from typing import Any, Literal
 
 import numpy as np
 
+from headstart.channel.noise import Seed
+from headstart.config.recipe import Recipe
+from headstart.config.stage import ClosedForm, PersonaliseStage, Rounds
+from headstart.core.message import Array, Message
 from headstart.engine.body import Body, Module, Version
 from headstart.errors import MessageError
 from headstart.heads import LinearHead
 from headstart.methods import Method, Setting, TaskSetting, build
-from headstart.methods.plan import Plan
-from headstart.privacy.noise import Seed
-from headstart.recipe import Recipe
-from headstart.stages import ClosedForm, PersonaliseStage, Rounds
-from headstart.wire import Array, Message
 
 Shapes = Mapping[str, tuple[int, ...]]
 Moves = Literal["head", "body"] | None
@@ -90,7 +89,7 @@ class Begin:
         plain: the stage as the recipe has it; catches_up: whether a client rebuilds the model from a log; weights: of
         the body, where earlier stages trained it; module: what they left on it; own: what the client has of its own.
         """
-        plan, parts = Plan.of(stage) if isinstance(stage, Rounds) else None, dict[str, Mapping[str, Array]]()
+        plan, parts = stage.plan if isinstance(stage, Rounds) else None, dict[str, Mapping[str, Array]]()
 
         def sent(role: str) -> bool:  # with every message
             return role == "shared" and not catches_up

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from headstart.config.recipe import Model
+from headstart.config.stage import MODULES, Rounds, Stage
+from headstart.core.statistics import Features
 from headstart.data import Dataset
 from headstart.data.examples import Examples, Ints, Joined
 from headstart.errors import HeadstartError
 from headstart.heads import LinearHead
-from headstart.recipe import Model
-from headstart.stages import MODULES, Rounds, Stage
-from headstart.statistics import Features
 
 if TYPE_CHECKING:  # torch is not needed where the data are features
     from torch import Tensor
@@ -281,8 +281,8 @@ class Body:
         """Put what a stage made, or the pre-trained weights, into the body; nothing to do where they are there."""
         if number == self.loaded:
             return
-        from headstart.methods.network import set_mode
         from headstart.modules import plain_state
+        from headstart.solvers.network import set_mode
 
         assert self.backbone is not None
         version = self._versions[number]

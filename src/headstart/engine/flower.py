@@ -18,16 +18,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from headstart.channel.fixed import BITS
+from headstart.config.recipe import Recipe
+from headstart.config.stage import ClosedForm, Rounds
+from headstart.core.message import Message
 from headstart.engine.begin import Begin, digest
 from headstart.engine.node import Asked, ForgottenError, Kept, Node
 from headstart.engine.rounds import Bools, Heard, Question, Summed
 from headstart.engine.store import ClientStore
 from headstart.errors import HeadstartError, MessageError
 from headstart.methods import Reply
-from headstart.privacy.fixed import BITS
-from headstart.recipe import Recipe
-from headstart.stages import ClosedForm, Rounds
-from headstart.wire import Message
 
 if TYPE_CHECKING:  # Flower takes seconds to load
     from flwr.app import Message as FlowerMessage
@@ -200,7 +200,7 @@ class FlowerClients:
 
     def add_up(self, question: Question, threshold: int, shapes: Mapping[str, tuple[int, ...]]) -> Summed:
         """The protocol of `privacy.secure`, an exchange after the other; who does not answer is left behind."""
-        from headstart.privacy.secure import SecureSum
+        from headstart.channel.secure import SecureSum
 
         numbers = question.clients.tolist()
         nodes = {client: self.nodes.ids[client] for client in numbers}

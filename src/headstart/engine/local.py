@@ -11,15 +11,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from headstart.channel.fixed import BITS, from_fixed, to_fixed
+from headstart.config.stage import ClosedForm, Rounds
+from headstart.core.ledger import Ledger
+from headstart.core.message import Message
+from headstart.core.statistics import Features, Ints
 from headstart.data import Federation
 from headstart.engine.rounds import AfterRound, Bools, Heard, Question, Summed, play_rounds, shared_examples
 from headstart.engine.store import ClientStore
-from headstart.ledger import Ledger
-from headstart.methods import Cohort, Method, Reply
-from headstart.privacy.fixed import BITS, from_fixed, to_fixed
-from headstart.stages import ClosedForm, Rounds
-from headstart.statistics import Features, Ints
-from headstart.wire import Message
+from headstart.methods import Method, Reply
+from headstart.solvers.cohort import Cohort
 
 if TYPE_CHECKING:  # closed-form methods do not wait for torch
     from headstart.backbones import Inputs

@@ -20,20 +20,20 @@ import numpy as np
 from filelock import FileLock
 from scipy.special import log_softmax
 
+from headstart.config.recipe import Recipe
+from headstart.config.stage import ClosedForm, PersonaliseStage, Rounds
+from headstart.core.files import temporaries, write_atomically, write_json
+from headstart.core.message import Message, Scalar
+from headstart.core.statistics import Ints
 from headstart.data import Federation
 from headstart.engine.begin import Begin, digest
 from headstart.engine.body import Body
 from headstart.engine.rounds import rounds_of
 from headstart.engine.store import ClientStore
 from headstart.errors import HeadstartError, MessageError
-from headstart.files import temporaries, write_atomically, write_json
 from headstart.heads import LinearHead
-from headstart.methods import Cohort, Reply
-from headstart.methods.plan import Plan
-from headstart.recipe import Recipe
-from headstart.stages import ClosedForm, PersonaliseStage, Rounds
-from headstart.statistics import Ints
-from headstart.wire import Message, Scalar
+from headstart.methods import Reply
+from headstart.solvers.cohort import Cohort
 
 Kept = Sequence[tuple[int, int, Mapping[str, tuple[int, ...]]]]
 """Of this stage, and of those that it goes on from: the stage's number, the slot that holds what the client kept, -1
@@ -199,7 +199,7 @@ class Node:
             return self._add(asked, told)
 
     def _add(self, asked: Asked, told: Message) -> tuple[dict[str, Any], Message]:
-        from headstart.privacy.secure import SecureClient
+        from headstart.channel.secure import SecureClient
 
         path = self.folder / f"secret-{asked.client}.safetensors"
         step, facts = told.scalars.get("step"), {"passes": 0, "kept": False}
@@ -312,7 +312,7 @@ class Node:
             owners = {"train": self.federation.owners, "test": self.federation.test_owners}
             body = Body(self.recipe.model, self.federation.dataset, owners=owners)
             stage, method = begin.method(self.recipe, body, None if self.alone else ())
-            changes = isinstance(stage, Rounds) and Plan.of(stage).changes_features
+            changes = isinstance(stage, Rounds) and stage.plan.changes_features
             source: Any = body.inputs() if changes else body.features("train")
             self._stage = key, _Stage(stage, begin, method, body, source)
         return self._stage[1]

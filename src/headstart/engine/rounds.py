@@ -9,16 +9,17 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from headstart.config.stage import ClosedForm, PersonaliseStage, Rounds
+from headstart.core.ledger import Ledger
+from headstart.core.message import Message
+from headstart.core.progress import progress
+from headstart.core.statistics import Features, Floats, Ints
 from headstart.data import Federation
 from headstart.engine.rules import check_enough, check_on_time
 from headstart.engine.store import ClientStore
 from headstart.errors import HeadstartError, MessageError
-from headstart.ledger import Ledger
-from headstart.methods import Cohort, Method, Reply
-from headstart.progress import progress
-from headstart.stages import ClosedForm, PersonaliseStage, Rounds
-from headstart.statistics import Features, Floats, Ints
-from headstart.wire import Message
+from headstart.methods import Method, Reply
+from headstart.solvers.cohort import Cohort
 
 if TYPE_CHECKING:  # closed-form methods do not wait for torch
     from headstart.backbones import Inputs

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from headstart.config.stage import ClosedForm, Rounds
 from headstart.errors import HeadstartError, MessageError
-from headstart.stages import ClosedForm, Rounds
 
 
 def check_on_time(stage: ClosedForm | Rounds, seconds: float) -> None:

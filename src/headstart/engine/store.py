@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from headstart.files import sync_folder
-from headstart.statistics import Ints
+from headstart.core.files import sync_folder
+from headstart.core.statistics import Ints
 
 Values = npt.NDArray[np.float32]
 Arrays = Mapping[str, Values]

@@ -14,10 +14,10 @@ import numpy as np
 import tomli_w
 from safetensors.numpy import save_file
 
+from headstart.core.files import write_json, write_text
 from headstart.engine.body import Module
 from headstart.errors import HeadstartError
 from headstart.export.model import Model
-from headstart.files import write_json, write_text
 
 if TYPE_CHECKING:  # torch is not needed where the data are features
     from headstart.export.graph import Format
@@ -110,7 +110,7 @@ def _save_body(model: Model, merge: bool, folder: Path) -> str:
         table["weights"] = "model.safetensors"
         files.append("`model.safetensors`: the body, to be named as model.weights in a recipe")
     if not code:
-        code = ["from headstart.backbones import load_backbone", "from headstart.recipe import Model"]
+        code = ["from headstart.backbones import load_backbone", "from headstart.config.recipe import Model"]
         code.append(f"body = load_backbone(Model.model_validate({table!r})).body")
     if module is not None:
         arrays = {**module.values[0], **{f"head.{name}": array for name, array in model.head.arrays().items()}}

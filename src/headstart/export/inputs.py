@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from headstart.config.recipe import Data
 from headstart.data import KNOWN
 from headstart.data.examples import Examples, Kind
 from headstart.data.tables import IMAGE_SUFFIXES
 from headstart.errors import HeadstartError
-from headstart.recipe import Data
 
 _KINDS: Mapping[str, Kind] = {".txt": "text", ".csv": "text", ".npz": "features"}
 _READS = {

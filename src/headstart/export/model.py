@@ -16,15 +16,16 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load_file
 from scipy.special import softmax
 
+from headstart.config.recipe import Data, Recipe
+from headstart.core.files import csv_text, write_text
+from headstart.core.statistics import Ints
 from headstart.data.examples import Examples, Kind, numbered
-from headstart.engine import PRETRAINED, Body, Handed, RunDirectory
+from headstart.engine import PRETRAINED, Body
 from headstart.engine.body import Module, Version
 from headstart.errors import HeadstartError, nearest
 from headstart.export.inputs import read
-from headstart.files import csv_text, write_text
 from headstart.heads import LinearHead
-from headstart.recipe import Data, Recipe
-from headstart.statistics import Ints
+from headstart.records import Handed, RunDirectory
 
 Arrays = dict[str, npt.NDArray[Any]]
 

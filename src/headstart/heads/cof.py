@@ -7,10 +7,10 @@ from typing import Literal
 import numpy as np
 from scipy import linalg
 
+from headstart.core.statistics import ClientStatistics, Floats, Moments
 from headstart.errors import HeadstartError
 from headstart.heads.linear import LinearHead, unit_rows
 from headstart.heads.ridge import solve
-from headstart.statistics import ClientStatistics, Floats, Moments
 
 Covariance = Literal["estimated", "full", "diagonal", "spherical"]
 

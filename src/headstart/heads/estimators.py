@@ -12,12 +12,12 @@ from sklearn.base import BaseEstimator, ClassifierMixin
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 
+from headstart.core.statistics import Features, Ints, random_parts, summarise
 from headstart.errors import HeadstartError
 from headstart.heads.cof import MOMENTS_FOR, Covariance, cof_head
 from headstart.heads.linear import LinearHead, RandomFeatures
 from headstart.heads.ncm import ncm_head
 from headstart.heads.ridge import ridge_head
-from headstart.statistics import Features, Ints, random_parts, summarise
 
 _FLOATS = [np.float64, np.float32]
 

@@ -11,10 +11,9 @@ import numpy as np
 import numpy.typing as npt
 from safetensors.numpy import load_file, save_file
 
+from headstart.core.files import write_atomically
+from headstart.core.statistics import Features, Floats, shorten
 from headstart.errors import HeadstartError
-from headstart.files import write_atomically
-from headstart.privacy.noise import shorten
-from headstart.statistics import Features, Floats
 
 _ROWS = 8192
 

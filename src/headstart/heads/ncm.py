@@ -6,9 +6,9 @@ from typing import Literal
 
 import numpy as np
 
+from headstart.core.statistics import ClientStatistics
 from headstart.errors import HeadstartError
 from headstart.heads.linear import LinearHead, unit_rows
-from headstart.statistics import ClientStatistics
 
 
 def ncm_head(statistics: ClientStatistics, distance: Literal["cosine", "euclidean"]) -> LinearHead:

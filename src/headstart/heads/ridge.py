@@ -7,9 +7,9 @@ from typing import Literal
 import numpy as np
 from scipy import linalg
 
+from headstart.core.statistics import ClientStatistics, Floats
 from headstart.errors import HeadstartError
 from headstart.heads.linear import LinearHead, unit_rows
-from headstart.statistics import ClientStatistics, Floats
 
 
 def ridge_head(statistics: ClientStatistics, ridge: float | Literal["auto"], bias: bool) -> LinearHead:

@@ -7,11 +7,11 @@ from functools import partial
 from importlib import import_module
 from typing import Any, get_args
 
+from headstart.config.recipe import Recipe
+from headstart.config.stage import FAMILIES, STAGES, ClosedForm, Rounds
 from headstart.errors import HeadstartError
-from headstart.methods.base import Cohort, Method, Reply, Setting, StatisticsMethod, TaskSetting
+from headstart.methods.base import Method, Reply, Setting, StatisticsMethod, TaskSetting
 from headstart.methods.tasks import PerTask
-from headstart.recipe import Recipe
-from headstart.stages import FAMILIES, STAGES, ClosedForm, Rounds
 
 Maker = Callable[[Any, Setting], Any]
 """What makes the `Method` of a stage: usually the method's class."""
@@ -60,13 +60,15 @@ METHODS: dict[str, Maker] = {
 def register(stage: type[ClosedForm | Rounds], method: Maker) -> None:
     """Add a method: recipes may name it from now on, and `headstart methods` lists it.
 
-    stage: the table of a recipe, a subclass of one of the families in `headstart.stages`, with
+    stage: the table of a recipe, a subclass of one of the families in `headstart.config.stage`, with
     ``method: Literal["its-name"]``, its keys and their defaults; method: a class with the verbs of `Method`, called
     with a stage and a `Setting`. A class that is defined again, as in a notebook, takes the place of its former self.
     """
     if not (isinstance(stage, type) and issubclass(stage, FAMILIES)):
         families = ", ".join(family.__name__ for family in FAMILIES)
-        raise HeadstartError(f"{stage!r} is no stage: make it a subclass of one of {families} in headstart.stages")
+        raise HeadstartError(
+            f"{stage!r} is no stage: make it a subclass of one of {families} in headstart.config.stage"
+        )
     names = get_args(stage.model_fields["method"].annotation)
     if len(names) != 1 or not isinstance(names[0], str):
         raise HeadstartError(f'{stage.__name__} names no method: give it the key method: Literal["its-name"]')
@@ -88,7 +90,6 @@ def build(stage: ClosedForm | Rounds, setting: Setting) -> Method[Any]:
 
 __all__ = [
     "METHODS",
-    "Cohort",
     "Method",
     "Reply",
     "Setting",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from headstart.errors import MessageError
-from headstart.heads import LinearHead
-from headstart.ledger import Published
-from headstart.privacy.accounting import noise_multiplier
-from headstart.privacy.noise import Seed, StatisticsNoise, every_class, generators_of, present, shorten, solvable
-from headstart.stages import Privacy
-from headstart.statistics import (
+from headstart.channel.accounting import noise_multiplier
+from headstart.channel.noise import Seed, StatisticsNoise, every_class, generators_of, present, solvable
+from headstart.config.stage import Privacy
+from headstart.core.ledger import Published
+from headstart.core.message import Message
+from headstart.core.statistics import (
     ClientStatistics,
     Features,
     Floats,
@@ -26,19 +25,19 @@ from headstart.statistics import (
     Moments,
     Transform,
     message_nbytes,
+    shorten,
     summarise,
     unpacked,
 )
-from headstart.wire import Message
+from headstart.errors import MessageError
+from headstart.heads import LinearHead
+from headstart.solvers.cohort import Cohort, Kept
 
 if TYPE_CHECKING:  # closed-form methods do not wait for torch
     from headstart.backbones import Backbone
-    from headstart.backbones.inputs import Inputs
     from headstart.modules import Attached
 
 State = TypeVar("State")
-Kept = Callable[[str, npt.NDArray[np.float32] | None], npt.NDArray[np.float32]]
-"""What clients kept under a name [M, …]; for those that have kept nothing yet, the value given, or zeros."""
 Arrays = Mapping[str, npt.NDArray[Any]]
 Heard = tuple[ClientStatistics, ...]
 """What a server of statistics has heard: one total, or, where every client's rows are kept, one entry per reply."""
@@ -103,38 +102,6 @@ class Setting:
             previous=task.previous,
             tasks=(),
         )
-
-
-@dataclass(frozen=True, eq=False)
-class Cohort:
-    """Clients of one task that answer together: thousands in a simulation, one on a node of its own.
-
-    source: features [N, d], or what a body that trains reads, of all clients and never copied; rows: [n] this cohort's
-    examples, client after client; labels, owners: [n].
-    """
-
-    clients: Ints
-    source: Features | Inputs
-    rows: Ints
-    labels: Ints
-    owners: Ints
-    new: npt.NDArray[np.bool_]
-    """[M] the clients that answer for the first time in this stage, and have no features yet."""
-    kept: Kept
-    task: int = 0
-    """The number of the task; labels are those of its own classes."""
-
-    @property
-    def features(self) -> Features:
-        """Features [N, d], for methods that leave the body alone."""
-        assert isinstance(self.source, np.ndarray)
-        return self.source
-
-    @property
-    def inputs(self) -> Inputs:
-        """Batches of examples, for methods that train the body."""
-        assert not isinstance(self.source, np.ndarray)
-        return self.source
 
 
 @dataclass(frozen=True, eq=False)

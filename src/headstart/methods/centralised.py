@@ -6,13 +6,13 @@ local epoch a round, this is plain SGD for as many epochs as there are rounds.
 
 from __future__ import annotations
 
-from headstart.ledger import Published
-from headstart.methods.base import Cohort
-from headstart.methods.solver import LocalResult, Objective, Stack
+from headstart.config.stage import CentralisedStage
+from headstart.core.ledger import Published
+from headstart.core.message import Message
+from headstart.core.statistics import Ints
 from headstart.methods.training import TrainingMethod, TrainingState, difference
-from headstart.stages import CentralisedStage
-from headstart.statistics import Ints
-from headstart.wire import Message
+from headstart.solvers.cohort import Cohort
+from headstart.solvers.heads import LocalResult, Objective, Stack
 
 
 class CentralisedMethod(TrainingMethod[CentralisedStage]):

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from headstart.methods.base import Cohort
-from headstart.methods.network import Network
-from headstart.methods.solver import LocalResult, Objective, Solver, Stack, learning_rate
+from headstart.config.stage import DistMeZOStage
+from headstart.core.statistics import Ints
 from headstart.methods.training import TrainingMethod
-from headstart.methods.zeroth import ZerothOrder
-from headstart.stages import DistMeZOStage
-from headstart.statistics import Ints
+from headstart.solvers.cohort import Cohort
+from headstart.solvers.heads import LocalResult, Objective, Solver, Stack, learning_rate
+from headstart.solvers.network import Network
+from headstart.solvers.zeroth import ZerothOrder
 
 
 class DistMeZOMethod(TrainingMethod[DistMeZOStage]):

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import torch
 
-from headstart.methods.base import Cohort
-from headstart.methods.solver import LocalResult, Objective, Stack
+from headstart.config.stage import DittoStage
+from headstart.core.message import Message
+from headstart.core.statistics import Ints
 from headstart.methods.training import TrainingMethod, difference
-from headstart.stages import DittoStage
-from headstart.statistics import Ints
-from headstart.wire import Message
+from headstart.solvers.cohort import Cohort
+from headstart.solvers.heads import LocalResult, Objective, Stack
 
 
 class DittoMethod(TrainingMethod[DittoStage]):

@@ -12,11 +12,11 @@ from math import sqrt
 
 import numpy as np
 
+from headstart.config.stage import Fed3RStage
+from headstart.core.ledger import Published
+from headstart.core.statistics import ClientStatistics, Ints
 from headstart.heads import LinearHead, RandomFeatures, ridge_head
-from headstart.ledger import Published
 from headstart.methods.base import Heard, Setting, StatisticsMethod
-from headstart.stages import Fed3RStage
-from headstart.statistics import ClientStatistics, Ints
 
 
 class Fed3RMethod(StatisticsMethod):

@@ -6,8 +6,8 @@ Travels down: what is trained. Travels up: the client's update and how many exam
 
 from __future__ import annotations
 
+from headstart.config.stage import FedAvgStage
 from headstart.methods.training import TrainingMethod
-from headstart.stages import FedAvgStage
 
 
 class FedAvgMethod(TrainingMethod[FedAvgStage]):

@@ -10,13 +10,14 @@ server estimates it and solves as ridge regression would. It has to see each cli
 
 from __future__ import annotations
 
+from headstart.channel.noise import blur_counts
+from headstart.config.stage import FedCOFStage
+from headstart.core.ledger import Published
+from headstart.core.statistics import ClientStatistics, Ints, random_parts
 from headstart.heads import LinearHead, cof_head
 from headstart.heads.cof import MOMENTS_FOR
-from headstart.ledger import Published
-from headstart.methods.base import Cohort, Heard, Setting, StatisticsMethod
-from headstart.privacy.noise import blur_counts
-from headstart.stages import FedCOFStage
-from headstart.statistics import ClientStatistics, Ints, random_parts
+from headstart.methods.base import Heard, Setting, StatisticsMethod
+from headstart.solvers.cohort import Cohort
 
 
 class FedCOFMethod(StatisticsMethod):

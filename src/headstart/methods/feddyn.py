@@ -11,13 +11,14 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from headstart.methods.base import Cohort, Reply
-from headstart.methods.plan import Vectors
-from headstart.methods.solver import LocalResult, Objective, Stack, clip_norms, wide
+from headstart.config.stage import FedDynStage
+from headstart.core.message import Message
+from headstart.core.plan import Vectors
+from headstart.core.statistics import Ints
+from headstart.methods.base import Reply
 from headstart.methods.training import Tally, TrainingMethod, TrainingState, added, difference
-from headstart.stages import FedDynStage
-from headstart.statistics import Ints
-from headstart.wire import Message
+from headstart.solvers.cohort import Cohort
+from headstart.solvers.heads import LocalResult, Objective, Stack, clip_norms, wide
 
 
 class FedDynMethod(TrainingMethod[FedDynStage]):

@@ -17,17 +17,18 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from headstart.config.stage import FedMeZOStage
+from headstart.core.ledger import Published
+from headstart.core.message import Array, Message
+from headstart.core.statistics import Ints
 from headstart.errors import MessageError
 from headstart.heads import LinearHead
-from headstart.ledger import Published
-from headstart.methods.base import Arrays, Cohort, Kept, Reply, Setting, weight_of
-from headstart.methods.network import Network, set_mode
-from headstart.methods.plan import Plan, head_start
-from headstart.methods.solver import learning_rate
-from headstart.methods.zeroth import ZerothOrder
-from headstart.stages import FedMeZOStage
-from headstart.statistics import Ints
-from headstart.wire import Array, Message
+from headstart.methods.base import Arrays, Reply, Setting, weight_of
+from headstart.methods.head_init import head_start
+from headstart.solvers.cohort import Cohort, Kept
+from headstart.solvers.heads import learning_rate
+from headstart.solvers.network import Network, set_mode
+from headstart.solvers.zeroth import ZerothOrder
 
 # A slope that would need a loss to change by so much over the probe is no slope.
 _ABSURD = 200.0
@@ -53,7 +54,7 @@ class FedMeZOMethod:
     bytes_per_client = 0
 
     def __init__(self, stage: FedMeZOStage, setting: Setting) -> None:
-        self.stage, self.setting, self.plan = stage, setting, Plan.of(stage)
+        self.stage, self.setting, self.plan = stage, setting, stage.plan
         head = head_start(stage, setting, setting.each[0])
         tensors = {name: torch.from_numpy(value.astype(np.float32)) for name, value in head.items()}
         backbone = setting.backbone if self.plan.changes_features else None

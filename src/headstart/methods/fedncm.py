@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from headstart.config.stage import FedNCMStage
+from headstart.core.ledger import Published
+from headstart.core.statistics import ClientStatistics, Ints
 from headstart.heads import LinearHead, ncm_head
-from headstart.ledger import Published
 from headstart.methods.base import Heard, Setting, StatisticsMethod
-from headstart.stages import FedNCMStage
-from headstart.statistics import ClientStatistics, Ints
 
 
 class FedNCMMethod(StatisticsMethod):

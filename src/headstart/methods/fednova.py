@@ -10,14 +10,15 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from headstart.config.stage import FedNovaStage
+from headstart.core.message import Message
+from headstart.core.plan import Vectors
+from headstart.core.statistics import Ints
 from headstart.errors import MessageError
-from headstart.methods.base import Cohort, Reply, whole_number
-from headstart.methods.plan import Vectors
-from headstart.methods.solver import LocalResult, Objective, Stack, learning_rate
+from headstart.methods.base import Reply, whole_number
 from headstart.methods.training import Tally, TrainingMethod, TrainingState, added, difference
-from headstart.stages import FedNovaStage
-from headstart.statistics import Ints
-from headstart.wire import Message
+from headstart.solvers.cohort import Cohort
+from headstart.solvers.heads import LocalResult, Objective, Stack, learning_rate
 
 
 class FedNovaMethod(TrainingMethod[FedNovaStage]):

@@ -10,10 +10,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from headstart.methods.plan import Vectors
+from headstart.config.stage import FedAdagradStage, FedAdamStage, FedAvgMStage, FedYogiStage
+from headstart.core.plan import Vectors
+from headstart.core.statistics import Floats
 from headstart.methods.training import Tally, TrainingMethod, TrainingState, added
-from headstart.stages import FedAdagradStage, FedAdamStage, FedAvgMStage, FedYogiStage
-from headstart.statistics import Floats
 
 
 class FedAvgMMethod(TrainingMethod[FedAvgMStage]):

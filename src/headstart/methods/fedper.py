@@ -6,8 +6,8 @@ round to round where it was.
 
 from __future__ import annotations
 
+from headstart.config.stage import FedPerStage
 from headstart.methods.training import TrainingMethod
-from headstart.stages import FedPerStage
 
 
 class FedPerMethod(TrainingMethod[FedPerStage]):

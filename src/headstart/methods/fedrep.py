@@ -7,12 +7,12 @@ In its round a client first trains its head for ``head_epochs`` under the body i
 
 from __future__ import annotations
 
-from headstart.methods.base import Cohort
-from headstart.methods.solver import LocalResult, Objective, Stack
+from headstart.config.stage import FedRepStage
+from headstart.core.message import Message
+from headstart.core.statistics import Ints
 from headstart.methods.training import TrainingMethod, difference
-from headstart.stages import FedRepStage
-from headstart.statistics import Ints
-from headstart.wire import Message
+from headstart.solvers.cohort import Cohort
+from headstart.solvers.heads import LocalResult, Objective, Stack
 
 
 class FedRepMethod(TrainingMethod[FedRepStage]):

@@ -9,10 +9,10 @@ own update, and one sum over all clients gives the same averages.
 
 from __future__ import annotations
 
-from headstart.ledger import Published
+from headstart.config.stage import FedYoloStage
+from headstart.core.ledger import Published
+from headstart.core.statistics import Ints
 from headstart.methods.training import TrainingMethod, TrainingState
-from headstart.stages import FedYoloStage
-from headstart.statistics import Ints
 
 
 class FedYoloMethod(TrainingMethod[FedYoloStage]):

@@ -7,8 +7,8 @@ let it start from a stage of FedAvg.
 
 from __future__ import annotations
 
+from headstart.config.stage import LGFedAvgStage
 from headstart.methods.training import TrainingMethod
-from headstart.stages import LGFedAvgStage
 
 
 class LGFedAvgMethod(TrainingMethod[LGFedAvgStage]):

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-from headstart.ledger import Published
-from headstart.methods.base import Cohort, Setting
-from headstart.methods.plan import Shapes
-from headstart.methods.solver import LocalResult, Objective, Stack
+from headstart.config.stage import LocalOnlyStage, PersonaliseStage
+from headstart.core.ledger import Published
+from headstart.core.message import Message
+from headstart.core.plan import Shapes
+from headstart.core.statistics import Ints
+from headstart.methods.base import Setting
 from headstart.methods.training import TrainingMethod, TrainingState
-from headstart.stages import LocalOnlyStage, PersonaliseStage
-from headstart.statistics import Ints
-from headstart.wire import Message
+from headstart.solvers.cohort import Cohort
+from headstart.solvers.heads import LocalResult, Objective, Stack
 
 StageT = TypeVar("StageT", bound=LocalOnlyStage | PersonaliseStage)
 

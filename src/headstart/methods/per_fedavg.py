@@ -8,12 +8,12 @@ epoch takes exactly one.
 
 from __future__ import annotations
 
-from headstart.methods.base import Cohort
-from headstart.methods.solver import LocalResult, Objective, Stack
+from headstart.config.stage import PerFedAvgStage
+from headstart.core.message import Message
+from headstart.core.statistics import Ints
 from headstart.methods.training import TrainingMethod, difference
-from headstart.stages import PerFedAvgStage
-from headstart.statistics import Ints
-from headstart.wire import Message
+from headstart.solvers.cohort import Cohort
+from headstart.solvers.heads import LocalResult, Objective, Stack
 
 
 class PerFedAvgMethod(TrainingMethod[PerFedAvgStage]):

@@ -17,14 +17,14 @@ import numpy.typing as npt
 import torch
 from sklearn.model_selection import KFold
 
+from headstart.config.stage import PersonaliseStage
+from headstart.core.message import Message
+from headstart.core.statistics import Features, Ints
 from headstart.heads import LinearHead
 from headstart.heads.estimators import Fed3R, FedCOF, FedNCM
-from headstart.methods.base import Cohort
 from headstart.methods.local_only import LocalOnlyMethod
-from headstart.methods.solver import LocalResult, Stack
-from headstart.stages import PersonaliseStage
-from headstart.statistics import Features, Ints
-from headstart.wire import Message
+from headstart.solvers.cohort import Cohort
+from headstart.solvers.heads import LocalResult, Stack
 
 STRENGTHS = tuple(np.round(np.linspace(0, 1, 11), 1).tolist())
 _FOLDS = 5

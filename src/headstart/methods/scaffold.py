@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import torch
 
-from headstart.methods.base import Cohort
-from headstart.methods.plan import Vectors
-from headstart.methods.solver import LocalResult, Objective, Stack, learning_rate, wide
+from headstart.config.stage import ScaffoldStage
+from headstart.core.message import Message
+from headstart.core.plan import Vectors
+from headstart.core.statistics import Ints
 from headstart.methods.training import Tally, TrainingMethod, TrainingState, added, difference
-from headstart.stages import ScaffoldStage
-from headstart.statistics import Ints
-from headstart.wire import Message
+from headstart.solvers.cohort import Cohort
+from headstart.solvers.heads import LocalResult, Objective, Stack, learning_rate, wide
 
 
 class ScaffoldMethod(TrainingMethod[ScaffoldStage]):

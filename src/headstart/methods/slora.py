@@ -14,16 +14,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from headstart.config.stage import SLoRAStage
+from headstart.core.ledger import Published
+from headstart.core.message import Message
+from headstart.core.plan import Vectors
+from headstart.core.statistics import Floats, Ints
 from headstart.heads import LinearHead
-from headstart.ledger import Published
-from headstart.methods.base import Arrays, Cohort, Kept, Reply, Setting
-from headstart.methods.plan import Vectors
+from headstart.methods.base import Arrays, Reply, Setting
 from headstart.methods.training import TrainingMethod, TrainingState
 from headstart.modules import attach
 from headstart.modules.mask import entries
-from headstart.stages import SLoRAStage
-from headstart.statistics import Floats, Ints
-from headstart.wire import Message
+from headstart.solvers.cohort import Cohort, Kept
 
 
 @dataclass(frozen=True)

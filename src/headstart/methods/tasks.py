@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from headstart.core.ledger import Published
+from headstart.core.message import Message
+from headstart.core.statistics import Floats, Ints
 from headstart.heads import LinearHead
-from headstart.ledger import Published
-from headstart.methods.base import Arrays, Cohort, Kept, Reply, Setting, StatisticsMethod
-from headstart.statistics import Floats, Ints
-from headstart.wire import Message
+from headstart.methods.base import Arrays, Reply, Setting, StatisticsMethod
+from headstart.solvers.cohort import Cohort, Kept
 
 States = tuple[Any, ...]
 

@@ -9,17 +9,19 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import torch
 
+from headstart.channel.robust import ClientPrivacy, combiner_of, norm_of, shortened
+from headstart.config.stage import DistMeZOStage, PersonaliseStage, Training
+from headstart.core.ledger import Published
+from headstart.core.message import Message
+from headstart.core.plan import Shapes, Vectors
+from headstart.core.statistics import Ints
 from headstart.errors import HeadstartError, MessageError
 from headstart.heads import LinearHead
-from headstart.ledger import Published
-from headstart.methods.base import Arrays, Cohort, Kept, Reply, Setting, weight_of
-from headstart.methods.combine import ClientPrivacy, combiner_of, norm_of, shortened
-from headstart.methods.network import BodySolver, Network, set_mode
-from headstart.methods.plan import Plan, Shapes, Vectors, head_start
-from headstart.methods.solver import HeadSolver, LocalResult, Objective, Solver, Stack
-from headstart.stages import DistMeZOStage, PersonaliseStage, Training
-from headstart.statistics import Ints
-from headstart.wire import Message
+from headstart.methods.base import Arrays, Reply, Setting, weight_of
+from headstart.methods.head_init import head_start
+from headstart.solvers.cohort import Cohort, Kept
+from headstart.solvers.heads import HeadSolver, LocalResult, Objective, Solver, Stack
+from headstart.solvers.network import BodySolver, Network, set_mode
 
 # An update so many times larger than the model it updates is no step of SGD.
 _EXPLODED = 1e4
@@ -87,7 +89,7 @@ class TrainingMethod(Generic[StageT]):
     """Whether a client has its own copy of what is shared, too."""
 
     def __init__(self, stage: StageT, setting: Setting) -> None:
-        self.stage, self.setting, self.plan = stage, setting, Plan.of(stage)
+        self.stage, self.setting, self.plan = stage, setting, stage.plan
         self.tasks = setting.each
         heads = [head_start(stage, setting, task) for task in self.tasks]
         self.network: Network | None = None

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from headstart.config.stage import STAGES
 from headstart.methods import Method, Setting, build
-from headstart.stages import STAGES
 
 
 def _method(name: str, C: int, d: int, clients: int) -> Method[Any]:

@@ -10,12 +10,13 @@ from statistics import mean, stdev
 
 import numpy as np
 
+from headstart.core.files import write_text
 from headstart.errors import HeadstartError
-from headstart.files import write_text
 from headstart.published.formulas import FORMULAS
 from headstart.published.tables import Row, rows, why_not
-from headstart.report import Record, html_page, html_table, human_bytes
-from headstart.sweep import sweep, write_tables
+from headstart.records import Record
+from headstart.report import html_page, html_table, human_bytes
+from headstart.runner.sweep import sweep, write_tables
 
 COLUMNS = ("row", "published", "measured", "difference", "published bytes", "note")
 _SCALES = {"MB": 1e6, "GB": 1e9}

@@ -12,9 +12,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from headstart.config.recipe import read_table
 from headstart.errors import HeadstartError
-from headstart.recipe import read_table
-from headstart.sweep import Point, expand
+from headstart.runner.sweep import Point, expand
 
 HERE = Path(__file__).parent
 

@@ -2,7 +2,6 @@
 
 from headstart.report.figures import partition_figure, save
 from headstart.report.page import STYLE, html_page, html_table, report_body, write_folder, write_report
-from headstart.report.records import Record, find
 from headstart.report.tables import (
     accuracy_cell,
     human_bytes,
@@ -15,9 +14,7 @@ from headstart.report.tables import (
 
 __all__ = [
     "STYLE",
-    "Record",
     "accuracy_cell",
-    "find",
     "html_page",
     "html_table",
     "human_bytes",

@@ -15,8 +15,8 @@ from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullFormatter, PercentFormatter
 
-from headstart.files import write_atomically
-from headstart.report.records import AXES, Curve, Matrix
+from headstart.core.files import write_atomically
+from headstart.records.record import AXES, Curve, Matrix
 
 COLOURS = ("#2f7ed8", "#e4572e", "#3aa655", "#a15bd0", "#c98a00", "#17a2b8", "#d6568c", "#7f8c8d")
 """They can be told apart on white and on black."""

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from headstart.files import write_text
+from headstart.core.files import write_text
+from headstart.records.record import AXES, Curve, Group, Matrix, Record, curves, grouped
 from headstart.report.figures import (
     COLOURS,
     clients_figure,
@@ -19,7 +20,6 @@ from headstart.report.figures import (
     save,
     svg,
 )
-from headstart.report.records import AXES, Curve, Group, Matrix, Record, curves, grouped
 from headstart.report.tables import COST_COLUMNS, cost_rows, human_bytes, remarks, table_files
 
 STYLE = """

@@ -11,8 +11,8 @@ import numpy.typing as npt
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from headstart.files import csv_text
-from headstart.report.records import Group
+from headstart.core.files import csv_text
+from headstart.records.record import Group
 
 # As the papers write them.
 _SYMBOLS = {"ridge": "λ", "shrinkage": "γ"}

@@ -1,0 +1,195 @@
+"""Differential privacy of statistics: any one example of any client is hidden.
+
+A neighbouring data set has one example more or less. Every vector that is summed is shortened to a bound B, so that one
+example moves one class's count by 1, that class's sum by at most B, and the second moments by at most B² in Frobenius
+norm. The blocks are scaled to sensitivity one each (counts, sums / B, moments / B²) and laid side by side, and one
+Gaussian mechanism covers them all: their joint sensitivity is √2, or √3 with moments. Every class of every client takes
+part, present or not, so that neither noise nor length of a message tells which classes a client has. Everything that is
+computed from the noisy values is post-processing.
+
+In a simulation the noise is drawn from the recipe's seed, so that a run can be repeated; whoever knows the seed can
+subtract it. In a deployment a client's noise comes from the operating system's generator, anew for every answer, and
+the server's from a secret of the run, which is deleted when the run is complete. The noise is drawn in floating point;
+attacks on its lowest bits (Mironov, 2012) are outside the guarantee, and so are the figures of cost under the server's
+noise, which count examples exactly.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import sqrt
+
+import numpy as np
+from scipy import linalg, special
+
+from headstart.config.stage import CountNoise
+from headstart.core.statistics import ClientStatistics, Floats, Ints, Moments
+from headstart.errors import HeadstartError
+
+_STATISTICS, _COUNTS = 0xD9, 0xC0
+_LARGEST_COUNT = 2**31 - 1  # what travels as int32
+
+Seed = tuple[int, ...] | None
+"""What noise is drawn from; None: the operating system's generator."""
+
+
+class SystemGenerator:
+    """Gaussian numbers from the operating system's generator, which depend on nothing that anybody knows."""
+
+    def standard_normal(self, size: int) -> Floats:
+        """So many numbers [size], by the inverse of the distribution function at odd multiples of 2⁻⁵³: never 0, 1."""
+        words = np.frombuffer(os.urandom(8 * size), np.uint64)
+        return np.asarray(special.ndtri(((words >> np.uint64(12)) + 0.5) * 2.0**-52))
+
+    def normal(self, mean: Floats, deviation: float) -> Floats:
+        """Numbers around these means [...]."""
+        return np.asarray(mean + deviation * self.standard_normal(mean.size).reshape(mean.shape))
+
+
+def generator_of(seed: Seed, *key: int) -> np.random.Generator | SystemGenerator:
+    """The generator of a seed and a key, or the operating system's, which has no use for either."""
+    return SystemGenerator() if seed is None else np.random.default_rng([*seed, *key])
+
+
+def every_class(statistics: ClientStatistics, owners: Ints, clients: Ints) -> ClientStatistics:
+    """A row for every class of every client, in this order, from the rows of the classes present.
+
+    owners: [R] the client behind each row, one row per class; clients: [M] in ascending order. An absent class has
+    count 0 and sum 0.
+    """
+    rows = len(clients) * statistics.n_classes
+    place = np.searchsorted(clients, owners) * statistics.n_classes + statistics.labels
+    counts, sums = np.zeros(rows, np.int64), np.zeros((rows, statistics.dim))
+    counts[place], sums[place] = statistics.counts, statistics.sums
+    labels = np.tile(np.arange(statistics.n_classes), len(clients))
+    return replace(statistics, labels=labels, counts=counts, sums=sums)
+
+
+def scaled(statistics: ClientStatistics, bound: float) -> Floats:
+    """All values of the statistics as one vector, row after row, each block scaled to sensitivity one.
+
+    Of a Gram matrix the upper triangle is taken, with the entries off the diagonal times √2: its norm is then the
+    Frobenius norm of the whole matrix, ‖x‖² for one example x. Of the squares alone the norm is no more than that.
+    """
+    rows = np.column_stack([statistics.counts, statistics.sums / bound]).ravel()
+    if statistics.moments is None:
+        return rows
+    moments = statistics.moments / bound**2
+    if moments.ndim == 2:
+        moments = (moments * _twice_off_diagonal(statistics.dim))[np.triu_indices(statistics.dim)]
+    return np.concatenate([rows, moments])
+
+
+def unscaled(values: Floats, statistics: ClientStatistics, bound: float) -> ClientStatistics:
+    """Statistics of the same shape with the values of such a vector; counts are rounded to whole numbers."""
+    size = len(statistics.labels) * (statistics.dim + 1)
+    rows = values[:size].reshape(-1, statistics.dim + 1)
+    counts = np.rint(np.clip(rows[:, 0], -_LARGEST_COUNT, _LARGEST_COUNT)).astype(np.int64)
+    moments = None if statistics.moments is None else values[size:] * bound**2
+    if moments is not None and len(moments) > statistics.dim:
+        square = np.zeros((statistics.dim, statistics.dim))
+        square[np.triu_indices(statistics.dim)] = moments
+        moments = (square + np.triu(square, 1).T) / _twice_off_diagonal(statistics.dim)
+    return replace(statistics, counts=counts, sums=rows[:, 1:] * bound, moments=moments)
+
+
+@dataclass(frozen=True)
+class StatisticsNoise:
+    """The Gaussian mechanism on statistics of vectors no longer than ``bound``."""
+
+    multiplier: float
+    """Standard deviation of the noise over the joint sensitivity of all blocks."""
+    bound: float
+    moments: Moments | None
+
+    @property
+    def deviation(self) -> float:
+        """Standard deviation of the noise on each entry of the scaled statistics."""
+        return self.multiplier * sqrt(2 if self.moments is None else 3)
+
+    def add(
+        self, statistics: ClientStatistics, generators: Sequence[np.random.Generator | SystemGenerator]
+    ) -> ClientStatistics:
+        """Noise on every entry, from as many generators as there are sets of rows of equal size.
+
+        Each client of a cohort has a generator of its own, and its noise is what it would be if it were alone; the
+        moments, which are sums over the cohort, get everybody's. With one generator, rows that come first get the same
+        noise whatever follows them.
+        """
+        values = scaled(statistics, self.bound)
+        size = len(statistics.labels) * (statistics.dim + 1)
+        for number, rng in enumerate(generators):
+            rows = slice(number * size // len(generators), (number + 1) * size // len(generators))
+            values[rows] += self.deviation * rng.standard_normal(rows.stop - rows.start)
+            values[size:] += self.deviation * rng.standard_normal(len(values) - size)
+        return unscaled(values, statistics, self.bound)
+
+    def floor(self, dim: int, times: int) -> float:
+        """Largest eigenvalue that the noise alone gives a Gram matrix [dim, dim] that so many noises were added to.
+
+        A symmetric Gaussian matrix with deviation s off the diagonal has eigenvalues up to 2 s √dim.
+        """
+        return self.deviation * self.bound**2 * sqrt(2 * dim * times)
+
+
+def present(statistics: ClientStatistics) -> tuple[ClientStatistics, Ints]:
+    """The rows with a count of 1 or more, and their places; a class below that is taken for absent."""
+    kept = np.flatnonzero(statistics.counts >= 1)
+    rows = replace(statistics, labels=statistics.labels[kept], counts=statistics.counts[kept])
+    return replace(rows, sums=statistics.sums[kept]), kept
+
+
+def solvable(total: ClientStatistics, floor: float) -> ClientStatistics:
+    """Of a noisy total [C rows], what a solve can use: classes with a positive count, and a possible Gram matrix.
+
+    Without noise, the Gram matrix less Σ_c N_c μ_c μ_cᵀ is the scatter within the classes, which has no negative
+    eigenvalue. Here its eigenvalues are raised to ``floor``, below which they are noise: the Gram matrix, the one with
+    a column of ones, and the scatter itself are then all positive semi-definite.
+    """
+    total, _ = present(total)
+    if not len(total.labels):
+        raise HeadstartError("the noise hides every class; raise privacy.epsilon, or have more examples")
+    if total.moments is None or total.moments.ndim != 2:
+        return total
+    between = (total.sums / total.counts[:, None]).T @ total.sums
+    values, vectors = linalg.eigh(total.moments - between)
+    return replace(total, moments=between + (vectors * np.maximum(values, floor)) @ vectors.T)
+
+
+def generators_of(seed: Seed, task: int, clients: Ints | None = None) -> list[np.random.Generator | SystemGenerator]:
+    """The server's generator of a task, or one for each client."""
+    if clients is None:
+        return [generator_of(seed, _STATISTICS, task)]
+    return [generator_of(seed, _STATISTICS, task, 1 + int(client)) for client in clients]
+
+
+def blur_counts(
+    statistics: ClientStatistics, owners: Ints, noise: CountNoise, seed: Seed
+) -> tuple[ClientStatistics, Ints]:
+    """FedCOF's noise on counts (its appendix I): ñ = max(n + noise, 0), to the nearest whole number.
+
+    A row whose count becomes zero is not sent; the sum of any other becomes mean · ñ, so that its mean stays as it is.
+    owners: [R] the client behind each row, in ascending order; a client's noise depends on the seed and on it alone.
+    """
+    counts = statistics.counts.astype(np.float64)
+    starts = np.flatnonzero(np.diff(owners, prepend=-1))
+    for start, stop in zip(starts, [*starts[1:], len(owners)], strict=True):
+        key = None if seed is None else [*seed, _COUNTS, int(owners[start])]
+        rng, mine = np.random.default_rng(key), slice(start, stop)
+        if noise.kind == "uniform":
+            counts[mine] *= 1 + rng.uniform(-1, 1, stop - start) * max(0.0, 1 - noise.epsilon)
+        elif noise.kind == "gaussian":
+            counts[mine] += rng.normal(0, sqrt(1 / noise.epsilon), stop - start)
+        else:
+            counts[mine] += rng.laplace(0, 1 / noise.epsilon, stop - start)
+    blurred = np.rint(np.clip(counts, 0, _LARGEST_COUNT)).astype(np.int64)
+    means = statistics.sums / statistics.counts[:, None]
+    sent, kept = present(replace(statistics, counts=blurred, sums=means * blurred[:, None]))
+    return sent, owners[kept]
+
+
+def _twice_off_diagonal(dim: int) -> Floats:
+    """√2 off the diagonal, 1 on it."""
+    return np.asarray(np.where(np.eye(dim, dtype=bool), 1.0, sqrt(2)))

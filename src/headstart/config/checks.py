@@ -1,0 +1,281 @@
+"""What is wrong with a recipe, in sentences: where, what was given, what is accepted, the nearest spelling."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
+
+from pydantic import BaseModel, ValidationError
+
+from headstart.config.recipe import PARTITIONS, Data, Dirichlet, Model, Recipe, Task
+from headstart.config.stage import STAGES, ClosedForm, CountNoise, Privacy
+from headstart.errors import nearest
+
+_TABLES: dict[str, type[BaseModel]] = {"privacy": Privacy, "count_noise": CountNoise}
+"""Tables within the table of a stage."""
+
+
+def sentences(error: ValidationError) -> list[str]:
+    """One sentence for each place that does not validate."""
+    found: dict[str, str] = {}
+    for item in error.errors():
+        place, sentence = _sentence(dict(item))
+        found.setdefault(place, sentence)  # a union of types complains once for each of them
+    return list(found.values())
+
+
+def contradictions(table: Mapping[str, Any]) -> list[str]:
+    """What no single key shows: keys that exclude each other, and values with a rule of their own."""
+    problems = []
+    name, stages = table.get("name", "run"), table.get("stages")
+    if isinstance(name, str) and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
+        problems.append(f"name: {name!r} names the run directory; use letters, digits, dots, dashes and underscores")
+    if isinstance(stages, list) and not stages:
+        problems.append("stages: empty; add a [[stages]] table with a method")
+    tasks = table.get("tasks")
+    if "data" not in table and not tasks:
+        problems.append("data: missing; add a [data] table, or a [[tasks]] table for each of several tasks")
+    if "data" in table and tasks:
+        problems.append("tasks: give [data] for one task, or [[tasks]] for several, not both")
+    if isinstance(tasks, list) and len(tasks) == 1:
+        problems.append("tasks: there is one; give it as [data], or add another")
+    if isinstance(table.get("seed"), list):
+        problems.append("seed: a list of seeds is a sweep; headstart compare runs them all")
+    given = tasks if isinstance(tasks, list) else []
+    names = [str(task["name"]) for task in given if isinstance(task, dict) and "name" in task]
+    if len(set(names)) < len(names):
+        problems.append("tasks: two have the same name")
+    tables = {"data": table.get("data"), **{f"tasks.{number}": task for number, task in enumerate(given)}}
+    for where, data in tables.items():
+        problems += [f"{where}.{problem}" for problem in _unread(data)] if isinstance(data, dict) else []
+    model = table.get("model")
+    if isinstance(model, dict) and tasks and "prompt" in model:
+        problems.append("model.prompt: a prompt's label words are those of one task; give [data] instead of [[tasks]]")
+    if isinstance(model, dict) and ("prompt" in model) != ("label_words" in model):
+        problems.append("model: prompt and label_words belong together; give both or neither")
+    if isinstance(model, dict) and isinstance(model.get("prompt"), str) and model["prompt"].count("{mask}") != 1:
+        problems.append("model.prompt: write {mask} once, and {text} where the text goes")
+    has_body = not isinstance(model, dict) or model.get("backbone") != "features"
+    for number, stage in enumerate(stages if isinstance(stages, list) else ()):
+        if not isinstance(stage, dict):
+            continue
+        start = stage.get("start")
+        if isinstance(start, int) and start >= number:
+            problems.append(f"stages.{number}.start: {start} is not an earlier stage; the first stage has number 0")
+        kind = STAGES.get(str(stage.get("method")))
+        key = "update" if stage.get("method") == "personalise" else "train"
+        default = kind.model_fields[key].default if kind and key in kind.model_fields else None
+        train = stage.get(key, default)
+        if train in ("body", "all") and not has_body and not stage.get("compute"):
+            problems.append(f"stages.{number}.{key}: the data are features, there is no body to train; use 'head'")
+        if stage.get("method") == "fedbabu" and train == "all":
+            problems.append(f"stages.{number}.train: fedbabu's head stays as it is; use 'body'")
+        if stage.get("method") == "fedbabu" and train == "head" and stage.get("head") != "mlp":
+            problems.append(
+                f"stages.{number}.train: fedbabu trains what is below the head; with 'head' alone, set head to 'mlp', "
+                "whose hidden layers are what is below"
+            )
+        splits = ("fedper", "fedrep", "lg-fedavg")
+        if stage.get("method") in splits and train == "body":
+            problems.append(f"stages.{number}.train: {stage['method']} trains a head too; use 'all'")
+        if stage.get("head") == "mlp" and stage.get("head_init") == "zeros":
+            problems.append(f"stages.{number}.head_init: an MLP of zeros has no gradient; use 'random'")
+        if stage.get("method") == "centralised" and {"clients_per_round", "participation"} & stage.keys():
+            problems.append(f"stages.{number}: centralised has no clients to sample from")
+        for one, other in (("clients_per_round", "participation"), ("local_epochs", "local_steps")):
+            if {one, other} <= stage.keys():
+                problems.append(f"stages.{number}: set {one} or {other}, not both")
+        if stage.get("share") and (tasks or stage.get("method") in ("local-only", "centralised", *splits)):
+            problems.append(f"stages.{number}.share: a server that trains on a share is for one task and one model")
+        elif stage.get("share") and stage.get("share_train") == "body" and train == "head":
+            problems.append(f"stages.{number}.share_train: no body is trained; use 'all'")
+        roles = [getattr(kind, role, "") for role in ("representation", "classifier")]
+        if stage.get("keep") == "best" and ("personal" in roles or stage.get("method") == "ditto"):
+            problems.append(f"stages.{number}.keep: personal models are those of the last round; use 'last'")
+        if stage.get("keep") == "best" and stage.get("method") == "slora":
+            problems.append(f"stages.{number}.keep: slora's first rounds train other parameters; use 'last'")
+        if stage.get("method") == "scaffold" and stage.get("momentum"):
+            problems.append(f"stages.{number}.momentum: scaffold is defined for plain local SGD; leave it 0")
+        if kind and "combine" in kind.model_fields:
+            values = {name: field.default for name, field in kind.model_fields.items()} | stage
+            problems += [f"stages.{number}.{problem}" for problem in _unprotected(values, kind.silent, bool(tasks))]
+        if stage.get("secure") and kind and "secure" in kind.model_fields:
+            problems += [f"stages.{number}.{problem}" for problem in _unsummed(stage, kind, bool(tasks))]
+        if kind and issubclass(kind, ClosedForm):
+            problems += [f"stages.{number}.{problem}" for problem in _unhidden(stage)]
+    return problems
+
+
+def _unread(data: Mapping[str, Any]) -> list[str]:
+    """Columns that the partition of a table of data does not read."""
+    problems, how = [], data.get("partition", {"kind": Dirichlet().kind})
+    kind = how.get("kind") if isinstance(how, Mapping) else None
+    for column, reader in (("client_column", "natural"), ("domain_column", "domains")):
+        if data.get(column) is not None and kind in PARTITIONS and kind != reader:
+            problems.append(
+                f"{column}: {data[column]!r} is read with partition.kind = {reader!r} only, and the kind is {kind!r}; "
+                f"set kind to {reader!r}, or leave {column} out"
+            )
+    return problems
+
+
+def _unsummed(stage: Mapping[str, Any], kind: type[Any], tasks: bool) -> list[str]:
+    """Why the server of a stage cannot do with sums over clients."""
+    problems, method = [], stage["method"]
+    if kind.silent or kind.pools:
+        problems.append(f"secure: with {method} nothing travels; leave it out")
+    if method == "fedcof" and stage.get("covariance", "estimated") == "estimated" and "secure_group" not in stage:
+        problems.append(
+            "secure: fedcof needs the means of several clients for each class, which one sum over all hides; set "
+            "secure_group, and each group counts as one client, or use fedncm or fed3r"
+        )
+    if stage.get("means_per_client", 1) != 1:
+        problems.append("means_per_client: a secure sum adds a client's parts together; use 1")
+    if stage.get("combine", "mean") != "mean":
+        problems.append(
+            f"combine: {stage['combine']} looks at each client's update, which secure sums hide; use 'mean'"
+        )
+    share = stage.get("secure_threshold", 1.0)
+    if isinstance(share, float) and 0 < share <= 2 / 3:
+        problems.append(
+            f"secure_threshold: {share:g} is too low; a server that lies about who has dropped out could open one "
+            "client's values unless more than two thirds have to stay: use 0.67 or more; four clients are the fewest "
+            "that tolerate one absence"
+        )
+    if tasks and "hide_task" in kind.model_fields and not stage.get("hide_task"):
+        problems.append("hide_task: sums over clients of several tasks need messages of one shape; set it to true")
+    return problems
+
+
+def _unhidden(stage: Mapping[str, Any]) -> list[str]:
+    """Why a closed form cannot hide single examples, or blur its counts, as it is asked to."""
+    problems = []
+    privacy, estimated = stage.get("privacy"), stage.get("covariance", "estimated") == "estimated"
+    on_server = isinstance(privacy, Mapping) and privacy.get("noise", "server") == "server"
+    some = "clients_per_round" in stage or stage.get("participation", 1) != 1
+    if on_server and some and not (stage["method"] == "fedcof" and estimated):
+        problems.append(
+            "privacy.noise: the server adds its noise once, and the heads of two rounds would differ by exact sums; "
+            "hear everybody in one round (leave out clients_per_round and participation), or use 'client'"
+        )
+    if "privacy" in stage and stage.get("means_per_client", 1) != 1:
+        problems.append("means_per_client: one example changes how all of its class is split; with privacy, use 1")
+    if "privacy" in stage and "count_noise" in stage:
+        problems.append("count_noise: privacy puts noise on the counts already; set one of the two")
+    if "count_noise" in stage and not estimated:
+        problems.append("count_noise: second moments do not fit noisy counts; use covariance = 'estimated'")
+    return problems
+
+
+def _unprotected(stage: Mapping[str, Any], silent: bool, tasks: bool) -> list[str]:
+    """Why a training stage, given with its defaults, cannot withstand or hide single clients as it is asked to."""
+    method, problems, privacy = stage["method"], [], stage["privacy"]
+    robust = {"combine": stage["combine"] in ("median", "trimmed-mean"), "max_norm": stage["max_norm"] is not None}
+    unlimited = {
+        "scaffold": "scaffold's control variates are averaged too, and nothing limits those",
+        "fednova": "fednova scales updates by the steps that clients say they took, and nothing limits those",
+    }
+    for key in [key for key, asked in {**robust, "privacy": privacy is not None}.items() if asked]:
+        if silent:
+            problems.append(f"{key}: with {method} no update travels that this could apply to; leave it out")
+        elif key in robust and method in unlimited:
+            problems.append(f"{key}: {unlimited[method]}; use another method")
+    if robust["combine"] and method == "feddyn":
+        problems.append("combine: feddyn's dual variables add up to the mean of the updates only; use 'mean'")
+    if robust["combine"] and stage["hide_task"]:
+        problems.append("combine: with hide_task the server needs no more than sums; use 'mean'")
+    if privacy is None or silent:
+        return problems
+    uncovered = {
+        "scaffold": "scaffold sends control variates too, and nothing hides those",
+        "fednova": "fednova's clients say how many steps they took, and nothing hides that",
+        "feddyn": "feddyn's server adds up the updates of all rounds, and with them their noise",
+        **dict.fromkeys(
+            ("fedper", "fedrep", "lg-fedavg", "ditto"), f"{method} leaves a model with each client that nothing hides"
+        ),
+    }
+    if method in uncovered:
+        problems.append(f"privacy: {uncovered[method]}; use another method")
+    if robust["combine"]:
+        problems.append("combine: privacy hides a client in a sum; use 'mean'")
+    if stage["weighting"] != "uniform":
+        problems.append("weighting: with privacy every client counts alike; use 'uniform'")
+    if stage["share"]:
+        problems.append("share: with privacy the server cannot hold examples of the clients; leave it 0")
+    if stage["sampling"] == "tasks":
+        problems.append("sampling: privacy is accounted for where all clients are drawn alike; use 'clients'")
+    if tasks and isinstance(privacy, Mapping) and privacy.get("noise") == "client":
+        problems.append("privacy.noise: with several tasks, what a client sends shows which is its own; use 'server'")
+    return problems
+
+
+def _table_at(place: tuple[Any, ...]) -> tuple[type[BaseModel], tuple[Any, ...]]:
+    """The table an error points into, and the place without pydantic's union tags."""
+    match place:
+        case ("data", "partition", str(kind), *rest) if kind in PARTITIONS:
+            return PARTITIONS[kind], ("data", "partition", *rest)
+        case ("stages", int(index), str(method), str(table), str(key), *rest) if method in STAGES and table in _TABLES:
+            return _TABLES[table], ("stages", index, table, key, *rest)
+        case ("stages", int(index), str(method), *rest) if method in STAGES:
+            return STAGES[method], ("stages", index, *rest)
+        case ("tasks", int(index), "partition", str(kind), *rest) if kind in PARTITIONS:
+            return PARTITIONS[kind], ("tasks", index, "partition", *rest)
+        case ("data", *_):
+            return Data, place
+        case ("tasks", int(), *_):
+            return Task, place
+        case ("model", *_):
+            return Model, place
+        case _:
+            return Recipe, place
+
+
+def _accepted(table: type[BaseModel], key: Any) -> list[str]:
+    """What a key accepts: the values of its literals and the names of its types."""
+    field = table.model_fields.get(str(key))
+    names = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
+    words: list[str] = []
+    todo: list[Any] = [field.annotation] if field else []
+    while todo:
+        kind = todo.pop(0)
+        if kind in names:
+            words.append(names[kind])
+        elif getattr(kind, "__origin__", None) is Literal:
+            words += [str(value) for value in get_args(kind)]
+        else:
+            todo = list(get_args(kind)) + todo
+    return list(dict.fromkeys(words))
+
+
+def _sentence(error: dict[str, Any]) -> tuple[str, str]:
+    """Where a pydantic error is, and a sentence: where, what was given, what is accepted."""
+    table, place = _table_at(tuple(error["loc"]))
+    kind, given = error["type"], error["input"]
+    # Unions of types append the member that failed ("float", "literal['auto']"); the key is the part that counts.
+    known = [
+        depth
+        for depth, key in enumerate(place)
+        if key in table.model_fields or place[:depth] in (("stages",), ("tasks",))
+    ]
+    if known and kind != "extra_forbidden":
+        place = place[: known[-1] + 1]
+    where, key = ".".join(map(str, place)), place[-1] if place else ""
+    accepted = _accepted(table, key)
+    if kind in ("union_tag_invalid", "union_tag_not_found"):
+        tag = error["ctx"]["discriminator"].strip("'")
+        where = f"{where}.{tag}"
+        names = list(PARTITIONS if tag == "kind" else STAGES)
+        if kind == "union_tag_not_found":
+            return where, f"{where}: missing; accepted: {', '.join(names)}"
+        return where, f"{where}: {given[tag]!r} is not known; {nearest(given[tag], names)}"
+    if kind == "extra_forbidden":
+        return where, f"{where}: unknown key; {nearest(str(key), table.model_fields)}"
+    if kind == "missing":
+        return where, f"{where}: missing" + (f"; give {' or '.join(accepted)}" if accepted else "; add this table")
+    if isinstance(given, str) and accepted:
+        return where, f"{where}: {given!r} does not fit; {nearest(given, accepted)}"
+    message = error["msg"].removeprefix("Input ").removeprefix("Value error, ")
+    return where, f"{where}: {given!r} does not fit, {message}" + (
+        f"; accepted: {', '.join(accepted)}" if accepted else ""
+    )

@@ -1,0 +1,270 @@
+"""Typed recipes: what a run reads, in TOML, with every default in this file and nowhere else."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tomli_w
+from pydantic import (
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+)
+
+from headstart.config.stage import STAGES, Stage, Table, load_plugins
+from headstart.errors import RecipeError
+
+ONE_TASK = "default"
+"""The name of the task where a recipe has one."""
+
+# ---------------------------------------------------------------------------------------------- who holds which example
+
+
+class _Partition(Table):
+    test: Literal["shared", "follow"] = "shared"
+    """Whether clients share one test split, or each gets a part of it that follows its training classes."""
+
+
+class IID(_Partition):
+    """Examples dealt at random, sizes equal to within one."""
+
+    kind: Literal["iid"]
+    clients: PositiveInt = 100
+
+
+class Dirichlet(_Partition):
+    """Equal sizes, class shares per client from Dirichlet(alpha), clients filled in turn (FedNCM, FedCOF)."""
+
+    kind: Literal["dirichlet"] = "dirichlet"
+    clients: PositiveInt = 100
+    alpha: PositiveFloat = 0.1
+    leftovers: Literal["report", "assign"] = "report"
+    """What becomes of the examples that do not fill a client evenly: reported as unused (papers), or dealt out."""
+
+
+class DirichletByClass(_Partition):
+    """Each class cut among the clients by Dirichlet(alpha) shares (Yurochkin et al.); sizes vary."""
+
+    kind: Literal["dirichlet-by-class"]
+    clients: PositiveInt = 100
+    alpha: PositiveFloat = 0.1
+    min_examples: PositiveInt = 1
+
+
+class Shards(_Partition):
+    """So many single-class shards per client (FedBABU, LG-FedAvg, FedRep)."""
+
+    kind: Literal["shards"]
+    clients: PositiveInt = 100
+    shards_per_client: PositiveInt = 2
+
+
+class Classes(_Partition):
+    """So many distinct classes per client, the same number of examples of each (FedYolo)."""
+
+    kind: Literal["classes"]
+    clients: PositiveInt = 20
+    classes_per_client: PositiveInt = 2
+    examples_per_client: PositiveInt | None = None
+    """Rounded down to a multiple of the classes; None: as many as every client can have."""
+
+
+class Natural(_Partition):
+    """The clients that the data name."""
+
+    kind: Literal["natural"]
+    clients: PositiveInt | None = None
+    """Keep so many of them, drawn at random; None keeps all."""
+    min_examples: PositiveInt = 1
+    max_examples: PositiveInt | None = None
+
+
+class Domains(_Partition):
+    """Each domain of the data is held by its own clients."""
+
+    kind: Literal["domains"]
+    clients_per_domain: PositiveInt = 1
+
+
+Partition = Annotated[
+    IID | Dirichlet | DirichletByClass | Shards | Classes | Natural | Domains, Field(discriminator="kind")
+]
+
+
+class Data(Table):
+    """Where the examples come from and who holds them."""
+
+    dataset: Annotated[str, Field(min_length=1)]
+    """A known name (`headstart datasets`), a Hugging Face dataset id, or a path."""
+    partition: Partition = Dirichlet()
+    input_column: str | Annotated[tuple[str, str], Field(strict=False)] | None = None
+    label_column: str | None = None
+    client_column: str | None = None
+    domain_column: str | None = None
+    train_examples: PositiveInt | None = None
+    """Keep a class-balanced random part of the training split."""
+    test_examples: PositiveInt | None = None
+    test_fraction: float = Field(default=0.2, gt=0, lt=1)
+    """Share held out for the test where the data come without a test split."""
+    classes: Annotated[tuple[int | str, ...], Field(strict=False, min_length=2)] | None = None
+    """Keep only these classes, by number or name, numbered in this order."""
+    task: NonNegativeInt | None = None
+    """Of a features file with several tasks, the one to take."""
+
+
+class Task(Data):
+    """One of several tasks that share a backbone: its data, and the clients that hold them."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    """Names the task's files and clients."""
+
+
+class Model(Table):
+    """The body that turns an example into a feature vector."""
+
+    backbone: str = "efficientnet-lite0"
+    weights: str | None = None
+    """A safetensors file, a `weights_only` checkpoint, or "random"."""
+    preprocess: Literal["auto", "torch", "cifar10", "half", "lite", "caffe"] = "auto"
+    resize: Literal["squash"] | PositiveInt = "squash"
+    """"squash" to a square; a number: the shorter side to so many pixels, then a centre crop."""
+    image_size: PositiveInt | None = None
+    pooling: Literal["auto", "cls", "mean"] = "auto"
+    max_tokens: PositiveInt = 128
+    prompt: str | None = None
+    """A cloze for a masked language model, such as "{text} It was {mask}."; {second} is the second text of a pair."""
+    label_words: Annotated[tuple[str, ...], Field(strict=False)] | None = None
+    """The word that stands for each class where the prompt has its {mask}, in the order of the classes."""
+
+
+class Recipe(Table):
+    """A run: data, model, and stages that hand the model on."""
+
+    name: str = "run"
+    seed: NonNegativeInt = 0
+    data: Data | None = None
+    tasks: Annotated[tuple[Task, ...], Field(strict=False)] = ()
+    """Instead of data: several tasks, each with its own, on one backbone."""
+    model: Model = Model()
+    stages: Annotated[tuple[Stage, ...], Field(strict=False)]
+
+    @classmethod
+    def parse(cls, table: Mapping[str, Any]) -> Recipe:
+        """Validate a table, or raise one `RecipeError` that lists every problem."""
+        from headstart.config.checks import contradictions, sentences
+
+        load_plugins()
+        table = _on_features(table)
+        problems = contradictions(table)
+        try:
+            recipe = cls.model_validate(table)
+        except ValidationError as error:
+            raise RecipeError([*sentences(error), *problems]) from None
+        if problems:
+            raise RecipeError(problems)
+        return recipe
+
+    @classmethod
+    def load(cls, path: Path | str, settings: Sequence[str] = ()) -> Recipe:
+        """Read a TOML file and apply ``key=value`` settings such as ``stages.0.shrinkage=0.1``."""
+        return cls.parse(read_table(path, settings))
+
+    def to_toml(self) -> str:
+        """The recipe with every default filled in; keys that are unset are left out."""
+        table = self.model_dump(mode="json", exclude_none=True)
+        if not self.tasks:
+            del table["tasks"]
+        return tomli_w.dumps(table)
+
+    def settings(self) -> dict[str, Any]:
+        """Every value under the name that ``--set`` uses, such as stages.0.shrinkage."""
+        return dict(_settings(self.model_dump(mode="json", exclude_none=True)))
+
+    @property
+    def datasets(self) -> str:
+        """What the run learns from, in words."""
+        return self.data.dataset if self.data else ", ".join(task.dataset for task in self.tasks)
+
+
+def read_table(path: Path | str, settings: Sequence[str] = ()) -> dict[str, Any]:
+    """A TOML file with ``key=value`` settings applied, before it is validated."""
+    try:
+        table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise RecipeError([f"cannot read {path}: {error.strerror or error}"]) from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise RecipeError([f"{path} is not valid TOML: {error}"]) from None
+    problems = [problem for setting in settings if (problem := _apply(table, setting))]
+    if problems:
+        raise RecipeError(problems)
+    return table
+
+
+PARTITIONS: dict[str, type[_Partition]] = {
+    "iid": IID,
+    "dirichlet": Dirichlet,
+    "dirichlet-by-class": DirichletByClass,
+    "shards": Shards,
+    "classes": Classes,
+    "natural": Natural,
+    "domains": Domains,
+}
+
+
+def _on_features(table: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Where the data are features, what a stage trains by default is the head: there is nothing else."""
+    model, stages = table.get("model"), table.get("stages")
+    if not isinstance(model, dict) or model.get("backbone") != "features" or not isinstance(stages, list):
+        return table
+    changed = []
+    for stage in stages:
+        kind = STAGES.get(str(stage.get("method"))) if isinstance(stage, dict) else None
+        fields = kind.model_fields if kind else {}
+        usual = {key: fields[key].default for key in ("train", "update") if key in fields}
+        heads = {key: "head" for key, default in usual.items() if default in ("all", "body")}
+        changed.append({**heads, **stage} if isinstance(stage, dict) else stage)
+    return {**table, "stages": changed}
+
+
+def _settings(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """The values of a table by their paths; the tables of a list by their numbers."""
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        value = dict(enumerate(value))
+    if isinstance(value, dict):
+        for key, part in value.items():
+            yield from _settings(part, f"{name}.{key}" if name else str(key))
+    else:
+        yield name, value
+
+
+def _apply(table: dict[str, Any], setting: str) -> str | None:
+    """Write one ``key=value`` into the table; return what is wrong with it, if anything."""
+    path, equals, text = setting.partition("=")
+    if not equals or not path.strip():
+        return f"--set {setting}: write it as key=value, for example stages.0.shrinkage=0.1"
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text.strip()
+    *parents, last = path.strip().split(".")
+    node: Any = table
+    key: str | int
+    for depth, key in enumerate([*parents, last]):
+        if isinstance(node, list):
+            if not key.isdigit() or int(key) >= len(node):
+                return (
+                    f"--set {path}: {'.'.join(parents[:depth])} has {len(node)} entries, numbered from 0, not {key!r}"
+                )
+            key = int(key)
+        elif not isinstance(node, dict):
+            return f"--set {path}: {'.'.join(parents[:depth])} is a value, not a table"
+        if depth == len(parents):
+            node[key] = value
+        else:
+            node = node.setdefault(key, {}) if isinstance(node, dict) else node[key]
+    return None

@@ -1,0 +1,304 @@
+"""What a client may say about its features: class counts, class sums and, where a method asks, second moments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from math import inf
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+from scipy import sparse
+
+from headstart.core.message import Message, layout_nbytes
+from headstart.errors import HeadstartError, MessageError
+
+Floats = npt.NDArray[np.float64]
+Features = npt.NDArray[np.floating]
+Ints = npt.NDArray[np.int64]
+Moments = Literal["full", "diagonal"]
+Transform = Callable[[Features], Features]
+
+_BLOCK_BYTES = 32 << 20
+# Features beyond this are no features: their squares, added up over all clients, must stay within range.
+_LARGEST_FEATURE = 1e15
+# Bounds that exact sums keep are checked with room for sums that were rounded to float32.
+_ROUNDING = 1e-6
+
+
+@dataclass(frozen=True, eq=False)
+class ClientStatistics:
+    """Statistics of the features of one client, or of many merged.
+
+    A row is what one client (or one random part of a client's class) says about one class.
+
+    labels: [R] the class of each row; counts: [R] examples behind it; sums: [R, d] sum of their features;
+    moments: the Gram matrix XᵀX [d, d], or its diagonal [d], of all the examples; None where no method asked.
+    """
+
+    n_classes: int
+    labels: Ints
+    counts: Ints
+    sums: Features
+    moments: Floats | None = None
+
+    @classmethod
+    def empty(cls, n_classes: int, dim: int, moments: Moments | None = None) -> ClientStatistics:
+        """Nothing heard yet."""
+        none = np.zeros(0, np.int64)
+        return cls(n_classes, none, none, np.zeros((0, dim)), _zero_moments(dim, moments))
+
+    @property
+    def dim(self) -> int:
+        """Feature dimension d."""
+        return int(self.sums.shape[1])
+
+    def merge(self, *others: ClientStatistics) -> ClientStatistics:
+        """All rows side by side, moments added: associative, and commutative up to the order of the rows."""
+        everyone = (self, *others)
+        moments = [each.moments for each in everyone if each.moments is not None]
+        return ClientStatistics(
+            self.n_classes,
+            np.concatenate([each.labels for each in everyone]),
+            np.concatenate([each.counts for each in everyone]),
+            np.concatenate([each.sums for each in everyone if len(each.sums)] or [self.sums]),
+            np.sum(moments, axis=0) if moments else None,
+        )
+
+    def pooled(self) -> ClientStatistics:
+        """One row per class present, in class order: what a sum over all clients knows. Rows are added in order."""
+        present, segments = np.unique(self.labels, return_inverse=True)
+        counts = np.zeros(len(present), np.int64)
+        np.add.at(counts, segments, self.counts)
+        order = np.argsort(segments, kind="stable")
+        sums, _ = _segment_sums(self.sums, order, segments[order], len(present))
+        return ClientStatistics(self.n_classes, present, counts, sums, self.moments)
+
+    def to_message(self) -> Message:
+        """What travels: present classes only; class sums in float32.
+
+        Statistics with second moments travel in float64, the Gram matrix as its upper triangle: the solve subtracts
+        them from each other, so that rounding to float32 makes a badly conditioned Gram matrix indefinite. A triangle
+        in float64 costs what the papers count for the full square in float32.
+        """
+        precision = _sums_dtype(self.moments is not None)
+        with np.errstate(over="ignore"):  # checked below, with a sentence
+            sums = self.sums.astype(precision)
+        if not np.isfinite(sums).all():
+            raise HeadstartError(f"class sums do not fit into {precision}; scale the features down")
+        arrays: dict[str, npt.NDArray[np.generic]] = {
+            "labels": self.labels.astype(np.int32),
+            "counts": self.counts.astype(np.int32),
+            "sums": sums,
+        }
+        if self.moments is not None:
+            full = self.moments.ndim == 2
+            arrays["moments"] = self.moments[np.triu_indices(self.dim)] if full else self.moments
+        return Message(arrays)
+
+    @classmethod
+    def from_message(
+        cls,
+        message: Message,
+        n_classes: int,
+        dim: int,
+        moments: Moments | None,
+        *,
+        every_class: bool = False,
+        noisy: bool = False,
+        rows_per_class: int = 1,
+        longest: float = inf,
+    ) -> ClientStatistics:
+        """Read and check what a client sent, or raise `MessageError` with what is wrong.
+
+        ``every_class``: there is a row for every class, present or not. ``noisy``: clients added noise, and nothing is
+        impossible. ``rows_per_class``: rows that a class may have. ``longest``: no feature vector is longer.
+        """
+        labels = message.array("labels", "int32", (None,)).astype(np.int64)
+        counts = message.array("counts", "int32", (len(labels),)).astype(np.int64)
+        sums = message.array("sums", _sums_dtype(moments is not None), (len(labels), dim))
+        if len(labels) and (labels.min() < 0 or labels.max() >= n_classes):
+            raise MessageError(f"class labels must lie between 0 and {n_classes - 1}")
+        if (often := np.bincount(labels, minlength=1)).max() > rows_per_class:
+            raise MessageError(f"class {often.argmax()} is sent {often.max()} times, more than {rows_per_class}")
+        everything = np.tile(np.arange(n_classes), max(1, len(labels) // n_classes))
+        if every_class and not np.array_equal(labels, everything):
+            raise MessageError("with privacy every class is sent, in order, present or not")
+        if not (every_class and noisy) and counts.min(initial=1) < (least := 0 if every_class else 1):
+            raise MessageError(f"a class is sent with a count below {least}")
+        examples = np.maximum(np.abs(counts), 1)
+        if (np.abs(sums).max(axis=1, initial=0) > _LARGEST_FEATURE * examples).any():
+            raise MessageError(f"a class sum is larger than features of {_LARGEST_FEATURE:.0e} make it")
+        second = None
+        if moments is not None:
+            values = message.array("moments", "float64", (_moments_length(dim, moments),))
+            if np.abs(values).max(initial=0) > _LARGEST_FEATURE**2 * examples.sum():
+                raise MessageError(f"a sum of squares is larger than features of {_LARGEST_FEATURE:.0e} make it")
+            second = unpacked(values.astype(np.float64), dim) if moments == "full" else values.astype(np.float64)
+        received = cls(n_classes, labels, counts, sums.astype(sums.dtype, copy=False), second)
+        if not noisy:
+            received._refuse_impossible(longest)
+        return received
+
+    def _refuse_impossible(self, longest: float) -> None:
+        """Raise `MessageError` where no feature vectors of at most this length have such statistics.
+
+        By Cauchy–Schwarz |G_ij| ≤ √(G_ii G_jj) and Σ_r s_rj²/n_r ≤ G_jj over the rows r; by the triangle inequality
+        ‖s_r‖ ≤ n_r · longest and tr G ≤ N · longest². What passes can still be false.
+        """
+        counts, examples = self.counts, int(self.counts.sum())
+        squares = None if self.moments is None else self.moments.diagonal() if self.moments.ndim == 2 else self.moments
+        if longest < inf:
+            lengths, room = np.linalg.norm(self.sums.astype(np.float64), axis=1), (1 + _ROUNDING) * longest
+            if (far := lengths > counts * room + np.finfo(np.float32).tiny).any():
+                row = far.argmax()
+                raise MessageError(
+                    f"the sum of class {self.labels[row]} has length {lengths[row]:.3g}: "
+                    f"{counts[row]} examples no longer than {longest:g} have none so long"
+                )
+            if squares is not None and squares.sum() > examples * room**2:
+                raise MessageError(f"the sums of squares are larger than examples no longer than {longest:g} make them")
+        if self.moments is None or squares is None:
+            return
+        if squares.min(initial=0.0) < 0:
+            raise MessageError("a sum of squares is negative")
+        # Squares of the smallest numbers are zero, and their products with other features are not.
+        squares = (1 + _ROUNDING) * (squares + examples * np.finfo(np.float64).tiny)
+        if (np.einsum("rd,rd->d", self.sums, self.sums / np.maximum(counts, 1)[:, None]) > squares).any():
+            raise MessageError("the class sums are larger than the sums of squares allow: no features have both")
+        roots = np.sqrt(squares)
+        if self.moments.ndim == 2 and (np.abs(self.moments) > np.outer(roots, roots)).any():
+            raise MessageError("the Gram matrix has an entry larger than its diagonal allows: no features have it")
+
+
+def summarise(
+    features: Features,
+    labels: Ints,
+    n_classes: int,
+    *,
+    clients: Ints | None = None,
+    parts: Ints | None = None,
+    moments: Moments | None = None,
+    rows: Ints | None = None,
+    transform: Transform | None = None,
+) -> tuple[ClientStatistics, Ints]:
+    """Statistics of many clients at once, and the client [R] behind each row; rows are in client, class, part order.
+
+    features: [n, d]; labels, clients, parts: [m], about ``features[rows]``; by default all rows belong to client 0.
+    ``parts`` numbers random parts of a client's class, each of which speaks for itself; ``transform`` is a map
+    [n, d] → [n, D] applied to the features first. Accumulates in float64, in blocks, so that memory does not grow with
+    the examples.
+    """
+    rows = np.arange(len(features)) if rows is None else rows
+    clients = np.zeros(len(rows), np.int64) if clients is None else clients
+    parts = np.zeros(len(rows), np.int64) if parts is None else parts
+    width = int(parts.max(initial=0)) + 1
+    keys, segments, counts = np.unique(
+        (clients * n_classes + labels) * width + parts, return_inverse=True, return_counts=True
+    )
+    order = np.argsort(segments, kind="stable")
+    with np.errstate(over="ignore", invalid="ignore"):  # checked below, with a sentence
+        sums, second = _segment_sums(features, rows[order], segments[order], len(keys), moments, transform)
+    for name, values in (("features", sums), ("squares of the features", second)):
+        if values is not None and not np.isfinite(values).all():
+            raise HeadstartError(f"the {name} hold NaN, infinity or values too large to add up; clean or scale them")
+    who, what = np.divmod(keys // width, n_classes)
+    return ClientStatistics(n_classes, what, counts.astype(np.int64), sums, second), who
+
+
+def random_parts(labels: Ints, clients: Ints, means_per_client: int, seed: tuple[int, ...]) -> Ints | None:
+    """Part [n] of each example: up to ``means_per_client`` random parts of each client's class; None for one part.
+
+    As in FedCOF's code: a class of fewer than four examples stays whole, a part has at least two examples, and the
+    last part takes the remainder. A client's parts depend on the seed and on the client alone.
+    """
+    if means_per_client == 1:
+        return None
+    parts = np.zeros(len(labels), np.int64)
+    by_client = np.argsort(clients, kind="stable")
+    bounds = np.flatnonzero(np.diff(clients[by_client])) + 1
+    for members in np.split(by_client, bounds):
+        rng = np.random.default_rng([0x9A27, *seed, int(clients[members[0]])])
+        shuffled = rng.permutation(members)
+        shuffled = shuffled[np.argsort(labels[shuffled], kind="stable")]
+        sizes = np.bincount(labels[shuffled])[labels[shuffled]]
+        rank = np.arange(len(shuffled)) - np.searchsorted(labels[shuffled], labels[shuffled])
+        wanted = np.where(sizes >= 4, np.minimum(means_per_client, sizes // 2), 1)
+        parts[shuffled] = np.minimum(rank // (sizes // wanted), wanted - 1)
+    return parts
+
+
+@cache
+def message_nbytes(rows: int, dim: int, moments: Moments | None) -> int:
+    """Bytes of the message of a client that speaks of so many rows."""
+    layout: dict[str, tuple[str, tuple[int, ...]]] = {
+        "labels": ("int32", (rows,)),
+        "counts": ("int32", (rows,)),
+        "sums": (_sums_dtype(moments is not None), (rows, dim)),
+    }
+    if moments is not None:
+        layout["moments"] = ("float64", (_moments_length(dim, moments),))
+    return layout_nbytes(layout)
+
+
+def _segment_sums(
+    features: Features,
+    rows: Ints,
+    segments: Ints,
+    n_segments: int,
+    moments: Moments | None = None,
+    transform: Transform | None = None,
+) -> tuple[Floats, Floats | None]:
+    """Sums [S, d] of ``features[rows]`` by (sorted) segment, and their second moments, in float64, block by block.
+
+    Each segment is added up in the order of its rows, whatever the blocks: a client alone and the same client among
+    thousands give the same bits.
+    """
+    transform = transform or (lambda values: values)
+    dim = transform(features[:1]).shape[1]
+    sums = np.zeros((n_segments, dim))
+    second = _zero_moments(dim, moments)
+    step = max(1, _BLOCK_BYTES // (8 * dim))
+    for start in range(0, len(rows), step):
+        members = segments[start : start + step]
+        first, last = int(members[0]), int(members[-1])
+        block = np.empty((len(members) + 1, dim))
+        block[0] = sums[first]  # what the previous block left in the segment that the two share
+        block[1:] = transform(features[rows[start : start + step]])
+        lengths = np.bincount(members - first, minlength=last - first + 1)
+        lengths[0] += 1
+        pointers = np.concatenate([[0], np.cumsum(lengths)])
+        gather = sparse.csr_array((np.ones(len(block)), np.arange(len(block)), pointers))
+        sums[first : last + 1] = gather @ block
+        if second is not None:
+            values = block[1:]
+            second += values.T @ values if moments == "full" else np.einsum("nd,nd->d", values, values)
+    return sums, second
+
+
+def _zero_moments(dim: int, moments: Moments | None) -> Floats | None:
+    return None if moments is None else np.zeros((dim, dim) if moments == "full" else dim)
+
+
+def _moments_length(dim: int, moments: Moments) -> int:
+    return dim * (dim + 1) // 2 if moments == "full" else dim
+
+
+def _sums_dtype(with_moments: bool) -> str:
+    return "float64" if with_moments else "float32"
+
+
+def unpacked(triangle: Floats, dim: int) -> Floats:
+    """The symmetric matrix [dim, dim] of an upper triangle, row after row."""
+    square = np.zeros((dim, dim))
+    square[np.triu_indices(dim)] = triangle
+    return np.asarray(square + np.triu(square, 1).T)
+
+
+def shorten(features: Features, bound: float) -> Floats:
+    """Rows [n, d] that are longer than the bound, shortened to it."""
+    values = np.asarray(features, np.float64)
+    lengths = np.linalg.norm(values, axis=1, keepdims=True)
+    return np.asarray(values * (bound / np.maximum(lengths, bound)))

@@ -1,0 +1,1 @@
+"""A federation of real machines on Flower: its apps, its folder, and who may start what."""

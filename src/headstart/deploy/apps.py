@@ -1,0 +1,158 @@
+"""Flower's apps: a recipe on its simulation runtime, and the `ServerApp` and `ClientApp` of a deployment."""
+
+from __future__ import annotations
+
+import logging
+import os
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from flwr.app import Context, Message
+from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid, ServerApp
+
+from headstart.deploy.guard import check_guarded
+from headstart.errors import HeadstartError
+
+if TYPE_CHECKING:  # a client's process is started for every message, and loads what it needs
+    from headstart.config.recipe import Recipe
+    from headstart.engine.node import Node
+    from headstart.runner import Result
+
+server = ServerApp()
+client = ClientApp()
+
+
+# ------------------------------------------------------------------------------------------------------- a deployment
+
+
+@server.main()
+def serve(grid: Grid, context: Context) -> None:
+    """Run the recipe of the app with nodes that hold their own data; go on where an earlier run was interrupted.
+
+    Run configuration: `recipe` (its text), `nodes` (names of the nodes, with commas), `out` (the run directory),
+    `wait` (seconds after which the run starts without those that have not come; empty: none), and `test` (the server's
+    own data to test on; empty: nodes test on theirs).
+    """
+    import numpy as np
+
+    from headstart.data import Federation
+    from headstart.engine.flower import Nodes
+    from headstart.runner import conduct
+
+    check_guarded("superlink")
+    config = context.run_config
+    recipe = _recipe(str(config["recipe"]))
+    names = tuple(name.strip() for name in str(config["nodes"]).split(","))
+    out = Path(str(config["out"]))
+    nodes = Nodes(grid, recipe, {name: number for number, name in enumerate(names)})
+    nodes.present(len(names), float(str(config.get("wait") or "inf")))
+    if not nodes.said:
+        raise HeadstartError(f"none of the nodes came: {', '.join(names)}")
+    sizes = np.array([nodes.said.get(number, {"examples": 0})["examples"] for number in range(len(names))])
+    dim = next(iter(nodes.said.values()))["dim"]
+    federation = Federation.apart(recipe, names, sizes, dim, str(config.get("test") or "") or None)
+    resume = (out / "recipe.toml").is_file()
+    conduct(recipe, federation, out, resume, lambda line: print(line, flush=True), nodes)
+
+
+@client.query()
+def answer(message: Message, context: Context) -> Message:
+    """The answer of a node with its own data.
+
+    Node configuration: `name`, `data` (a path as in a recipe's `dataset`), `state` (a folder for what is to last), and
+    optionally `recipe` (a file: the node takes part in this recipe only).
+    """
+    from headstart.data import Federation
+    from headstart.engine.flower import refuse, respond, run_of
+    from headstart.engine.node import Node
+
+    config = context.node_config
+    try:
+        check_guarded("supernode")
+        recipe = _recipe(str(context.run_config["recipe"]))
+        if "recipe" in config and _recipe(Path(str(config["recipe"])).read_text(encoding="utf-8")) != recipe:
+            raise HeadstartError("the server runs another recipe than the one that this node agreed to")
+        name = str(config["name"])
+        federation = Federation.silo(recipe, str(config["data"]), name)
+        node = Node(recipe, federation, Path(str(config["state"])) / run_of(message), alone=True)
+    except (KeyError, OSError, ValueError) as error:
+        return refuse(
+            message, f"the node has no {error} in its configuration" if isinstance(error, KeyError) else str(error)
+        )
+    return respond(message, node, name)
+
+
+def _recipe(text: str) -> Recipe:
+    from headstart.config.recipe import Recipe
+
+    return Recipe.parse(tomllib.loads(text))
+
+
+# -------------------------------------------------------------------------------------------------------- a simulation
+
+_NODES: dict[tuple[str, str], Node] = {}
+"""Of this process, by recipe and folder: a process of a simulation answers for many clients."""
+
+
+def simulate(
+    recipe: Recipe,
+    out: Path | str | None = None,
+    resume: bool = False,
+    on_metrics: Callable[[dict[str, Any]], object] | None = None,
+) -> Result:
+    """Run a recipe on Flower's simulation runtime, a node for each client; otherwise as `headstart.run`."""
+    from flwr.simulation import run_simulation
+
+    from headstart.data import Federation
+    from headstart.engine.flower import Nodes
+    from headstart.records import RunDirectory
+    from headstart.runner import conduct
+
+    if out is not None and not resume:
+        RunDirectory.check_free(Path(out))
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    logging.getLogger("flwr").setLevel(logging.ERROR)
+    federation, text = Federation.of(recipe), recipe.to_toml()
+    found: list[Result] = []
+    server, client = ServerApp(), ClientApp()
+    with TemporaryDirectory() as temporary:
+        folder = Path(out).absolute() / "checkpoint" if out is not None else Path(temporary)
+
+        @server.main()
+        def main(grid: Grid, context: Context) -> None:
+            nodes = Nodes(grid, recipe, {name: number for number, name in enumerate(federation.names)})
+            nodes.present(federation.n_clients)
+            path = Path(out) if out is not None else None
+            found.append(conduct(recipe, federation, path, resume, on_metrics, nodes, folder))
+
+        @client.query()
+        def answer(message: Message, context: Context) -> Message:
+            from headstart.deploy.apps import simulated
+
+            return simulated(text, folder, message, context)
+
+        config: Any = {
+            "init_args": {"include_dashboard": False, "logging_level": "error", "log_to_driver": False},
+            "client_resources": {"num_cpus": 1, "num_gpus": 0.0},
+        }
+        run_simulation(server, client, federation.n_clients, backend_config=config)
+    return found[0]
+
+
+def simulated(text: str, folder: Path, message: Message, context: Context) -> Message:
+    """The answer of a simulated node."""
+    from headstart.data import Federation
+    from headstart.engine.flower import respond
+    from headstart.engine.node import Node
+
+    key = text, str(folder)
+    if key not in _NODES:
+        recipe = _recipe(text)
+        _NODES.clear()
+        _NODES[key] = Node(recipe, Federation.of(recipe), folder, alone=False)
+    node = _NODES[key]
+    return respond(message, node, node.federation.names[int(context.node_config["partition-id"])])

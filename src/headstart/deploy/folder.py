@@ -1,0 +1,375 @@
+"""A folder from which a federation of real machines is run: Flower's app, keys, certificates and start scripts.
+
+Flower's SuperLink listens on one port with TLS, and every SuperNode proves who it is with a key of its own. Both are
+started by `headstart.deploy.guard`: runs are started from the server's own machine only, and nodes execute no app but
+the one made here. The certificates and keys are for a test federation; the folder's README says what changes for a
+real one.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+import shlex
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import tomli_w
+
+from headstart.config.recipe import Recipe
+from headstart.deploy.guard import FLOWER, app_digest, check_flower
+from headstart.errors import HeadstartError
+
+try:
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
+    from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+except ImportError:
+    raise HeadstartError("headstart deploy: Flower is missing; install headstart[federation]") from None
+
+PORT = 9443
+"""Of the SuperLink; the nodes' own ports, open on their machines only, are the ones after it."""
+DAYS = 365
+"""How long the certificates are valid."""
+_NODE = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]{0,62}")
+_LABEL = re.compile(r"(?!-)[A-Za-z0-9-]{1,63}(?<!-)")
+
+
+def init(folder: Path, recipe: Recipe, nodes: Sequence[str], host: str = "127.0.0.1", port: int = PORT) -> list[str]:
+    """Write everything that a federation of ``nodes`` needs into ``folder``; return the commands that run it.
+
+    ``host`` is the name or the IPv4 address under which the nodes reach the SuperLink. The folder appears whole or
+    not at all.
+    """
+    check_flower()
+    _check(folder, recipe, nodes, host, port)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    draft = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
+    try:
+        _write(draft, recipe, nodes, host, port)
+        draft.replace(folder)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    return [shlex.quote(str(folder / script)) for script in ("superlink.sh", "nodes.sh", "run.sh")]
+
+
+def _check(folder: Path, recipe: Recipe, nodes: Sequence[str], host: str, port: int) -> None:
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise HeadstartError(f"{folder} is in use: name a folder that is empty or does not exist yet")
+    if recipe.data is not None and recipe.data.classes is None:
+        raise HeadstartError("data.classes: name the classes, since nodes that hold their own data number them by it")
+    if not nodes:
+        raise HeadstartError("a federation needs a node: give every machine that holds data a name")
+    for name in nodes:
+        if not _NODE.fullmatch(name):
+            raise HeadstartError(
+                f"node {name!r}: a name is made of letters, digits and dashes, starts with a letter or digit, "
+                "and has at most 63 characters"
+            )
+    if len({name.lower() for name in nodes}) < len(nodes):
+        raise HeadstartError(f"nodes {', '.join(nodes)}: every node needs a name of its own, whatever the case")
+    if _address(host) is None and not all(_LABEL.fullmatch(label) for label in host.split(".")):
+        raise HeadstartError(f"host {host!r}: give the server's DNS name or IPv4 address, without a port")
+    if not 1 <= port <= 65535 - len(nodes):
+        raise HeadstartError(f"port {port}: choose one between 1 and {65535 - len(nodes)}")
+
+
+def _address(host: str) -> ipaddress.IPv4Address | None:
+    try:
+        return ipaddress.IPv4Address(host)
+    except ValueError:
+        return None
+
+
+def _write(folder: Path, recipe: Recipe, nodes: Sequence[str], host: str, port: int) -> None:
+    for name in ("app", "certificates", "keys"):
+        (folder / name).mkdir()
+    (folder / "recipe.toml").write_text(recipe.to_toml(), encoding="utf-8")
+    (folder / "app" / "pyproject.toml").write_text(_app(), encoding="utf-8")
+    (folder / "README.md").write_text(_readme(nodes), encoding="utf-8")
+    _certificates(folder / "certificates", host)
+    for name in nodes:
+        key = ec.generate_private_key(ec.SECP384R1())
+        _private(folder / "keys" / name, key, PrivateFormat.OpenSSH)
+        public = key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
+        (folder / "keys" / f"{name}.pub").write_bytes(public + b"\n")
+
+    address = ipaddress.IPv4Address("127.0.0.1") if host == "localhost" else _address(host)
+    listen = str(address) if address is not None and address.is_loopback else "0.0.0.0"
+    local = listen if listen != "0.0.0.0" else "127.0.0.1"
+    _script(
+        folder / "superlink.sh",
+        "The SuperLink: open to nodes with an admitted key; runs are started from this machine only.",
+        {"listen": (listen, "0.0.0.0: all interfaces; 127.0.0.1: this machine only"), "port": (str(port), "")},
+        _SUPERLINK,
+    )
+    _script(
+        folder / "run.sh",
+        "Admit the nodes whose public keys are in keys/, run recipe.toml, and fail if the run does.",
+        {
+            "host": (local, "of the SuperLink, which takes this from its own machine only"),
+            "port": (str(port), ""),
+            "nodes": (",".join(nodes), "that take part"),
+            "wait": ("", "seconds after which the run starts without the missing ones; empty: for ever"),
+            "test": ("", "the server's own data to test on; empty: nodes test on theirs"),
+            "out": ("$here/run", "the run directory, on the server's disk"),
+        },
+        _RUN,
+    )
+    digest = app_digest(folder / "app")
+    scripts = " ".join(f"node-{name}.sh" for name in nodes)
+    _script(folder / "nodes.sh", "All SuperNodes on this machine, to try the federation out.", {}, _NODES % scripts)
+    for number, name in enumerate(nodes, start=1):
+        _script(
+            folder / f"node-{name}.sh",
+            f"The SuperNode of {name}, next to the data that stay there.",
+            {
+                "host": (host, "of the SuperLink"),
+                "port": (str(port), ""),
+                "name": (name, ""),
+                "data": (f"$here/data/{name}", "what a recipe may name as its dataset"),
+                "recipe": ("$here/recipe.toml", "the only one that this node takes part in"),
+                "app": (digest, "SHA-256 of what this node executes; several with commas"),
+                "local_port": (str(port + number), "any that is free; not seen from outside"),
+            },
+            _SUPERNODE,
+        )
+
+
+# ------------------------------------------------------------------------------------------------ certificates and keys
+
+
+def _certificates(folder: Path, host: str) -> None:
+    """An authority, and a certificate of the server for ``host`` and for its own machine."""
+    authority, server = ec.generate_private_key(ec.SECP384R1()), ec.generate_private_key(ec.SECP384R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "headstart test authority")])
+    usage = dict.fromkeys(
+        ("digital_signature", "content_commitment", "key_encipherment", "data_encipherment", "key_agreement",
+         "key_cert_sign", "crl_sign", "encipher_only", "decipher_only"), False
+    )  # fmt: skip
+    root = (
+        _certificate(name, name, authority.public_key())
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(x509.KeyUsage(**{**usage, "key_cert_sign": True, "crl_sign": True}), critical=True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(authority.public_key()), critical=False)
+        .sign(authority, hashes.SHA384())
+    )
+    # The ServerApp reaches the SuperLink on the loopback address.
+    local = ipaddress.IPv4Address("127.0.0.1")
+    address = _address(host)
+    names: list[x509.GeneralName] = [x509.DNSName("localhost"), x509.IPAddress(local)]
+    if address is None and host != "localhost":
+        names.append(x509.DNSName(host))
+    elif address is not None and address != local:
+        names.append(x509.IPAddress(address))
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "headstart SuperLink")])
+    leaf = (
+        _certificate(subject, name, server.public_key())
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(x509.KeyUsage(**{**usage, "digital_signature": True}), critical=True)
+        .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
+        .add_extension(x509.SubjectAlternativeName(names), critical=False)
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.public_key()), critical=False)
+        .sign(authority, hashes.SHA384())
+    )
+    (folder / "ca.pem").write_bytes(root.public_bytes(Encoding.PEM))
+    (folder / "server.pem").write_bytes(leaf.public_bytes(Encoding.PEM))
+    _private(folder / "ca.key", authority, PrivateFormat.PKCS8)
+    _private(folder / "server.key", server, PrivateFormat.PKCS8)
+
+
+def _certificate(subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey) -> x509.CertificateBuilder:
+    now = datetime.now(UTC)
+    return x509.CertificateBuilder(
+        issuer,
+        subject,
+        key,
+        serial_number=x509.random_serial_number(),
+        not_valid_before=now - timedelta(hours=1),  # clocks differ
+        not_valid_after=now + timedelta(days=DAYS),
+    )
+
+
+def _private(path: Path, key: ec.EllipticCurvePrivateKey, form: PrivateFormat) -> None:
+    """Write a private key into a file that nobody else could read at any moment."""
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(key.private_bytes(Encoding.PEM, form, NoEncryption()))
+
+
+# ------------------------------------------------------------------------------------------------------ app and scripts
+
+
+def _app() -> str:
+    """Flower's description of the app; run.sh gives the values of its config."""
+    return tomli_w.dumps(
+        {
+            "project": {
+                "name": "federation",
+                "version": "1.0.0",
+                "description": "A headstart recipe on Flower's deployment runtime.",
+                "license": "Apache-2.0",
+                "dependencies": ["headstart[federation]"],
+            },
+            "tool": {
+                "flwr": {
+                    "app": {
+                        "publisher": "headstart",
+                        "components": {
+                            "serverapp": "headstart.deploy.apps:server",
+                            "clientapp": "headstart.deploy.apps:client",
+                        },
+                        "config": dict.fromkeys(("recipe", "nodes", "out", "wait", "test"), ""),
+                    }
+                }
+            },
+        }
+    )
+
+
+def _script(path: Path, purpose: str, variables: Mapping[str, tuple[str, str]], body: str) -> None:
+    """An executable script: what it is for, its variables with a comment each, and what it does."""
+    lines = ["#!/usr/bin/env bash", f"# {purpose}", "set -euo pipefail"]
+    lines.append('here=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)')
+    for key, (value, comment) in variables.items():
+        quoted = f'"{value}"' if value.startswith("$here") else shlex.quote(value)
+        lines.append(f"{key}={quoted}" + (f"  # {comment}" if comment else ""))
+    path.write_text("\n".join(lines) + "\n\n" + body, encoding="utf-8")
+    path.chmod(path.stat().st_mode | 0o111)
+
+
+_SUPERLINK = """\
+export FLWR_HOME="$here/state/superlink" FLWR_TELEMETRY_ENABLED=0 FLWR_DISABLE_UPDATE_CHECK=1
+export FLWR_SUPEREXEC_TASK_POLL_INTERVAL=0.2
+mkdir -p "$FLWR_HOME"
+cd -- "$here"
+exec python3 -P -m headstart.deploy.guard superlink --host "$listen" --port "$port" \\
+    --ssl-ca-certfile "$here/certificates/ca.pem" \\
+    --ssl-certfile "$here/certificates/server.pem" --ssl-keyfile "$here/certificates/server.key" \\
+    --enable-supernode-auth --database "$here/state/superlink.db" --disable-runtime-dependency-installation
+"""
+
+_SUPERNODE = """\
+export FLWR_HOME="$here/state/$name/flower" FLWR_TELEMETRY_ENABLED=0 FLWR_DISABLE_UPDATE_CHECK=1
+export FLWR_SUPEREXEC_TASK_POLL_INTERVAL=0.2
+command -v headstart >/dev/null || { echo "activate the environment with headstart[federation]" >&2; exit 2; }
+mkdir -p "$FLWR_HOME"
+cd -- "$here"
+# The node says goodbye on the first SIGINT that it hears, and ignores the others.
+trap 'while kill -INT "$node" 2>/dev/null; do sleep 1; done; exit 0' INT TERM
+# The SuperLink refuses a key that run.sh has not admitted yet, and for a minute one whose node was killed.
+while true; do
+    python3 -P -m headstart.deploy.guard supernode "$app" --superlink "$host:$port" --port "$local_port" \\
+        --root-certificates "$here/certificates/ca.pem" --auth-supernode-private-key "$here/keys/$name" \\
+        --node-config "name='$name' data='$data' recipe='$recipe' state='$here/state/$name'" &
+    node=$!
+    status=0
+    wait "$node" || status=$?
+    case $status in 0 | 2) exit "$status" ;; esac # 2: a mistake that trying again does not mend
+    echo "$name is not connected; next attempt in 5 seconds" >&2
+    sleep 5 &
+    wait "$!"
+done
+"""
+
+_NODES = """\
+trap 'kill $(jobs -p) 2>/dev/null; wait; exit 0' INT TERM
+for script in %s; do
+    "$here/$script" &
+done
+wait
+"""
+
+_RUN = """\
+export FLWR_HOME="$here/state/run" FLWR_TELEMETRY_ENABLED=0 FLWR_DISABLE_UPDATE_CHECK=1
+mkdir -p "$FLWR_HOME"
+cat >"$FLWR_HOME/config.toml" <<END
+[superlink.federation]
+address = "$host:$port"
+root-certificates = '$here/certificates/ca.pem'
+END
+cat >"$FLWR_HOME/values.toml" <<END
+nodes = '$nodes'
+wait = '$wait'
+test = '$test'
+out = '$out'
+recipe = '''
+$(<"$here/recipe.toml")
+'''
+END
+
+until (: <"/dev/tcp/$host/$port") 2>/dev/null; do
+    echo "waiting for the SuperLink at $host:$port" >&2
+    sleep 2
+done
+for key in "$here"/keys/*.pub; do
+    name=$(basename "$key" .pub)
+    answer=$(flwr supernode register "$key" federation --name "$name" 2>&1) ||
+        [[ $answer == *"already in use"* ]] || { echo "$answer" >&2; exit 1; }
+done
+# It exits with 0 when it is refused, too.
+answer=$(flwr run "$here/app" federation --run-config "$FLWR_HOME/values.toml" --format json) || true
+run=$(grep -oE '"run-id": "[0-9]+"' <<<"$answer" | tr -dc 0-9) || { echo "$answer" >&2; exit 1; }
+flwr log "$run" federation
+flwr list federation --run-id "$run" --format json | grep -q '"status": "finished:completed"'
+"""
+
+
+def _readme(nodes: Sequence[str]) -> str:
+    name = nodes[0]
+    return f"""\
+# A federation
+
+Made by `headstart deploy init` for Flower's deployment runtime: TLS, and a key for every node. The scripts run from any
+directory and keep their state in `state/` beside them. They want the environment with `headstart[federation]` to be
+active. What to change is at the top of each.
+
+## One machine
+
+Set `data` in every `node-*.sh`. Then, each in a terminal of its own:
+
+```bash
+./superlink.sh
+./nodes.sh        # all of them; or node-{name}.sh and the others one by one
+./run.sh
+```
+
+`run.sh` admits the nodes, which ask until they are, runs `recipe.toml`, and exits with 0 if the run succeeds. The
+result is in `run/`. After an interruption, `run.sh` goes on from there; another recipe needs another `out`. Stop nodes
+with Ctrl-C or SIGTERM, and before the SuperLink: a node that was killed is refused for up to a minute, and asks again.
+
+## Several machines
+
+These certificates and keys are for a test: whoever made them can pose as anybody.
+
+| machine | files |
+|---|---|
+| server | `superlink.sh`, `run.sh`, `recipe.toml`, `app/`, `certificates/` without `ca.key`, `keys/*.pub` |
+| node, here {name} | `node-{name}.sh`, `recipe.toml`, `certificates/ca.pem`, `keys/{name}` |
+
+- Private keys never travel. Make a node's on its own machine, in place of the one made here, and give only
+  `keys/{name}.pub` to the server, before the first run:
+
+  ```bash
+  rm -f keys/{name} keys/{name}.pub
+  ssh-keygen -q -t ecdsa -b 384 -N "" -f keys/{name}
+  ```
+
+- In production let your own authority sign the certificate of the server: `ca.pem` is then the authority's,
+  `server.pem` and `server.key` are the server's. Those made here are valid for {DAYS} days, for the host that was
+  given to `deploy init`, and for localhost.
+- `certificates/ca.key` signs certificates. No script reads it: it stays where it was made, off the network.
+- Nodes call the server. Only the SuperLink's port has to be reachable. From other machines it takes requests that are
+  signed with an admitted key, and answers all others with 403: `run.sh` works on the server only. There it asks nobody
+  for a password: every account of that machine, and whoever comes through a proxy or a tunnel that ends on it, can
+  start an app on the server and admit keys.
+- A node executes only the app whose SHA-256 is `app` in its script, and takes part only in the recipe that its own
+  `recipe.toml` holds. Let it run as a user who can read its data and nothing else.
+- All machines have the same version of headstart, and Flower {", ".join(FLOWER)}; the scripts refuse others.
+- Weights that the recipe names by a path are under this path on all machines; a relative path starts in this folder.
+"""

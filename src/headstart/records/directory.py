@@ -1,0 +1,404 @@
+"""A run directory: the recipe, metrics, checkpoint, summary, model and report of one run."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from filelock import FileLock, Timeout
+from safetensors.numpy import save_file
+
+from headstart.config.recipe import Recipe
+from headstart.core.files import (
+    append_text,
+    csv_text,
+    secret,
+    sync_folder,
+    temporaries,
+    write_atomically,
+    write_json,
+    write_text,
+)
+from headstart.core.ledger import Ledger
+from headstart.core.message import Array, Message, Scalar
+from headstart.core.statistics import Ints
+from headstart.engine.body import PRETRAINED, Body, Module, Version
+from headstart.engine.store import ClientStore, RemoteStore
+from headstart.errors import HeadstartError
+from headstart.heads import LinearHead
+
+Arrays = Mapping[str, np.ndarray]
+
+_ROUNDS = ("stage", "round", "client", "bytes_up", "bytes_down", "left_out")
+_COSTS = ("bytes_up", "bytes_down", "forward_passes", "last_round")
+
+
+@dataclass(frozen=True, eq=False)
+class Handed:
+    """What a stage hands on: the head of each task, the number of the stage that made its body, and what is the
+    clients' own."""
+
+    heads: tuple[LinearHead | None, ...]
+    body: int
+    store: ClientStore | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Checkpoint:
+    """Where a run stands: within a stage, after a round, or between two stages."""
+
+    progress: Mapping[str, Any]
+    """The stage (the next one, between stages), its round, and what earlier stages came to."""
+    stage: StageCheckpoint | None = None
+
+    def to_message(self) -> Message:
+        """All of it."""
+        arrays: dict[str, Array] = {}
+        progress = dict(self.progress)
+        if self.stage is not None:
+            state, ledger = self.stage.state, self.stage.ledger
+            arrays |= {f"state.{name}": array for name, array in state.arrays.items()}
+            arrays |= {f"ledger.{name}": getattr(ledger, name) for name in _COSTS}
+            arrays["slots"] = self.stage.slots
+            progress |= {"seconds": ledger.seconds, "dropped": ledger.dropped, "state": dict(state.scalars)}
+        arrays["progress"] = np.frombuffer(json.dumps(progress).encode(), np.uint8)  # it may be long
+        return Message(arrays)
+
+    @classmethod
+    def from_message(cls, message: Message) -> Checkpoint:
+        """What `to_message` made."""
+        progress = json.loads(message.arrays["progress"].tobytes())
+        if "state" not in progress:
+            return cls(progress)
+        costs = {name: message.arrays[f"ledger.{name}"] for name in _COSTS}
+        ledger = Ledger(**costs, seconds=progress["seconds"], dropped=progress["dropped"])  # type: ignore[arg-type]
+        state = {name.removeprefix("state."): a for name, a in message.arrays.items() if name.startswith("state.")}
+        slots = message.arrays["slots"].astype(np.int64)
+        return cls(progress, StageCheckpoint(Message(state, progress["state"]), ledger, slots))
+
+
+@dataclass(frozen=True, eq=False)
+class StageCheckpoint:
+    """A stage after a round: the server's state, what it has cost, and where clients keep what they keep [K]."""
+
+    state: Message
+    ledger: Ledger
+    slots: Ints
+
+
+def _prefixed(head: LinearHead) -> dict[str, np.ndarray]:
+    return {f"head.{name}": array for name, array in head.arrays().items()}
+
+
+class RunDirectory:
+    """Everything a run leaves. Files appear whole or not at all; `metrics.jsonl` grows a line at a time."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._is_ours = not path.exists()
+
+    @classmethod
+    def create(cls, path: Path, recipe: Recipe) -> RunDirectory:
+        """A new directory with the resolved recipe; one that is in use is refused."""
+        cls.check_free(path)
+        run = cls(path)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            sync_folder(path.parent)
+            write_text(path / "recipe.toml", recipe.to_toml())
+            run._make_folders()
+        except OSError as error:
+            run.discard()
+            raise HeadstartError(f"--out {path}: cannot write there: {error.strerror or error}") from None
+        return run
+
+    @staticmethod
+    def check_free(path: Path) -> None:
+        """Refuse a path that is taken, before any work is done."""
+        if path.exists() and (not path.is_dir() or set(path.iterdir()) - set(temporaries(path))):
+            raise HeadstartError(f"--out {path}: already used; give another directory, or --resume to go on with a run")
+
+    @classmethod
+    def reopen(cls, path: Path, recipe: Recipe) -> RunDirectory:
+        """The directory of an interrupted run of the same recipe."""
+        saved = path / "recipe.toml"
+        if not saved.is_file():
+            raise HeadstartError(f"--resume: {path} holds no run")
+        if Recipe.load(saved) != recipe:
+            raise HeadstartError(f"--resume: {path} is a run of another recipe; compare {saved}")
+        run = cls(path)
+        run._make_folders()
+        return run
+
+    def _make_folders(self) -> None:
+        for name in ("model", "checkpoint"):
+            (self.path / name).mkdir(exist_ok=True)
+        sync_folder(self.path)
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Nobody else runs in this directory meanwhile."""
+        lock = FileLock(self.path / "checkpoint" / "lock")
+        try:
+            lock.acquire(timeout=1)  # who only looks whether somebody runs here holds it for an instant
+        except Timeout:
+            raise HeadstartError(
+                f"--out {self.path}: another process is running there; wait for it, or stop it"
+            ) from None
+        try:
+            for folder in (self.path, self.path / "model", self.path / "checkpoint"):
+                for path in temporaries(folder):  # of a process that was killed
+                    path.unlink()
+            yield
+        finally:
+            lock.release()
+
+    @property
+    def running(self) -> bool:
+        """Whether a process runs in this directory now."""
+        path = self.path / "checkpoint" / "lock"
+        if not path.is_file():
+            return False
+        try:
+            with FileLock(path, timeout=0):
+                return False
+        except Timeout:
+            return True
+        except OSError:  # somebody else's
+            return False
+
+    def identity(self) -> str:
+        """32 hexadecimal digits that no other run has."""
+        return b"".join(n.to_bytes(4) for n in secret(self.path / "checkpoint" / "identity"))[:16].hex()
+
+    def known(self, sizes: Ints) -> Ints:
+        """What clients say of the number of their examples [K]; of one that is not there, what it said before."""
+        path = self.path / "checkpoint" / "sizes.json"
+        before = np.array(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else sizes
+        known = np.where(sizes > 0, sizes, before)
+        write_json(path, known.tolist())
+        return known
+
+    @property
+    def has_checkpoint(self) -> bool:
+        """Whether there is anything to go on from."""
+        return self._checkpoint.is_file()
+
+    @property
+    def _checkpoint(self) -> Path:
+        return self.path / "checkpoint" / "state.safetensors"
+
+    def discard(self) -> None:
+        """Remove what a run made that ended before its first checkpoint."""
+        if not self.path.is_dir():
+            return
+        for name in ("recipe.toml", "metrics.jsonl", "clients.csv", "rounds.csv", "holdings.csv", "confusion.csv"):
+            (self.path / name).unlink(missing_ok=True)
+        for folder in ("model", "checkpoint"):
+            shutil.rmtree(self.path / folder, ignore_errors=True)
+        if self._is_ours:
+            self.path.rmdir()
+
+    def log(self, metrics: dict[str, Any]) -> None:
+        """Append one evaluation to `metrics.jsonl`."""
+        append_text(self.path / "metrics.jsonl", json.dumps(metrics, allow_nan=False) + "\n")
+
+    def log_round(self, stage: int, round: int, names: Sequence[str], ledger: Ledger) -> None:
+        """Append who was asked in a round (from 1), what each moved, and why a client was left out, to `rounds.csv`."""
+        path = self.path / "rounds.csv"
+        rows: list[Sequence[Any]] = [] if path.exists() else [_ROUNDS]
+        gone = [entry for entry in ledger.dropped if entry["round"] == round]
+        why = {name: str(entry["why"]) for entry in gone for name in str(entry["clients"]).split(", ")}
+        for client, up, down in ledger.latest:
+            rows.append([stage, round, names[client], up, down, why.get(names[client], "")])
+        append_text(path, csv_text(rows))
+
+    def _cut_rounds(self, stage: int, round: int) -> None:
+        """Leave out of `rounds.csv` what came after a round."""
+        path = self.path / "rounds.csv"
+        if path.exists():
+            with path.open(newline="", encoding="utf-8") as file:
+                rows = [row for row in csv.reader(file) if len(row) == len(_ROUNDS)]
+            kept = [row for row in rows[1:] if (int(row[0]), int(row[1])) <= (stage, round)]
+            write_text(path, csv_text([_ROUNDS, *kept]))
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """All evaluations so far; a line cut short by a crash does not count."""
+        path = self.path / "metrics.jsonl"
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+
+    def save_checkpoint(self, checkpoint: Checkpoint, private: bool = False) -> None:
+        """Replace the checkpoint before; private: for the eyes of its owner only."""
+        data = checkpoint.to_message().to_bytes()
+        write_atomically(self._checkpoint, lambda file: file.write_bytes(data), private)
+
+    def load_checkpoint(self) -> Checkpoint | None:
+        """What `save_checkpoint` wrote last, and metrics cut back to it; None where there is none."""
+        if not self.has_checkpoint:
+            for name in ("metrics.jsonl", "rounds.csv"):
+                (self.path / name).unlink(missing_ok=True)
+            return None
+        saved = Checkpoint.from_message(Message.from_bytes(self._checkpoint.read_bytes()))
+        lines = [json.dumps(line) + "\n" for line in self.metrics()[: saved.progress["evaluations"]]]
+        write_text(self.path / "metrics.jsonl", "".join(lines))
+        self._cut_rounds(saved.progress["stage"], saved.progress["round"])
+        return saved
+
+    def save_best(self, stage: int, round: int, state: bytes) -> None:
+        """The state after the best round so far of a stage that may end with it."""
+        write_atomically(self._best(stage, round), lambda file: file.write_bytes(state))
+
+    def load_best(self, stage: int, round: int) -> bytes:
+        """What `save_best` wrote."""
+        return self._best(stage, round).read_bytes()
+
+    def collect_best(self, stage: int, round: int | None) -> None:
+        """Remove the states of a stage's other rounds, once a checkpoint no longer names them."""
+        for path in (self.path / "checkpoint").glob(f"best-{stage}-*.safetensors"):
+            if round is None or path != self._best(stage, round):
+                path.unlink()
+
+    def _best(self, stage: int, round: int) -> Path:
+        return self.path / "checkpoint" / f"best-{stage}-{round}.safetensors"
+
+    def save_model(self, stage: int, handed: Handed, version: Version | None) -> None:
+        """What a stage hands on: its heads, the number of the stage that made its body, the body where it is new, and
+        where clients keep what is their own."""
+        heads = [head.arrays() for head in handed.heads if head is not None]
+        arrays: dict[str, Array] = {f"head.{task}.{n}": a for task, each in enumerate(heads) for n, a in each.items()}
+        facts: dict[str, Scalar] = {"body": handed.body, "tasks": len(handed.heads)}
+        if handed.store is not None and handed.store.shapes:
+            arrays["slots"] = handed.store.slots
+            facts |= {"personal": json.dumps(handed.store.shapes), "remote": isinstance(handed.store, RemoteStore)}
+        if version is not None:
+            arrays |= {f"body.{name}": array for name, array in (version.arrays or {}).items()}
+            facts |= {"norm_statistics": version.norm_statistics, "weights": version.weights}
+            if version.module is not None:
+                for task, values in enumerate(version.module.values):
+                    arrays |= {f"module.{task}.{name}": array for name, array in values.items()}
+                facts |= {"module": version.module.kind, "settings": json.dumps(dict(version.module.settings))}
+        data = Message(arrays, facts).to_bytes()
+        write_atomically(self._model(stage), lambda file: file.write_bytes(data))
+
+    def load_model(self, stage: int) -> tuple[Handed, Version | None]:
+        """What `save_model` wrote."""
+        saved = Message.from_bytes(self._model(stage).read_bytes())
+
+        def under(prefix: str) -> dict[str, np.ndarray]:
+            return {name.removeprefix(prefix): a for name, a in saved.arrays.items() if name.startswith(prefix)}
+
+        facts, version = saved.scalars, None
+        store: ClientStore | None = None
+        tasks = range(int(facts["tasks"]))
+        heads = tuple(LinearHead.of_arrays(under(f"head.{task}.")) for task in tasks)
+        if "norm_statistics" in facts:
+            module = None
+            if "module" in facts:
+                values = tuple(under(f"module.{task}.") for task in tasks)
+                module = Module(str(facts["module"]), json.loads(str(facts["settings"])), values)
+            weights = int(facts["weights"])
+            arrays = under("body.") if weights == stage else None
+            version = Version(weights, str(facts["norm_statistics"]), arrays, module)
+        if "personal" in facts:
+            shapes = {name: tuple(shape) for name, shape in json.loads(str(facts["personal"])).items()}
+            slots = saved.arrays["slots"].astype(np.int64)
+            if facts["remote"]:
+                store = RemoteStore(len(slots), shapes, slots)
+            elif self.clients(stage).is_dir():  # gone once no later stage started from it
+                store = ClientStore(self.clients(stage), len(slots), shapes, slots)
+        return Handed(heads, int(facts["body"]), store), version
+
+    def clients(self, stage: int) -> Path:
+        """Where the clients of a stage keep what they keep."""
+        return self.path / "checkpoint" / f"clients-{stage}"
+
+    def _model(self, stage: int) -> Path:
+        return self.path / "checkpoint" / f"stage-{stage}.safetensors"
+
+    def save_final(
+        self, body: Body | None, heads: Sequence[LinearHead], tasks: Sequence[str], classes: Sequence[Sequence[str]]
+    ) -> None:
+        """The final head of each task, and the names of its classes; a trained body or module under its own names."""
+        folder, several = self.path / "model", len(tasks) > 1
+        write_json(folder / "classes.json", {task: list(names) for task, names in zip(tasks, classes, strict=True)})
+        module = body.module() if body else None
+        for number, (task, head) in enumerate(zip(tasks, heads, strict=True)):
+            head.save(folder / (f"head-{task}.safetensors" if several else "head.safetensors"))
+            if module is not None:
+                arrays = {**module.values[number], **_prefixed(head)}
+                # One entry: safetensors writes several in any order, and files of the same model would differ.
+                facts = {"module": json.dumps({"kind": module.kind, **module.settings})}
+                path = folder / f"module-{task}.safetensors"
+                write_atomically(path, partial(save_file, arrays, metadata=facts))
+        if body is not None and body.weights != PRETRAINED:
+            arrays = {**body.arrays(), **({} if several else _prefixed(heads[0]))}
+            write_atomically(folder / "model.safetensors", partial(save_file, arrays))
+
+    def save_log(self, stage: int, log: Message) -> None:
+        """The log of a stage that can be replayed: seeds and scalars."""
+        data = log.to_bytes()
+        write_atomically(self._log(stage), lambda file: file.write_bytes(data))
+
+    def load_log(self, stage: int) -> Message:
+        """What `save_log` wrote."""
+        path = self._log(stage)
+        if not path.is_file():
+            raise HeadstartError(f"{path.parent.parent} holds no log of stage {stage}: only a finished fedmezo has one")
+        return Message.from_bytes(path.read_bytes())
+
+    def _log(self, stage: int) -> Path:
+        return self.path / "model" / f"log-{stage}.safetensors"
+
+    def write_clients(
+        self, stage: int, names: tuple[str, ...], ledger: Ledger, accuracy: npt.NDArray[np.float64] | None
+    ) -> None:
+        """Costs and accuracy of every client after a stage, as rows of `clients.csv`."""
+        # A pooled stage has one client, and accuracies of those that pooled their examples.
+        shown = [""] * len(names) if accuracy is None or len(accuracy) != len(names) else accuracy.round(6).tolist()
+        costs = zip(ledger.bytes_up, ledger.bytes_down, ledger.forward_passes, strict=True)
+        self._write_stage(
+            "clients.csv",
+            ["stage", "client", "accuracy", "bytes_up", "bytes_down", "forward_passes"],
+            stage,
+            [[stage, name, right, *cost] for name, right, cost in zip(names, shown, costs, strict=True)],
+        )
+
+    def write_holdings(self, names: Sequence[str], classes: Sequence[str], counts: Ints) -> None:
+        """Who holds how many training examples of which class [K, C], as rows of `holdings.csv`."""
+        rows = [[names[client], classes[label], counts[client, label]] for client, label in np.argwhere(counts)]
+        write_text(self.path / "holdings.csv", csv_text([["client", "class", "examples"], *rows]))
+
+    def write_confusion(self, stage: int, classes: Sequence[str], labels: Ints, answers: Ints) -> None:
+        """How often a class [n] was taken for another [n] after a stage, as rows of `confusion.csv`."""
+        pairs, found = np.unique(labels * len(classes) + answers, return_counts=True)
+        named = [(classes[pair // len(classes)], classes[pair % len(classes)]) for pair in pairs]
+        rows = [[stage, label, answer, count] for (label, answer), count in zip(named, found, strict=True)]
+        self._write_stage("confusion.csv", ["stage", "class", "taken for", "examples"], stage, rows)
+
+    def _write_stage(self, name: str, columns: list[str], stage: int, rows: list[list[Any]]) -> None:
+        """Put the rows of a stage after those of earlier stages; those that an interrupted run left behind go."""
+        path, before = self.path / name, []
+        if path.exists():
+            with path.open(newline="", encoding="utf-8") as file:
+                before = [row for row in csv.reader(file) if row[0].isdigit() and int(row[0]) < stage]
+        write_text(path, csv_text([columns, *before, *rows]))
+
+    def finish(self, summary: dict[str, Any]) -> None:
+        """The summary: written last, its presence says that the run is complete."""
+        write_json(self.path / "summary.json", summary)
+
+    def summary(self) -> dict[str, Any] | None:
+        """The summary of a complete run."""
+        path = self.path / "summary.json"
+        found: dict[str, Any] | None = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+        return found

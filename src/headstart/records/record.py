@@ -1,0 +1,261 @@
+"""Runs as they lie in their directories, finished or under way, and what several of them say together."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from headstart.config.recipe import Recipe
+from headstart.config.stage import Rounds
+from headstart.core.statistics import Floats, Ints
+from headstart.errors import HeadstartError
+from headstart.records import RunDirectory
+
+AXES = {"round": "rounds", "bytes": "bytes sent by all clients", "forward_passes": "forward passes of all clients"}
+"""What accuracy is drawn against."""
+
+
+@dataclass(frozen=True, eq=False)
+class Matrix:
+    """Counts [n, m] under names."""
+
+    rows: tuple[str, ...]
+    columns: tuple[str, ...]
+    counts: Ints
+
+
+@dataclass(frozen=True, eq=False)
+class Record:
+    """A run as its directory tells it."""
+
+    path: Path
+    recipe: Recipe
+    metrics: list[dict[str, Any]]
+    summary: dict[str, Any] | None
+    """None while the run is not finished."""
+
+    @classmethod
+    def read(cls, path: Path, summary: dict[str, Any] | None = None) -> Record:
+        """The run in a directory; ``summary`` where it is not written yet."""
+        directory = RunDirectory(path)
+        if not (path / "recipe.toml").is_file():
+            raise HeadstartError(f"{path} holds no run: there is no recipe.toml")
+        return cls(path, Recipe.load(path / "recipe.toml"), directory.metrics(), summary or directory.summary())
+
+    @property
+    def stages(self) -> list[dict[str, Any]]:
+        """What is known of each stage: as summarised, or, while the run goes on, as its last evaluation says."""
+        if self.summary is not None:
+            return list(self.summary["stages"])
+        return [
+            {**self.metrics[number], **self._own(number), "rounds": self.metrics[number]["round"], "chosen": {}}
+            for number in self._ends.values()
+        ]
+
+    def holdings(self) -> Matrix | None:
+        """Training examples [K, C] of each class at each client, where that is known."""
+        return _matrix(self._rows("holdings.csv"), "client", "class")
+
+    def confusion(self) -> Matrix | None:
+        """How often each class [C] was taken for each [C] after the last stage that was finished."""
+        rows = self._rows("confusion.csv")
+        last = [row for row in rows if row["stage"] == rows[-1]["stage"]]
+        names = list(dict.fromkeys(row["class"] for row in last)) + [row["taken for"] for row in last]
+        return _matrix(last, "class", "taken for", tuple(dict.fromkeys(names)))
+
+    def client_accuracy(self) -> dict[str, float]:
+        """The accuracy of each client that has one, after the last stage that was finished."""
+        rows = self._rows("clients.csv")
+        mine = [row for row in rows if row["stage"] == rows[-1]["stage"]]
+        return {row["client"]: float(row["accuracy"]) for row in mine if row["accuracy"] not in ("", "nan")}
+
+    def left_out(self) -> list[dict[str, str]]:
+        """Who was left out of which round, and why."""
+        return [row for row in self._rows("rounds.csv") if row["left_out"]]
+
+    def costs(self, number: int) -> dict[str, float]:
+        """What it took to come to an evaluation, from the pre-trained model on: rounds, bytes and forward passes.
+
+        Stages that it does not build on do not count.
+        """
+        line, own = self.metrics[number], self._own(number)
+        total = {"round": line["round"], "bytes": own["bytes_up"], "forward_passes": own["forward_passes"]}
+        before = self.builds_on(line["stage"])
+        if before in self._ends:
+            total = {name: total[name] + cost for name, cost in self.costs(self._ends[before]).items()}
+        return total
+
+    def builds_on(self, stage: int) -> int | None:
+        """The stage whose work a stage goes on from: its head, or a body that it has trained."""
+        table = self.recipe.stages[stage]
+        origin = table.start if isinstance(table.start, int) else None if table.start == "pretrained" else stage - 1
+        if origin is None or origin < 0:
+            return None
+        needs_head = isinstance(table, Rounds) and table.head_init == "previous"
+        return origin if needs_head or self._trained(origin) else None
+
+    def _trained(self, stage: int | None) -> bool:
+        """Whether the body has been changed by a stage or by one that it builds on."""
+        while stage is not None:
+            table = self.recipe.stages[stage]
+            if isinstance(table, Rounds) and table.plan.changes_features:
+                return True
+            stage = self.builds_on(stage)
+        return False
+
+    def _own(self, number: int) -> dict[str, float]:
+        """The costs of an evaluation's own stage so far."""
+        line = self.metrics[number]
+        end = max((end for stage, end in self._ends.items() if stage < line["stage"]), default=None)
+        before = self.metrics[end] if end is not None else dict.fromkeys(line, 0)
+        return {name: line[name] - before[name] for name in ("bytes_up", "bytes_down", "forward_passes", "seconds")}
+
+    @cached_property
+    def _ends(self) -> dict[int | None, int]:
+        """The number of each stage's last evaluation."""
+        return {line["stage"]: number for number, line in enumerate(self.metrics)}
+
+    def _rows(self, name: str) -> list[dict[str, str]]:
+        """The rows of one of its tables; a line that is being written does not count."""
+        path = self.path / name
+        if not path.is_file():
+            return []
+        with path.open(newline="", encoding="utf-8") as file:
+            return [row for row in csv.DictReader(file) if None not in row.values() and None not in row]
+
+
+def _matrix(rows: list[dict[str, str]], by: str, under: str, names: tuple[str, ...] | None = None) -> Matrix | None:
+    """Rows of `examples` by two columns, as counts; names: of both, where they are the same."""
+    if not rows:
+        return None
+    left = names or tuple(dict.fromkeys(row[by] for row in rows))
+    top = names or tuple(sorted({row[under] for row in rows}, key=_natural))
+    at = {name: place for place, name in enumerate(left)}, {name: place for place, name in enumerate(top)}
+    counts = np.zeros((len(left), len(top)), np.int64)
+    for row in rows:
+        counts[at[0][row[by]], at[1][row[under]]] = int(row["examples"])
+    return Matrix(left, top, counts)
+
+
+def _natural(name: str) -> tuple[bool, float, str]:
+    """Numbers by their value, before words."""
+    return (not name.isdecimal(), float(name) if name.isdecimal() else 0.0, name)
+
+
+def find(paths: Iterable[Path]) -> list[Path]:
+    """The run directories among some folders and everything inside them."""
+    found: dict[Path, None] = {}
+    for path in paths:
+        if not path.is_dir():
+            raise HeadstartError(f"{path}: there is no such directory")
+        here = [path] if (path / "recipe.toml").is_file() else sorted(file.parent for file in _recipes(path))
+        found |= dict.fromkeys(here)
+    return list(found)
+
+
+def _recipes(folder: Path) -> Iterator[Path]:
+    """Recipes of runs below a folder; what a run keeps inside its own directory is no run."""
+    try:
+        entries = list(folder.iterdir())
+    except OSError:  # somebody else's, or just deleted
+        return
+    for entry in entries:
+        if entry.is_dir() and not entry.name.startswith(".") and not entry.is_symlink():
+            if (entry / "recipe.toml").is_file() and (entry / "checkpoint").is_dir():
+                yield entry / "recipe.toml"
+            else:
+                yield from _recipes(entry)
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """Runs that differ in nothing but the seed, and what they are called."""
+
+    label: str
+    runs: list[Record]
+
+
+def grouped(records: Sequence[Record]) -> list[Group]:
+    """Runs by what sets them apart."""
+    groups: dict[str, list[Record]] = {}
+    for record in records:
+        groups.setdefault(record.recipe.model_copy(update={"seed": 0}).to_toml(), []).append(record)
+    several = list(groups.values())
+    tables = [runs[0].recipe.settings() for runs in several]
+    apart = [key for key in dict.fromkeys(key for table in tables for key in table) if key != "seed"]
+    apart = [key for key in apart if len({json.dumps(table.get(key)) for table in tables}) > 1]
+    names = [runs[0].recipe.name for runs in several]
+    if len(set(names)) < len(names):
+        apart = [key for key in apart if key != "name"]
+        short = [", ".join(f"{k.rpartition('.')[2]} {table[k]}" for k in apart if k in table) for table in tables]
+        names = [
+            f"{name}: {said}" if len(said) < 60 and short.count(said) == 1 else str(runs[0].path.name)
+            for name, said, runs in zip(names, short, several, strict=True)
+        ]
+    return [Group(name, runs) for name, runs in zip(names, several, strict=True)]
+
+
+@dataclass(frozen=True, eq=False)
+class Curve:
+    """Accuracy of a stage over its evaluations, and what each took: the mean over seeds, and their deviation."""
+
+    label: str
+    costs: dict[str, npt.NDArray[np.float64]]
+    """[n] for each of `AXES`."""
+    accuracy: Floats
+    """[n] between 0 and 1."""
+    deviation: Floats
+    """[n] over the seeds; 0 where there is one."""
+
+
+def curves(groups: Sequence[Group]) -> list[Curve]:
+    """The curves of all groups: called by their methods, by their runs, or by both where that is needed."""
+    found = [_curves(group) for group in groups]
+    if len(groups) > 1:
+        alone = all(len(drawn) < 2 for drawn in found)
+        named = zip(groups, found, strict=True)
+        found = [[replace(c, label=g.label if alone else f"{g.label}: {c.label}") for c in drawn] for g, drawn in named]
+    return [curve for drawn in found for curve in drawn]
+
+
+def _curves(group: Group) -> list[Curve]:
+    """A curve for every stage of a group; a stage of one evaluation is the beginning of those that build on it."""
+    first, stages = group.runs[0], range(len(group.runs[0].recipe.stages))
+    lines = [[each for record in group.runs if (each := _evaluations(record, stage))] for stage in stages]
+    begun = {first.builds_on(stage) for stage in stages if lines[stage]}
+    found = []
+    for stage in stages:
+        length = max(map(len, lines[stage]), default=0)
+        if not length or (length == 1 and stage in begun):
+            continue
+        steps = [[each[place] for each in lines[stage] if place < len(each)] for place in range(length)]
+        costs = {name: np.array([np.mean([c[name] for c, _ in step]) for step in steps]) for name in AXES}
+        accuracy = np.array([np.mean([a for _, a in step]) for step in steps])
+        deviation = np.array([np.std([a for _, a in step], ddof=len(step) > 1) for step in steps])
+        found.append(Curve(chain(first, stage), costs, accuracy, deviation))
+    return found
+
+
+def _evaluations(record: Record, stage: int) -> list[tuple[dict[str, float], float]]:
+    """Costs and accuracy of a stage's evaluations, after the one that it goes on from."""
+    mine = [number for number, line in enumerate(record.metrics) if line["stage"] == stage]
+    before = record.builds_on(stage)
+    if before is not None and mine and record.metrics[mine[0]]["round"] > 0:
+        mine = [number for number in [record._ends.get(before)] if number is not None] + mine
+    known = [number for number in mine if record.metrics[number]["accuracy"] is not None]
+    return [(record.costs(number), float(record.metrics[number]["accuracy"])) for number in known]
+
+
+def chain(record: Record, stage: int) -> str:
+    """The methods that led to a stage."""
+    before = record.builds_on(stage)
+    method = record.recipe.stages[stage].method
+    return method if before is None else f"{chain(record, before)} → {method}"

@@ -1,0 +1,310 @@
+"""How good a model is: on a whole split, and at each client; the same for all clients, or each client's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+from scipy.special import log_softmax
+
+from headstart.config.stage import PersonaliseStage
+from headstart.core.statistics import Features, Floats, Ints, summarise
+from headstart.data import Federation
+from headstart.engine import Body, ClientStore
+from headstart.heads import LinearHead
+from headstart.heads.ncm import ncm_head
+from headstart.methods import Method
+
+if TYPE_CHECKING:  # Flower takes seconds to load
+    from headstart.engine.flower import FlowerClients
+
+Scorer = Callable[[Ints], npt.NDArray[np.float32]]
+"""Scores [n, C] of a split's examples at these positions."""
+
+
+@dataclass(frozen=True, eq=False)
+class Evaluation:
+    """Accuracy between 0 and 1, None where nobody tests; mean cross-entropy over examples of classes that the head
+    knows."""
+
+    accuracy: float | None
+    loss: float | None
+    client_accuracy: npt.NDArray[np.float64] | None = None
+    """[K], NaN for a client without test examples of its classes."""
+    answers: tuple[Ints, Ints] | None = None
+    """Labels [n] and what the model takes each example for [n], where both are known here."""
+
+    def metrics(self) -> dict[str, float | None]:
+        """The figures under the names of the metrics."""
+        figures: dict[str, float | None] = {"accuracy": self.accuracy, "loss": self.loss}
+        if self.client_accuracy is not None:
+            figures |= spread("local_accuracy", self.client_accuracy)
+        return figures
+
+
+def spread(name: str, values: Floats) -> dict[str, float | None]:
+    """Mean and standard deviation over the clients that have a value."""
+    there = values[np.isfinite(values)]
+    mean, std = (float(there.mean()), float(there.std())) if len(there) else (None, None)
+    return {f"{name}_mean": mean, f"{name}_std": std}
+
+
+def evaluate(
+    head: LinearHead, features: Features, labels: Ints, owners: Ints | None = None, counts: Ints | None = None
+) -> Evaluation:
+    """Evaluate a head on features [n, d] with labels [n]; counts: [K, C] training examples adds the clients' accuracy.
+
+    A client's accuracy is that on its own test examples where ``owners`` [n] says whose they are. Where clients share
+    the test split, it is the accuracy on each class, weighted by the client's training examples of it.
+    """
+    scores = head.scores(features)
+    answers, losses = _judged(scores, labels)
+    right, by_client = answers == labels, None
+    if counts is not None and owners is not None:
+        by_client = _rates(right, owners, len(counts))
+    elif counts is not None:
+        by_client = _weighted(_rates(right, labels, counts.shape[1]), counts)
+    return Evaluation(float(right.mean()), _mean(losses), by_client, (labels, answers))
+
+
+def evaluate_each(scorers: Iterable[Scorer], labels: Ints, owners: Ints | None, counts: Ints) -> Evaluation:
+    """Evaluate a model for each client, on its own examples or, where the split is shared, on those of its classes.
+
+    The accuracy is the share of right answers over all clients; where the split is shared, clients count by their
+    training examples.
+    """
+    by_client, right_answers, losses = np.full(len(counts), np.nan), [], []
+    asked, answered = [], []
+    for client, scorer in enumerate(scorers):
+        rows = np.flatnonzero(counts[client][labels] > 0 if owners is None else owners == client)
+        if not len(rows):
+            continue
+        answers, loss = _judged(scorer(rows), labels[rows])
+        right = answers == labels[rows]
+        losses.append(loss)
+        asked.append(labels[rows])
+        answered.append(answers)
+        if owners is None:
+            by_client[client] = _weighted(_rates(right, labels[rows], counts.shape[1]), counts[client : client + 1])[0]
+        else:
+            by_client[client] = right.mean()
+            right_answers.append(right)
+    there = np.isfinite(by_client)
+    sizes = counts.sum(axis=1)[there]
+    pooled = np.concatenate(right_answers).mean() if right_answers else np.average(by_client[there], weights=sizes)
+    pairs = (np.concatenate(asked), np.concatenate(answered))
+    return Evaluation(float(pooled), _mean(np.concatenate(losses)), by_client, pairs)
+
+
+def combined(parts: list[Evaluation], starts: Sequence[int]) -> Evaluation:
+    """Several tasks as one: the mean of their accuracies, all their clients, and answers in the classes of all tasks,
+    where each task's begin at a number of ``starts``."""
+    losses = [part.loss for part in parts if part.loss is not None]
+    clients = [part.client_accuracy for part in parts if part.client_accuracy is not None]
+    pairs = [np.stack(part.answers) + start for part, start in zip(parts, starts, strict=True) if part.answers]
+    labels, answers = np.concatenate(pairs, axis=1)
+    return Evaluation(
+        float(np.mean([part.accuracy for part in parts if part.accuracy is not None])),
+        float(np.mean(losses)) if losses else None,
+        np.concatenate(clients) if clients else None,
+        (labels, answers),
+    )
+
+
+def similarity(before: Features, after: Features) -> float:
+    """Mean cosine between each example's features before and after [n, d] (the FedYolo paper's feature similarity)."""
+    norms = np.linalg.norm(before, axis=1) * np.linalg.norm(after, axis=1)
+    return float(np.mean(np.einsum("nd,nd->n", before, after) / np.where(norms > 0, norms, 1)))
+
+
+def forgetting_ratio(before: float, after: float) -> float:
+    """Share of the accuracy on the whole test split that personalisation has cost (the FedYolo paper)."""
+    return (before - after) / before if before else 0.0
+
+
+def heterogeneity_drop(alike: float, unlike: float) -> float:
+    """Share of the accuracy that is lost when clients hold unlike classes (the FedYolo paper)."""
+    return (alike - unlike) / alike if alike else 0.0
+
+
+def _judged(scores: npt.NDArray[np.float32], labels: Ints) -> tuple[Ints, npt.NDArray[np.float32]]:
+    """Answers [n], and the cross-entropy of the examples of classes that are not masked."""
+    known = np.isfinite(scores[np.arange(len(labels)), labels])
+    losses: npt.NDArray[np.float32] = -log_softmax(scores[known], axis=1)[np.arange(int(known.sum())), labels[known]]
+    return scores.argmax(axis=1), losses
+
+
+def _mean(losses: npt.NDArray[np.float32]) -> float | None:
+    return float(losses.mean()) if len(losses) else None
+
+
+def _weighted(rates: Floats, counts: Ints) -> Floats:
+    """Each client's mean [K] of the rates by class [C], weighted by its examples [K, C] of those that have one."""
+    shares = counts * np.isfinite(rates)
+    total = shares.sum(axis=1)
+    return np.where(total > 0, shares @ np.nan_to_num(rates) / np.maximum(total, 1), np.nan)
+
+
+def _rates(right: npt.NDArray[np.bool_], groups: Ints, count: int) -> npt.NDArray[np.float64]:
+    """Share of right answers in each group [count], NaN for an empty one; a negative number is no group."""
+    mine = groups >= 0
+    sizes = np.bincount(groups[mine], minlength=count)
+    hits = np.bincount(groups[mine], weights=right[mine], minlength=count)
+    return np.where(sizes > 0, hits / np.maximum(sizes, 1), np.nan)
+
+
+class RemoteExaminer:
+    """Asks clients that hold their own data how good a model is there."""
+
+    def __init__(self, federation: Federation, method: Method[Any], clients: FlowerClients) -> None:
+        self.federation, self.method, self.clients = federation, method, clients
+
+    def __call__(self, state: Any, split: str) -> tuple[Evaluation, dict[str, Evaluation]]:
+        """On the clients' test examples, whichever they are."""
+        found = self.clients.examine([self.method.show(state, task) for task in range(len(self.federation.tasks))])
+        by_client = np.full(self.federation.n_clients, np.nan)
+        for client, figures in found.items():
+            by_client[client] = figures["right"] / figures["examples"] if figures["examples"] else np.nan
+        totals = {
+            name: sum(figures[name] for figures in found.values()) for name in ("examples", "right", "known", "loss")
+        }
+        loss = totals["loss"] / totals["known"] if totals["known"] else None
+        accuracy = totals["right"] / totals["examples"] if totals["examples"] else None
+        whole = Evaluation(accuracy, loss, by_client)
+        return whole, {self.federation.tasks[0]: whole}
+
+    def features(self, state: Any, split: str) -> Features:
+        """They stay with the clients."""
+        raise AssertionError("features of clients' examples stay with them")
+
+    def personalised(
+        self, stage: PersonaliseStage, state: Any, epoch: int, found: Evaluation, before: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Accuracy of the clients' own models, at first and now."""
+        assert found.client_accuracy is not None
+        figures = spread("personalised_accuracy", found.client_accuracy)
+        return figures if epoch else figures | spread("initial_accuracy", found.client_accuracy)
+
+
+class Examiner:
+    """Looks at what a method has made so far: the global model, or every client's own where clients have one."""
+
+    def __init__(
+        self, federation: Federation, body: Body, method: Method[Any], store: ClientStore, changes: bool
+    ) -> None:
+        """changes: whether the method changes the features, so that they cannot be computed once."""
+        self.federation, self.body, self.method, self.store, self.changes = federation, body, method, store, changes
+
+    def __call__(self, state: Any, split: str) -> tuple[Evaluation, dict[str, Evaluation]]:
+        """On a split: all tasks together, and each by its name."""
+        found = {}
+        for task, name in enumerate(self.federation.tasks):
+            labels, owners, counts = self._facts(task, split)
+            if self.method.personal:
+                found[name] = evaluate_each(self._scorers(state, task, split), labels, owners, counts)
+            else:
+                features = self._features(state, task, split)
+                head = self.method.head(state, task)
+                known = split == "test" and self.federation.announced is None
+                found[name] = evaluate(head, features, labels, owners, counts if known else None)
+        parts = list(found.values())
+        return (parts[0] if len(parts) == 1 else combined(parts, self.federation.class_starts)), found
+
+    def features(self, state: Any, split: str) -> Features:
+        """Features of a whole split by the global body, with each task's module."""
+        return np.concatenate([self._features(state, task, split) for task in range(len(self.federation.tasks))])
+
+    def personalised(
+        self, stage: PersonaliseStage, state: Any, epoch: int, found: Evaluation, before: dict[str, Any]
+    ) -> dict[str, Any]:
+        """The figures of the FedBABU and FedYolo papers; before: what this has returned so far."""
+        assert found.client_accuracy is not None
+        figures: dict[str, Any] = spread("personalised_accuracy", found.client_accuracy)
+        if epoch == 0:
+            figures |= spread("initial_accuracy", found.client_accuracy)
+        if stage.without_head and epoch in (0, stage.rounds):
+            figures |= spread("headless_accuracy" if epoch else "initial_headless_accuracy", self._headless(state))
+        if stage.forgetting and epoch in (0, stage.rounds):
+            whole = self._on_everything(state, stage.eval_split)
+            figures["initial_whole_accuracy" if epoch == 0 else "whole_accuracy"] = whole
+            if epoch:
+                figures["forgetting_ratio"] = forgetting_ratio(before["initial_whole_accuracy"], whole)
+        return figures
+
+    def _facts(self, task: int, split: str) -> tuple[Ints, Ints | None, Ints]:
+        """Of a task: labels and owners of a split, and who holds which class, all numbered within the task."""
+        rows, classes = self.federation.examples_of(task, split), self.federation.classes_of(task)
+        clients, owners = self.federation.clients_of(task), self.federation.test_owners
+        labels = getattr(self.federation.dataset, split).labels[rows] - classes.start
+        mine = None
+        if split == "test" and owners is not None:
+            mine = np.where(owners[rows] >= 0, owners[rows] - clients.start, -1)
+        return labels, mine, self.federation.counts[clients, classes]
+
+    def _features(self, state: Any, task: int, split: str) -> Features:
+        """Features of a task's part of a split by the global body."""
+        several = len(self.federation.tasks) > 1
+        rows = self.federation.examples_of(task, split) if several else None
+        if self.changes:
+            self.method.place(state, task)
+            return self.body.embedded(split, rows)
+        return self.body.features(split) if rows is None else self.body.features(split)[rows]
+
+    def _models(self, state: Any, task: int) -> Iterator[tuple[int, LinearHead, bool]]:
+        """Each client of a task, with its head, its body loaded, and whether that body is its own."""
+        clients = self.federation.clients_of(task)
+        for client in range(clients.start, clients.stop):
+            own = {}
+            if self.store.has(client):
+                kept = partial(self.store.read, clients=np.array([client]))
+                own = {name: values[0] for name, values in self.method.own(kept, task).items()}
+            if self.changes:
+                self.method.place(state, task, own)
+            yield client, self.method.head(state, task, own), any(not name.startswith("head.") for name in own)
+
+    def _scorers(self, state: Any, task: int, split: str) -> Iterator[Scorer]:
+        """Each client's scores of a task's part of a split; what the body of all clients makes of it is made once."""
+        where, shared = self.federation.examples_of(task, split), None
+        for _, head, below in self._models(state, task):
+            if below:
+                yield lambda rows, head=head: head.scores(self.body.embedded(split, where[rows]))  # type: ignore[misc]
+            else:
+                shared = self._features(state, task, split) if shared is None else shared
+                yield lambda rows, head=head, shared=shared: head.scores(shared[rows])  # type: ignore[misc]
+
+    def _headless(self, state: Any) -> Floats:
+        """Accuracy of each client by the nearest mean of its own classes, in what its last linear layer reads."""
+        found = []
+        for task in range(len(self.federation.tasks)):
+            labels, owners, counts = self._facts(task, "test")
+            found.append(evaluate_each(self._nearest(state, task), labels, owners, counts).client_accuracy)
+        return np.concatenate([each for each in found if each is not None])
+
+    def _nearest(self, state: Any, task: int) -> Iterator[Scorer]:
+        """Each client's scores of a task's test examples by the means of its own classes."""
+        where, train = self.federation.examples_of(task, "test"), self.federation.dataset.train
+        classes = self.federation.classes_of(task)
+
+        def features(split: str, rows: Ints, own: LinearHead) -> Features:
+            found = self.body.embedded(split, rows) if self.changes else self.body.features(split)[rows]
+            return own.feature_map(found) if own.feature_map else found
+
+        for client, own, _ in self._models(state, task):
+            rows, _ = self.federation.rows_of(np.array([client]))
+            labels = train.labels[rows] - classes.start
+            means, _ = summarise(features("train", rows, own), labels, classes.stop - classes.start)
+            head = ncm_head(means, "euclidean")
+            yield lambda chosen, head=head, own=own: head.scores(features("test", where[chosen], own))  # type: ignore[misc]
+
+    def _on_everything(self, state: Any, split: str) -> float:
+        """Mean over the clients of their models' accuracy on the whole of their task's split."""
+        rates = []
+        for task in range(len(self.federation.tasks)):
+            labels, _, _ = self._facts(task, split)
+            for scorer in self._scorers(state, task, split):
+                rates.append(float((scorer(np.arange(len(labels))).argmax(axis=1) == labels).mean()))
+        return float(np.mean(rates))

@@ -1,0 +1,157 @@
+"""Zeroth-order tuning: the slope of the loss along a direction, from two forward passes, and a step along it.
+
+No second model and no gradient: a layer's parameters are perturbed when its turn in the forward pass comes and are
+back, bit for bit, when it is over. Beyond inference this needs the memory of the largest layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from headstart.backbones import Backbone, evaluating, run_body, some
+from headstart.core.statistics import Ints
+from headstart.errors import HeadstartError
+from headstart.solvers.cohort import Cohort
+from headstart.solvers.directions import direction
+from headstart.solvers.network import Network, set_mode
+
+# Examples in a forward pass: as many as stay small beside the weights, since the direction is drawn anew for each pass.
+BATCHES = {"image": 32, "text": 256, "features": 8192}
+
+
+class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the names of parameters that an operation reads while they are not perturbed; all of them by identity."""
+
+    def __init__(self, names: Mapping[int, str], perturbed: set[int]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names, self.perturbed = names, perturbed
+        self.unperturbed: set[str] = set()
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """The operation as it is."""
+        read = {id(value) for value in tree_leaves((args, kwargs))} - self.perturbed
+        self.unperturbed |= {self.names[each] for each in read & self.names.keys()}
+        return operation(*args, **(kwargs or {}))
+
+
+class ZerothOrder:
+    """A network that is probed and moved along directions."""
+
+    def __init__(self, network: Network, epsilon: float, temperature: float) -> None:
+        self.network, self.epsilon, self.temperature = network, epsilon, temperature
+        self._names = {id(parameter): name for name, parameter in network.trained.items()}
+        if network.backbone:
+            self._check(network.backbone)
+
+    @torch.inference_mode()
+    def _check(self, backbone: Backbone) -> None:
+        """Refuse a body that reads trained parameters while they are not perturbed: slopes would not see them."""
+        with (
+            evaluating(backbone.body),
+            self._perturbed(0, 0, self.epsilon) as perturbed,
+            _Reads(self._names, perturbed) as reads,
+        ):
+            run_body(backbone.body, backbone.sample())
+        if reads.unperturbed:
+            raise HeadstartError(
+                f"{self.network.stage.method} cannot probe {some(sorted(reads.unperturbed))} of {backbone.name}, which "
+                "reads the weights of these layers without calling them; train 'head' or 'adapter', or use a method "
+                "with gradients, such as fedavg"
+            )
+
+    @torch.inference_mode()
+    def slopes(self, cohort: Cohort, rows: Ints, seed: int, number: int) -> npt.NDArray[np.float64]:
+        """(L(θ + εz) − L(θ − εz)) / 2ε of each example [n]; rows: [n] positions in the cohort's examples."""
+        if self.network.backbone:
+            set_mode(self.network.backbone.body, False, "freeze")
+        order = rows if isinstance(cohort.source, np.ndarray) else rows[cohort.inputs.by_length(cohort.rows[rows])]
+        size = BATCHES[self.network.backbone.kind if self.network.backbone else "features"]
+        groups = np.split(order, range(size, len(order), size))
+        difference = np.zeros(len(cohort.rows))
+        for group, batch in zip(groups, _batches(cohort, groups), strict=True):
+            labels = torch.from_numpy(cohort.labels[group]).to(self.network.device)
+            for sign in (1, -1):
+                with self._perturbed(seed, number, sign * self.epsilon):
+                    scores = self.network.scores(batch) / self.temperature
+                losses = functional.cross_entropy(scores, labels, reduction="none")
+                difference[group] += sign * losses.double().cpu().numpy()
+        return np.asarray(difference[rows] / (2 * self.epsilon))
+
+    @torch.no_grad()
+    def step(self, seed: int, slopes: npt.NDArray[np.float32], rate: float, decay: float = 0.0) -> None:
+        """θ ← θ − η (Σ_p g_p z_p / P + decay · θ), in float32 operations that round the same everywhere."""
+        for name, parameter in self.network.trained.items():
+            if decay:
+                parameter.sub_(parameter * np.float32(rate * decay).item())
+            for number, slope in enumerate(slopes):
+                factor = np.float32(rate * float(slope) / len(slopes)).item()
+                parameter.sub_(self._direction(seed, number, name, parameter).mul_(factor))
+
+    def _direction(self, seed: int, number: int, name: str, parameter: Tensor) -> Tensor:
+        values = direction(seed, number, name, parameter.numel())
+        return torch.from_numpy(values).view(parameter.shape).to(parameter.device)
+
+    @contextmanager
+    def _perturbed(self, seed: int, number: int, epsilon: float) -> Iterator[set[int]]:
+        """Parameters of a layer are θ + εz while the layer computes, θ before and after; gives the perturbed, by id."""
+        found: dict[int, list[tuple[nn.Parameter, Tensor]]] = {}
+        perturbed: set[int] = set()
+
+        def own(module: nn.Module) -> list[tuple[nn.Parameter, str]]:
+            parts = [module]
+            if isinstance(module, nn.MultiheadAttention):  # it reads this layer's parameters and never calls the layer
+                parts.append(module.out_proj)
+            parameters = [parameter for part in parts for parameter in part.parameters(recurse=False)]
+            return [(p, self._names[id(p)]) for p in parameters if id(p) in self._names]
+
+        def moved(parameter: nn.Parameter, name: str) -> Tensor:
+            return self._direction(seed, number, name, parameter).mul_(epsilon).add_(parameter.data)
+
+        def before(module: nn.Module, inputs: Any) -> None:
+            perturbed.update(id(parameter) for parameter, _ in own(module))
+            found[id(module)] = [(parameter, parameter.data) for parameter, _ in own(module)]
+            for parameter, name in own(module):
+                parameter.data = moved(parameter, name)
+
+        def after(module: nn.Module, inputs: Any, output: Any) -> None:
+            for parameter, original in found.pop(id(module), []):
+                parameter.data = original
+                perturbed.discard(id(parameter))
+
+        body = self.network.backbone.body if self.network.backbone else nn.Identity()
+        layers = [module for module in body.modules() if own(module)]
+        handles = [layer.register_forward_pre_hook(before) for layer in layers]
+        handles += [layer.register_forward_hook(after, always_call=True) for layer in layers]
+        heads = {n: p for n, p in self.network.trained.items() if n.startswith("head.")}
+        originals = {name: parameter.data for name, parameter in heads.items()}
+        try:
+            for name, parameter in heads.items():
+                parameter.data = moved(parameter, name)
+            yield perturbed
+        finally:
+            for pairs in found.values():  # an interrupt does not wait for hooks
+                for parameter, original in pairs:
+                    parameter.data = original
+            for name, parameter in heads.items():
+                parameter.data = originals[name]
+            for handle in handles:
+                handle.remove()
+
+
+def _batches(cohort: Cohort, groups: list[Ints]) -> Iterator[tuple[Tensor, ...]]:
+    """What the body, or the head on cached features, reads for each group of positions."""
+    if isinstance(cohort.source, np.ndarray):
+        for group in groups:
+            yield (torch.from_numpy(np.asarray(cohort.features[cohort.rows[group]], np.float32)),)
+    else:
+        yield from cohort.inputs.batches(cohort.rows[group] for group in groups)
