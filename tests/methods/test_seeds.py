@@ -19,7 +19,7 @@ from headstart.solvers.heads import batches
 SOURCE = Path(headstart.__file__).parent
 # Who holds what begins with the run's seed and a constant, where others have the number of a stage; noise begins with
 # a secret, where there is one.
-APART = ("data", "privacy", "combine.py")
+APART = ("data", "channel")
 
 
 def streams() -> dict[str, list[ast.expr]]:
