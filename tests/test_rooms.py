@@ -6,8 +6,8 @@ from pathlib import Path
 import headstart
 
 ROOMS = [
-    "errors", "core", "config", "data", "backbones", "heads", "modules", "solvers", "channel", "methods", "engine",
-    "records", "report", "runner", "published", "export", "deploy", "cli",
+    "errors", "core", "config", "data", "backbones", "heads", "modules", "solvers", "channel", "combiners",
+    "methods", "engine", "records", "report", "runner", "published", "export", "deploy", "cli",
 ]  # fmt: skip
 
 

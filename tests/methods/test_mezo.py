@@ -34,7 +34,8 @@ from headstart.engine.local import play
 from headstart.engine.store import ClientStore
 from headstart.errors import HeadstartError, MessageError
 from headstart.heads import LinearHead
-from headstart.methods import Reply, Setting, build, directions, zeroth
+from headstart.methods import Reply, Setting, build
+from headstart.solvers import directions, zeroth
 from headstart.modules import attach
 from headstart.solvers.cohort import Cohort
 from headstart.solvers.directions import direction

@@ -15,8 +15,9 @@ from headstart.config.recipe import Recipe
 from headstart.core.message import Message
 from headstart.data import Federation
 from headstart.errors import MessageError
-from headstart.methods import Reply, Setting, build, solver
+from headstart.methods import Reply, Setting, build
 from headstart.runner import run
+from headstart.solvers import heads as solver
 
 
 def trained(who: Iterable[Iterable[int]], summed: bool = False, **keys: Any) -> Any:

@@ -16,18 +16,18 @@ import numpy as np
 
 from headstart.channel.noise import Seed, generator_of
 from headstart.config.stage import DistMeZOStage, Privacy, Training
-from headstart.core.plan import Vectors
+from headstart.core.params import Vectors
 from headstart.core.statistics import Floats
 
-Combiner = Callable[[Floats], Floats]
+RobustMean = Callable[[Floats], Floats]
 """The centre [...] of the values of all clients [n, ...], every client alike."""
 
 # What sets the generator of the noise apart from those that shuffle and draw.
 _NOISE = 0xD1FF
 
 
-def combiner_of(stage: Training | DistMeZOStage) -> Combiner | None:
-    """The robust combiner that a stage names; None for the mean, which needs no more than a running sum."""
+def robust_mean_of(stage: Training | DistMeZOStage) -> RobustMean | None:
+    """What a stage names in the place of the mean; None for the mean, which needs no more than a running sum."""
     kind = getattr(stage, "combine", "mean")
     if kind == "median":
         return median

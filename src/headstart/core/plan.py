@@ -11,13 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from headstart.core.statistics import Floats
+from headstart.core.params import Shapes
 
 Role = Literal["frozen", "shared", "personal"]
 """Of a parameter: it stays as it is; it is trained and travels; it is trained and stays with the client."""
-Shapes = dict[str, tuple[int, ...]]
-Vectors = dict[str, Floats]
-"""Arrays by the name of the parameter they belong to, in float64: the server adds and steps in double precision."""
 
 
 @dataclass(frozen=True)

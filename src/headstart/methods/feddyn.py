@@ -13,10 +13,10 @@ import torch
 
 from headstart.config.stage import FedDynStage
 from headstart.core.message import Message
-from headstart.core.plan import Vectors
+from headstart.core.params import Vectors, added
 from headstart.core.statistics import Ints
 from headstart.methods.base import Reply
-from headstart.methods.training import Tally, TrainingMethod, TrainingState, added, difference
+from headstart.methods.training import Tally, TrainingMethod, TrainingState, difference
 from headstart.solvers.cohort import Cohort
 from headstart.solvers.heads import LocalResult, Objective, Stack, clip_norms, wide
 

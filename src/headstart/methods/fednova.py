@@ -10,21 +10,20 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from headstart.combiners import Combiner, Momentum
 from headstart.config.stage import FedNovaStage
 from headstart.core.message import Message
-from headstart.core.plan import Vectors
+from headstart.core.params import Vectors
 from headstart.core.statistics import Ints
 from headstart.errors import MessageError
 from headstart.methods.base import Reply, whole_number
-from headstart.methods.training import Tally, TrainingMethod, TrainingState, added, difference
+from headstart.methods.training import Tally, TrainingMethod, TrainingState, difference
 from headstart.solvers.cohort import Cohort
 from headstart.solvers.heads import LocalResult, Objective, Stack, learning_rate
 
 
 class FedNovaMethod(TrainingMethod[FedNovaStage]):
     """FedAvg without the bias towards clients that take more steps."""
-
-    memories = ("momentum",)
 
     def train(
         self, start: Stack, cohort: Cohort, message: Message, sizes: Ints
@@ -42,12 +41,14 @@ class FedNovaMethod(TrainingMethod[FedNovaStage]):
         """What τ_eff averages."""
         return steps_of(reply) if self.stage.mu else self._reach(state, reply)
 
+    def combiner(self) -> Combiner:
+        """v ← β v + Δ̄; x ← x + v."""
+        return Momentum(1.0, self.stage.server_momentum)
+
     def step(self, state: TrainingState, mean: Vectors, tally: Tally) -> tuple[Vectors, dict[str, Vectors]]:
-        """x ← x + v with v ← β v + τ_eff Σ p_k Δ_k / a_k."""
+        """A step along τ_eff Σ p_k Δ_k / a_k."""
         effective = tally.effort / tally.weight
-        previous = state.memory["momentum"]
-        momentum = {n: self.stage.server_momentum * previous[n] + effective * delta for n, delta in mean.items()}
-        return added(state.parameters, momentum, 1.0), {"momentum": momentum}
+        return super().step(state, {name: effective * delta for name, delta in mean.items()}, tally)
 
     def _reach(self, state: TrainingState, reply: Reply) -> float:
         """a_k: the distance, in units of the learning rate, under a constant gradient of 1."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from headstart.config.stage import PersonaliseStage, Rounds
-from headstart.core.plan import Shapes, Vectors
+from headstart.core.params import Shapes, Vectors
 from headstart.errors import HeadstartError
 from headstart.methods.base import Setting, TaskSetting
 

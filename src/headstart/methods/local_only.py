@@ -11,7 +11,7 @@ from typing import TypeVar
 from headstart.config.stage import LocalOnlyStage, PersonaliseStage
 from headstart.core.ledger import Published
 from headstart.core.message import Message
-from headstart.core.plan import Shapes
+from headstart.core.params import Shapes
 from headstart.core.statistics import Ints
 from headstart.methods.base import Setting
 from headstart.methods.training import TrainingMethod, TrainingState

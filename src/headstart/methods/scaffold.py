@@ -12,9 +12,9 @@ import torch
 
 from headstart.config.stage import ScaffoldStage
 from headstart.core.message import Message
-from headstart.core.plan import Vectors
+from headstart.core.params import Vectors, added
 from headstart.core.statistics import Ints
-from headstart.methods.training import Tally, TrainingMethod, TrainingState, added, difference
+from headstart.methods.training import Tally, TrainingMethod, TrainingState, difference
 from headstart.solvers.cohort import Cohort
 from headstart.solvers.heads import LocalResult, Objective, Stack, learning_rate, wide
 
@@ -50,4 +50,4 @@ class ScaffoldMethod(TrainingMethod[ScaffoldStage]):
         """x ← x + η_g Δ̄; c ← c + Σ (n_k/N) (c_k⁺ − c_k), with 1/K for n_k/N where clients count alike."""
         everybody = tally.examples if self.stage.weighting == "examples" else tally.clients
         control = added(state.memory["control"], state.sums["control"], 1 / everybody)
-        return added(state.parameters, mean, self.stage.server_lr), {"control": control}
+        return super().step(state, mean, tally)[0], {"control": control}

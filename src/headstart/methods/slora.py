@@ -17,7 +17,7 @@ import numpy.typing as npt
 from headstart.config.stage import SLoRAStage
 from headstart.core.ledger import Published
 from headstart.core.message import Message
-from headstart.core.plan import Vectors
+from headstart.core.params import Vectors
 from headstart.core.statistics import Floats, Ints
 from headstart.heads import LinearHead
 from headstart.methods.base import Arrays, Reply, Setting

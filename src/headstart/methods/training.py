@@ -9,11 +9,12 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import torch
 
-from headstart.channel.robust import ClientPrivacy, combiner_of, norm_of, shortened
+from headstart.channel.robust import ClientPrivacy, norm_of, robust_mean_of, shortened
+from headstart.combiners import Average, Combiner
 from headstart.config.stage import DistMeZOStage, PersonaliseStage, Training
 from headstart.core.ledger import Published
 from headstart.core.message import Message
-from headstart.core.plan import Shapes, Vectors
+from headstart.core.params import Shapes, Vectors, zeros
 from headstart.core.statistics import Ints
 from headstart.errors import HeadstartError, MessageError
 from headstart.heads import LinearHead
@@ -77,7 +78,7 @@ class TrainingMethod(Generic[StageT]):
     hears_once = False
     catches_up = False
     memories: tuple[str, ...] = ()
-    """What the server remembers from round to round, one vector per parameter each; zero before the first round."""
+    """What the server remembers beside its combiner's memory, one vector per parameter each; zero at first."""
     travels: tuple[str, ...] = ("update",)
     """What a client sends, one array per parameter each."""
     needs_network = False
@@ -104,7 +105,8 @@ class TrainingMethod(Generic[StageT]):
                 for part in ("body.", "module.")
             )
             self._statistics = {n: b.cpu().double().numpy() for n, b in self.network.statistics.items()}
-        self.combiner = combiner_of(stage)
+        self.robust_mean = robust_mean_of(stage)
+        self._combiner = self.combiner()
         self.max_norm: float | None = getattr(stage, "max_norm", None)
         self.privacy: ClientPrivacy | None = None
         if privacy := getattr(stage, "privacy", None):
@@ -171,7 +173,7 @@ class TrainingMethod(Generic[StageT]):
 
     def open(self) -> TrainingState:
         """The model to start from."""
-        memory = {name: self._zeros() for name in self.memories}
+        memory = {**{name: zeros(self.shapes) for name in self.memories}, **self._combiner.init(self.shapes)}
         return TrainingState(self._initial, memory, self._shared_statistics)
 
     @property
@@ -213,7 +215,7 @@ class TrainingMethod(Generic[StageT]):
             arrays["update"] = shortened(arrays["update"], self.max_norm)
         weight, groups = self.weight_of(reply), self._groups(reply)
         sums, heard = state.sums, state.heard
-        if self.combiner:
+        if self.robust_mean:
             heard = (*heard, (groups, arrays))
         else:
             sums = self._summed(state, reply, arrays, weight)
@@ -324,11 +326,13 @@ class TrainingMethod(Generic[StageT]):
         return TrainingState(parameters, memory, statistics, state.round + 1)
 
     def _centre(self, state: TrainingState, group: str, what: str, names: Iterable[str]) -> Vectors:
-        """What the replies about a group have in the middle: their mean, or what the robust combiner finds."""
-        if self.combiner is None:
+        """What the replies about a group have in the middle: their mean, or the robust one."""
+        if self.robust_mean is None:
             return {name: state.sums[what][name] / state.tallies[group].weight for name in names}
         replies = [arrays[what] for groups, arrays in state.heard if group in groups]
-        return {name: self.combiner(np.stack([reply[name] for reply in replies]).astype(np.float64)) for name in names}
+        return {
+            name: self.robust_mean(np.stack([reply[name] for reply in replies]).astype(np.float64)) for name in names
+        }
 
     def _hidden(self, state: TrainingState, privacy: ClientPrivacy) -> TrainingState:
         """The round with noise on every sum, of tasks that nobody was heard about too, and public numbers of clients.
@@ -363,7 +367,12 @@ class TrainingMethod(Generic[StageT]):
 
     def step(self, state: TrainingState, mean: Vectors, tally: Tally) -> tuple[Vectors, dict[str, Vectors]]:
         """New parameters and memories of a group from the mean update of the round."""
-        return added(state.parameters, mean, getattr(self.stage, "server_lr", 1.0)), state.memory
+        parameters, memory = self._combiner.update(state.parameters, mean, state.memory)
+        return parameters, state.memory | memory
+
+    def combiner(self) -> Combiner:
+        """How the server steps along the mean update."""
+        return Average(getattr(self.stage, "server_lr", 1.0))
 
     def model(self, state: TrainingState, task: int = 0, own: Arrays | None = None) -> dict[str, np.ndarray]:
         """Every parameter but the frozen body's, by its plain name: as the state has it, or as a client has."""
@@ -437,7 +446,7 @@ class TrainingMethod(Generic[StageT]):
         """The state that `freeze` wrote."""
         vectors = {
             what: {name: message.arrays[f"{what}.{name}"].astype(np.float64) for name in self.shapes}
-            for what in ("model", *self.memories)
+            for what in ("model", *self.memories, *self._combiner.init({}))
         }
         statistics = {name: message.arrays[f"statistics.{name}"].astype(np.float64) for name in self._shared_statistics}
         return TrainingState(vectors.pop("model"), vectors, statistics, int(message.scalars["round"]))
@@ -519,18 +528,10 @@ class TrainingMethod(Generic[StageT]):
         names = self._of(cohort.task, self.kept_with(what))
         return {name: torch.from_numpy(cohort.kept(f"{what}.{full}", None)) for name, full in names.items()}
 
-    def _zeros(self) -> Vectors:
-        return {name: np.zeros(shape) for name, shape in self.shapes.items()}
-
 
 def difference(left: Stack, right: Stack) -> Stack:
     """left − right, name by name."""
     return {name: value - right[name] for name, value in left.items()}
-
-
-def added(left: Vectors, right: Vectors, factor: float) -> Vectors:
-    """left + factor · right, name by name."""
-    return {name: value + factor * right[name] for name, value in left.items()}
 
 
 def _checked(message: Message, what: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, np.ndarray]:

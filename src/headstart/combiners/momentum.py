@@ -1,0 +1,25 @@
+"""Momentum on the server: v ← β v + Δ̄, x ← x + η v (Hsu et al., 2019)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from headstart.combiners.combiner import Memory
+from headstart.core.params import Shapes, Vectors, added, zeros
+
+
+@dataclass(frozen=True)
+class Momentum:
+    """A step of length ``lr`` along a decaying sum of the mean updates."""
+
+    lr: float
+    beta: float
+
+    def init(self, shapes: Shapes) -> Memory:
+        """No velocity."""
+        return {"momentum": zeros(shapes)}
+
+    def update(self, parameters: Vectors, mean: Vectors, memory: Memory) -> tuple[Vectors, Memory]:
+        """v ← β v + Δ̄; x ← x + η v."""
+        momentum = added(mean, memory["momentum"], self.beta)
+        return added(parameters, momentum, self.lr), {"momentum": momentum}
