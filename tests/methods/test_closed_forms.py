@@ -12,6 +12,7 @@ from sklearn.datasets import load_wine
 from headstart.config.recipe import Recipe
 from headstart.export.graph import Whole
 from headstart.export.model import Model
+from headstart.methods.fedcof import FedCOFMethod
 from headstart.runner import run
 from test_stages import metrics_of
 
@@ -76,3 +77,19 @@ def test_private_euclidean_distances_are_those_of_shortened_features(clip: float
     )
     assert then.summary["stages"][0]["accuracy"] == rate
     np.testing.assert_allclose(Model.of(tmp_path / "two").head.weight, model.head.weight, atol=1e-5)
+
+
+@pytest.mark.parametrize(("keys", "rounds"), [({}, 1), ({"clients_per_round": 20}, 2)])
+def test_a_head_is_solved_for_once_for_what_is_known(
+    keys: dict[str, Any], rounds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    solve, solved = FedCOFMethod.solve, []
+
+    def counted(self: FedCOFMethod, total: Any) -> Any:
+        solved.append(len(total.labels))
+        return solve(self, total)
+
+    monkeypatch.setattr(FedCOFMethod, "solve", counted)
+    run(users(tmp_path, **keys), tmp_path / "run")
+    assert len(solved) == rounds
+    assert solved == sorted(set(solved))  # each with more than the one before

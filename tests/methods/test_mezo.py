@@ -35,8 +35,8 @@ from headstart.engine.store import ClientStore
 from headstart.errors import HeadstartError, MessageError
 from headstart.heads import LinearHead
 from headstart.methods import Reply, Setting, build
-from headstart.solvers import directions, zeroth
 from headstart.modules import attach
+from headstart.solvers import directions, zeroth
 from headstart.solvers.cohort import Cohort
 from headstart.solvers.directions import direction
 from headstart.solvers.network import Network

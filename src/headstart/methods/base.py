@@ -232,6 +232,7 @@ class StatisticsMethod(ABC):
         """The number of the task among several, no two of which have the same noise."""
         self.transform: Transform | None = None
         self.dim = setting.dim
+        self._solved: tuple[Heard, LinearHead] | None = None
 
     @property
     def by_row(self) -> bool:
@@ -361,8 +362,10 @@ class StatisticsMethod(ABC):
         return state
 
     def head(self, state: Heard, task: int = 0, own: Arrays | None = None) -> LinearHead:
-        """The head."""
-        return self.solve(self._usable(state[0].merge(*state[1:])))
+        """The head; of the same state it is solved for once."""
+        if self._solved is None or self._solved[0] is not state:
+            self._solved = state, self.solve(self._usable(state[0].merge(*state[1:])))
+        return self._solved[1]
 
     def _usable(self, total: ClientStatistics) -> ClientStatistics:
         """What the server solves with: with privacy, noisy statistics that are possible ones."""
