@@ -279,6 +279,16 @@ def test_parts_of_a_class_have_the_sizes_of_the_papers_code(size: int, expected:
     assert np.bincount(parts).tolist() == expected
 
 
+def test_every_class_of_every_client_is_split_by_its_own_size() -> None:
+    held = {(5, 0): (11, [3, 3, 5]), (5, 2): (9, [3, 3, 3]), (8, 1): (3, [3]), (8, 2): (5, [2, 3])}
+    pairs = np.repeat(np.array(list(held)), [size for size, _ in held.values()], axis=0)
+    clients, labels = np.random.default_rng(0).permutation(pairs).T
+    parts = random_parts(labels, clients, 3, (0,))
+    assert parts is not None
+    for (client, label), (_, expected) in held.items():
+        assert np.bincount(parts[(clients == client) & (labels == label)]).tolist() == expected
+
+
 def test_parts_depend_on_the_client_and_the_seed_alone() -> None:
     whole = random_parts(Y, WHO, 3, (1, 2))
     assert whole is not None

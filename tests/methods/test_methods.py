@@ -373,6 +373,15 @@ def test_published_costs_by_hand() -> None:
     assert published.forward_passes == 200 * 2 * 50_000  # two local epochs
 
 
+@pytest.mark.parametrize(("covariance", "extra"), [("estimated", 0), ("full", 64 * 64), ("diagonal", 64), ("spherical", 1)])
+def test_published_costs_of_fedcofs_oracles(covariance: str, extra: int) -> None:
+    """A mean [64] and, where clients send them, the second moments of its class, for each class of each client."""
+    fedcof = build(recipe_of("fedcof", covariance=covariance).stages[0], Setting(3, 64, (0, 0)))
+    none = fedcof.open()[0]
+    heard = replace(none, labels=np.arange(3), counts=np.full(3, 5), sums=np.ones((3, 64)))
+    assert fedcof.published((heard, heard), np.full((2, 3), 5)).bytes == 2 * 3 * (64 + extra) * 4
+
+
 @pytest.mark.parametrize(
     ("keys", "expected"),
     [

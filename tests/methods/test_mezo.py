@@ -676,6 +676,21 @@ def test_the_largest_scalar_that_can_be_right_is_taken() -> None:
                 run.method.fold(run.state, reply)
 
 
+def test_the_news_of_a_log_follow_what_was_told_before() -> None:
+    method = Run(EVERYBODY, train="head").method
+    seeds, slopes = np.arange(10, 15), np.arange(5, dtype=np.float32)[:, None]
+
+    def told(first: int, last: int) -> Message:
+        return Message({"seeds": seeds[first:last], "slopes": slopes[first:last]}, {"first": first, "round": last})
+
+    whole = method.told(told(0, 3), told(2, 5))
+    assert whole.scalars == {"first": 0, "round": 5}
+    np.testing.assert_array_equal(whole.arrays["seeds"], seeds)
+    np.testing.assert_array_equal(whole.arrays["slopes"], slopes)
+    with pytest.raises(MessageError, match="starts at step 3, and 2 steps are known"):
+        method.told(told(0, 2), told(3, 5))
+
+
 # ---------------------------------------------------------------------------------------------------------------- costs
 
 
