@@ -715,7 +715,9 @@ def test_only_a_tasks_module_and_head_travel(vit: Tiny) -> None:
     assert stage.ledger.bytes_down.tolist() == [down[0]] * 3 + [down[1]] * 2
     assert seen.lines[-1]["bytes_up"] == up.sum()
     # The paper's count, one way: two rounds, three clients of one task and two of the other, four bytes a parameter.
-    abc, de = (sum(int(np.prod(shapes[name])) for name in shapes if name.endswith(f"@{task}")) for task in ("abc", "de"))
+    abc, de = (
+        sum(int(np.prod(shapes[name])) for name in shapes if name.endswith(f"@{task}")) for task in ("abc", "de")
+    )
     (summary,) = seen.result.summary["stages"]
     assert summary["published_bytes"] == 2 * (3 * abc + 2 * de) * 4
 

@@ -60,6 +60,15 @@ def test_who_holds_what_matters_to_fedcof_alone() -> None:
     assert not np.allclose(FedCOF().fit(X, Y, client=WHO).coef_, FedCOF().fit(X, Y).coef_, atol=1e-3)
 
 
+def test_without_clients_fedcof_has_the_exact_within_class_covariance() -> None:
+    classes = [X[Y == label] for label in range(10)]
+    gram = sum((len(each) - 1) * (np.cov(each.T) + 2.0 * np.eye(64)) for each in classes)
+    gram = gram + len(X) * np.outer(X.mean(axis=0), X.mean(axis=0))
+    weight = np.linalg.solve(gram, np.stack([each.sum(axis=0) for each in classes], axis=1)).T
+    expected = weight / np.linalg.norm(weight, axis=1, keepdims=True)
+    np.testing.assert_allclose(FedCOF(2.0).fit(X, Y).coef_, expected, rtol=1e-4, atol=1e-6)
+
+
 def test_probabilities_and_pipelines() -> None:
     head = FedCOF().fit(X, Y, client=WHO)
     np.testing.assert_allclose(head.predict_proba(X).sum(axis=1), 1, rtol=1e-5)

@@ -352,6 +352,22 @@ def test_a_federation_gives_the_estimators_head(variant: str, estimator: FedNCM)
     np.testing.assert_allclose(head.weight, direct.coef_, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(("keys", "most"), [({}, 1), ({"method": "fedcof", "means_per_client": 3}, 3)])
+def test_a_client_speaks_of_a_class_as_often_as_its_method_asks(keys: dict[str, Any], most: int) -> None:
+    stage = {"method": "fedncm", **keys}
+    table = {"data": {"dataset": "digits"}, "model": {"backbone": "features"}, "stages": [stage]}
+    method = build(Recipe.parse(table).stages[0], Setting(3, 2, (0, 0)))
+    for times in (most, most + 1):
+        rows = np.ones(times, np.int32)
+        message = Message({"labels": rows, "counts": rows, "sums": np.ones((times, 2), np.float32)})
+        reply = Reply(np.array([0]), message, np.array([0]), np.array([0]))
+        if times == most:
+            assert sum(len(heard.labels) for heard in method.fold(method.open(), reply)) == most
+        else:
+            with pytest.raises(MessageError, match=f"class 1 is sent {times} times, more than {most}"):
+                method.fold(method.open(), reply)
+
+
 def test_published_costs_by_hand() -> None:
     """The papers' formulas, with their own numbers: FedNCM's CIFAR-10 row and FedCOF's CIFAR-100 rows."""
     cifar10 = np.ones((100, 10), np.int64)
@@ -373,7 +389,9 @@ def test_published_costs_by_hand() -> None:
     assert published.forward_passes == 200 * 2 * 50_000  # two local epochs
 
 
-@pytest.mark.parametrize(("covariance", "extra"), [("estimated", 0), ("full", 64 * 64), ("diagonal", 64), ("spherical", 1)])
+@pytest.mark.parametrize(
+    ("covariance", "extra"), [("estimated", 0), ("full", 64 * 64), ("diagonal", 64), ("spherical", 1)]
+)
 def test_published_costs_of_fedcofs_oracles(covariance: str, extra: int) -> None:
     """A mean [64] and, where clients send them, the second moments of its class, for each class of each client."""
     fedcof = build(recipe_of("fedcof", covariance=covariance).stages[0], Setting(3, 64, (0, 0)))

@@ -433,6 +433,13 @@ def test_the_passes_of_per_fedavg_are_those_of_its_pairs(
 
 
 @pytest.mark.parametrize("body", BODIES)
+def test_a_step_of_per_fedavg_is_a_pair_of_batches(body: str, tmp_path: Path) -> None:
+    """Batches of one example, two epochs: as many pairs as the client has examples."""
+    run = run_of(tmp_path, body, method="per-fedavg", batch_size=1, rounds=1, local_epochs=2)
+    assert [run.answer(k).message.scalars["steps"] for k in range(K)] == [*SIZES]
+
+
+@pytest.mark.parametrize("body", BODIES)
 def test_a_client_of_one_example_has_no_pair(body: str, tmp_path: Path) -> None:
     who = np.where(np.arange(N) == 0, 0, 1 + np.arange(N) % 2)
     run = run_of(tmp_path, body, method="per-fedavg", who=who, rounds=1, local_epochs=1)

@@ -204,6 +204,11 @@ def stepped(**keys: Any) -> tuple[float, float]:
     return float(state.parameters["head.weight"][0, 0]), float(state.parameters["head.bias"][0])
 
 
+def test_fedavg_by_hand() -> None:
+    # w = 1 + 0.5·(0.3 − 0.1). Likewise −0.2, 0.4.
+    assert stepped(method="fedavg", server_lr=0.5) == pytest.approx((1.1, 1.1))
+
+
 def test_fedavgm_by_hand() -> None:
     # v₁ = 0.3, v₂ = 0.9·0.3 − 0.1 = 0.17; w = 1 + 0.5·(0.3 + 0.17). Likewise −0.2, 0.22.
     assert stepped(method="fedavgm", server_lr=0.5) == pytest.approx((1.235, 1.01))
