@@ -30,7 +30,7 @@ NNZ = 19  # of 8 x 8 entries: 0.3 · 64 = 19.2
 class Run:
     """A stage of SLoRA by three clients; five rounds, of which two prime."""
 
-    def __init__(self, rank: int = 2, alpha: float = 6.0, **keys: Any) -> None:
+    def __init__(self, rank: int = 2, alpha: float = 6.0, seed: tuple[int, int] = SEED, **keys: Any) -> None:
         table = {"method": "slora", "rank": rank, "alpha_lora": alpha, "density": DENSITY, "priming": 0.4, "rounds": 5}
         table |= {"lr": 0.3, "batch_size": "full"} | keys
         self.stage: Any = Recipe.parse({"data": {"dataset": "x"}, "stages": [table]}).stages[0]
@@ -39,7 +39,7 @@ class Run:
         self.module = attach("lora", self.backbone, {"rank": rank, "alpha_lora": alpha}, seed=5002)
         dataset = Dataset("x", ("a", "b", "c"), SENTENCES, SENTENCES)
         self.federation = Federation(dataset, WHO, None, ("ann", "bob", "cy"))
-        setting = Setting(C, WIDTH, SEED, 3, N, bert_head(), self.backbone, self.module)
+        setting = Setting(C, WIDTH, seed, 3, N, bert_head(), self.backbone, self.module)
         self.method: Any = build(self.stage, setting)
         self.states: list[Any] = [self.method.open()]
         self.frozen: list[bytes] = []
@@ -220,3 +220,13 @@ def test_the_published_cost_by_hand(keys: dict[str, Any], per_round: int) -> Non
     early = run.method.published(run.states[1], run.federation.counts)
     assert early.bytes == per_round * 4 * 4 * NNZ
     assert published.forward_passes == 5 * 3 * N
+
+
+def test_the_seed_of_the_run_and_the_number_of_the_stage_choose_the_entries() -> None:
+    chosen = []
+    for seed in ((5, 2), (5, 2), (6, 2), (5, 3)):
+        found, name = matrices(Run(seed=seed).play(1)), TARGETS[0]
+        chosen.append(np.flatnonzero(np.abs(found[name] - matrices(Run(seed=seed))[name]) > 1e-7).tolist())
+    assert chosen[0] == chosen[1]
+    assert chosen[0] != chosen[2]
+    assert chosen[0] != chosen[3]
