@@ -2,7 +2,7 @@
 
 from headstart.combiners.adaptive import Adagrad, Adam, Yogi
 from headstart.combiners.average import Average
-from headstart.combiners.combiner import Combiner, Memory
+from headstart.combiners.combiner import Combiner, State
 from headstart.combiners.momentum import Momentum
 
-__all__ = ["Adagrad", "Adam", "Average", "Combiner", "Memory", "Momentum", "Yogi"]
+__all__ = ["Adagrad", "Adam", "Average", "Combiner", "Momentum", "State", "Yogi"]

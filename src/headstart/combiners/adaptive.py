@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from headstart.combiners.combiner import Memory
+from headstart.combiners.combiner import State
 from headstart.core.params import Shapes, Vectors, added, zeros
 from headstart.core.statistics import Floats
 
@@ -24,7 +24,7 @@ class Adam:
     tau: float
     bias_correction: bool = False
 
-    def init(self, shapes: Shapes) -> Memory:
+    def init(self, shapes: Shapes) -> State:
         """The second moment starts at τ²; at zero where the bias of that start is corrected."""
         start = 0.0 if self.bias_correction else self.tau**2
         return {
@@ -34,11 +34,11 @@ class Adam:
             "steps": {name: np.zeros(()) for name in shapes},
         }
 
-    def update(self, parameters: Vectors, mean: Vectors, memory: Memory) -> tuple[Vectors, Memory]:
+    def update(self, parameters: Vectors, mean: Vectors, state: State) -> tuple[Vectors, State]:
         """One adaptive step."""
-        first = {name: self.beta1 * memory["first"][name] + (1 - self.beta1) * delta for name, delta in mean.items()}
-        second = {name: self.second_moment(memory["second"][name], delta) for name, delta in mean.items()}
-        steps = {name: np.asarray(memory["steps"][name] + 1) for name in mean}
+        first = {name: self.beta1 * state["first"][name] + (1 - self.beta1) * delta for name, delta in mean.items()}
+        second = {name: self.second_moment(state["second"][name], delta) for name, delta in mean.items()}
+        steps = {name: np.asarray(state["steps"][name] + 1) for name in mean}
         moved = {}
         for name, value in parameters.items():
             one = 1 - self.beta1 ** float(steps[name]) if self.bias_correction else 1.0
@@ -66,12 +66,12 @@ class Adagrad:
     lr: float
     tau: float
 
-    def init(self, shapes: Shapes) -> Memory:
+    def init(self, shapes: Shapes) -> State:
         """The second moment starts at τ²."""
         return {"second": {name: np.full(shape, self.tau**2) for name, shape in shapes.items()}}
 
-    def update(self, parameters: Vectors, mean: Vectors, memory: Memory) -> tuple[Vectors, Memory]:
+    def update(self, parameters: Vectors, mean: Vectors, state: State) -> tuple[Vectors, State]:
         """One Adagrad step."""
-        second = {name: memory["second"][name] + delta**2 for name, delta in mean.items()}
+        second = {name: state["second"][name] + delta**2 for name, delta in mean.items()}
         scaled = {name: delta / (np.sqrt(second[name]) + self.tau) for name, delta in mean.items()}
         return added(parameters, scaled, self.lr), {"second": second}

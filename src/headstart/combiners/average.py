@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from headstart.combiners.combiner import Memory
+from headstart.combiners.combiner import State
 from headstart.core.params import Shapes, Vectors, added
 
 
@@ -14,10 +14,10 @@ class Average:
 
     lr: float = 1.0
 
-    def init(self, shapes: Shapes) -> Memory:
+    def init(self, shapes: Shapes) -> State:
         """Nothing."""
         return {}
 
-    def update(self, parameters: Vectors, mean: Vectors, memory: Memory) -> tuple[Vectors, Memory]:
+    def update(self, parameters: Vectors, mean: Vectors, state: State) -> tuple[Vectors, State]:
         """x ← x + η Δ̄."""
         return added(parameters, mean, self.lr), {}

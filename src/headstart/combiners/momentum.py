@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from headstart.combiners.combiner import Memory
+from headstart.combiners.combiner import State
 from headstart.core.params import Shapes, Vectors, added, zeros
 
 
@@ -15,11 +15,11 @@ class Momentum:
     lr: float
     beta: float
 
-    def init(self, shapes: Shapes) -> Memory:
+    def init(self, shapes: Shapes) -> State:
         """No velocity."""
         return {"momentum": zeros(shapes)}
 
-    def update(self, parameters: Vectors, mean: Vectors, memory: Memory) -> tuple[Vectors, Memory]:
+    def update(self, parameters: Vectors, mean: Vectors, state: State) -> tuple[Vectors, State]:
         """v ← β v + Δ̄; x ← x + η v."""
-        momentum = added(mean, memory["momentum"], self.beta)
+        momentum = added(mean, state["momentum"], self.beta)
         return added(parameters, momentum, self.lr), {"momentum": momentum}
