@@ -13,12 +13,12 @@ import pytest
 
 pytest.importorskip("flwr")
 
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.supercore.task_identity import TaskIdentity
 
-from headstart.channel import secure
 from headstart.channel.noise import SystemGenerator, generators_of
-from headstart.channel.secure import SecureClient
+from headstart.channel.secure import SecureClient, protocol
 from headstart.config.recipe import Recipe
 from headstart.core.message import Message as Wire
 from headstart.core.statistics import ClientStatistics
@@ -332,12 +332,12 @@ class LyingServer:
         def first(shares: dict[int, bytes]) -> dict[int, bytes]:
             return dict(list(shares.items())[: self.threshold])
 
-        secure._add_stream(masked, secure._derive(b"s", b"self", secure._combine(first(seeds)), 0), -1)
+        protocol.add_stream(masked, protocol.derive(b"s", b"self", protocol.combine_shares(first(seeds)), 0), -1)
         for other in group[1:]:
-            key = secure.X25519PrivateKey.from_private_bytes(secure._combine(first(shares[other])))
+            key = X25519PrivateKey.from_private_bytes(protocol.combine_shares(first(shares[other])))
             theirs = (other, keys[other]["mask_key"].tobytes())
-            pair = secure._pair_key(b"s", b"mask", key, theirs, (0, keys[0]["mask_key"].tobytes()))
-            secure._add_stream(masked, pair, -secure._sign(0, other))
+            pair = protocol.pair_key(b"s", b"mask", key, theirs, (0, keys[0]["mask_key"].tobytes()))
+            protocol.add_stream(masked, pair, -protocol.mask_sign(0, other))
         return masked.view(np.int64) / 2.0**24
 
 
@@ -360,7 +360,7 @@ def test_the_attack_opens_one_clients_values_where_little_more_than_half_suffice
     count: int, threshold: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is refused above is refused for a reason."""
-    monkeypatch.setattr(secure, "_check_settings", lambda *settings: None)
+    monkeypatch.setattr("headstart.channel.secure.client.check_settings", lambda *settings: None)
     values = [np.random.default_rng(number).normal(size=6) for number in range(count)]
     clients = [SecureClient("s", number, count, threshold) for number in range(count)]
     opened = LyingServer(clients, values, threshold).open_first()

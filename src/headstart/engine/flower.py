@@ -199,7 +199,7 @@ class FlowerClients:
                 yield ready.pop(order.pop(0))
 
     def add_up(self, question: Question, threshold: int, shapes: Mapping[str, tuple[int, ...]]) -> Summed:
-        """The protocol of `privacy.secure`, an exchange after the other; who does not answer is left behind."""
+        """The protocol of `channel.secure`, an exchange after the other; who does not answer is left behind."""
         from headstart.channel.secure import SecureSum
 
         numbers = question.clients.tolist()

@@ -1,0 +1,233 @@
+"""The server's side of a secure sum."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+
+from headstart.channel.fixed import BITS, from_fixed
+from headstart.channel.secure.protocol import (
+    CHECK_BYTES,
+    KEY_BYTES,
+    PART_BYTES,
+    SEED_BYTES,
+    STEPS,
+    add_stream,
+    check_message,
+    check_settings,
+    client_numbers,
+    combine_shares,
+    derive,
+    is_number,
+    mask_sign,
+    pair_key,
+    public_bytes,
+    session_bytes,
+    unflatten,
+)
+from headstart.core.message import Array, Message, Scalar
+from headstart.errors import HeadstartError, MessageError
+
+
+class SecureSum:
+    """The server's side of one secure sum.
+
+    For each of the four exchanges in `STEPS`: send what `instructions` says, `receive` every answer, then `next`.
+    After the last, `total` is the sum.
+
+    Parameters
+    ----------
+    session
+        Names this sum; the same for all its clients, and never used for two sums.
+    clients
+        The numbers of the clients that are called.
+    threshold
+        How many of them must answer to the end; more than half.
+    shapes
+        Names and shapes of the arrays that are summed.
+    bits
+        Fractional bits of the fixed-point values, 0 to 52.
+    """
+
+    def __init__(
+        self,
+        session: bytes | str,
+        clients: Sequence[int],
+        threshold: int,
+        shapes: Mapping[str, tuple[int, ...]],
+        bits: int = BITS,
+    ) -> None:
+        self._session = session_bytes(session)
+        check_settings(len(clients), threshold, bits)
+        if len(set(clients)) != len(clients) or not all(is_number(number) for number in clients):
+            raise HeadstartError("the clients of a secure sum are different whole numbers from 0")
+        if not shapes:
+            raise HeadstartError("a secure sum needs at least one array of values")
+        self._clients, self._threshold, self._bits = tuple(sorted(clients)), threshold, bits
+        self._shapes = {name: tuple(shapes[name]) for name in sorted(shapes)}
+        self._closed = 0
+        self._answers: dict[str, dict[int, Mapping[str, Array]]] = {step: {} for step in STEPS}
+        self._sum = np.zeros(sum(math.prod(shape) for shape in self._shapes.values()), dtype=np.uint64)
+        self._total: dict[str, npt.NDArray[np.float64]] | None = None
+
+    @property
+    def step(self) -> str | None:
+        """The exchange under way; None when all four are closed."""
+        return STEPS[self._closed] if self._closed < len(STEPS) else None
+
+    @property
+    def waiting(self) -> tuple[int, ...]:
+        """Who has not yet answered the exchange under way."""
+        return () if self.step is None else self._silent(self.step)
+
+    @property
+    def heard(self) -> tuple[int, ...]:
+        """Whose values are in the sum."""
+        return tuple(sorted(self._answers["masked"]))
+
+    def dropped(self) -> dict[int, str]:
+        """Every client that is out, with the first exchange it did not answer."""
+        return {number: step for step in STEPS[: self._closed] for number in self._silent(step)}
+
+    def instructions(self) -> dict[int, Message]:
+        """What to send to whom in the exchange under way."""
+        if self.step is None:
+            return {}
+        asked = self._asked(self.step)
+        scalars: dict[str, Scalar] = {"session": self._session.hex(), "step": self.step}
+        if self.step == "keys":
+            settings = {"clients": len(self._clients), "threshold": self._threshold, "bits": self._bits}
+            return dict.fromkeys(asked, Message({}, scalars | settings))
+        if self.step == "masked":
+            return {number: Message(self._parts_for(number), scalars) for number in asked}
+        if self.step == "shares":
+            keys = self._answers["keys"]
+            arrays: dict[str, Array] = {
+                "numbers": np.array(asked, dtype=np.int64),
+                "share_keys": np.stack([keys[number]["share_key"] for number in asked]),
+                "mask_keys": np.stack([keys[number]["mask_key"] for number in asked]),
+            }
+        else:
+            missing = self._silent("masked")
+            arrays = {"survivors": np.array(asked, dtype=np.int64), "missing": np.array(missing, dtype=np.int64)}
+        return dict.fromkeys(asked, Message(arrays, scalars))
+
+    def receive(self, number: int, message: Message) -> None:
+        """Take client `number`'s answer; anything but what was asked for is refused and changes nothing."""
+        step = self.step
+        if step is None:
+            raise MessageError("the secure sum has no exchange under way")
+        if number not in self._asked(step):
+            raise MessageError(f"client {number!r} is not asked in the exchange {step!r}")
+        if number in self._answers[step]:
+            raise MessageError(f"client {number} has answered the exchange {step!r} already")
+        checks = {
+            "keys": self._checked_keys,
+            "shares": self._checked_parts,
+            "masked": self._add_values,
+            "reveal": self._checked_shares,
+        }
+        self._answers[step][number] = checks[step](number, message)
+
+    def next(self) -> None:
+        """Close the exchange: whoever has not answered is out.
+
+        With fewer clients left than the threshold the exchange stays open and a `HeadstartError` says so.
+        """
+        if self.step is None:
+            raise HeadstartError("the secure sum has no exchange under way")
+        left = len(self._answers[self.step])
+        if left < self._threshold:
+            raise HeadstartError(
+                f"{left} of {len(self._clients)} clients are left, {self._threshold} are needed to open the sum"
+            )
+        self._closed += 1
+
+    def total(self) -> dict[str, npt.NDArray[np.float64]]:
+        """The sum of the values of the clients `heard`, by name."""
+        if self.step is not None:
+            raise HeadstartError(f"the sum is not open yet: the exchange {self.step!r} is under way")
+        if self._total is None:
+            arrays = unflatten(self._unmasked().view(np.int64), self._shapes)
+            self._total = {name: from_fixed(array, self._bits) for name, array in arrays.items()}
+        return {name: array.copy() for name, array in self._total.items()}
+
+    def _asked(self, step: str) -> tuple[int, ...]:
+        before = STEPS.index(step) - 1
+        return self._clients if before < 0 else tuple(sorted(self._answers[STEPS[before]]))
+
+    def _silent(self, step: str) -> tuple[int, ...]:
+        return tuple(number for number in self._asked(step) if number not in self._answers[step])
+
+    def _parts_for(self, recipient: int) -> dict[str, Array]:
+        answers = self._answers["shares"]
+        senders = [number for number in self._asked("masked") if number != recipient]
+        rows = [answers[s]["parts"][int(np.searchsorted(answers[s]["recipients"], recipient))] for s in senders]
+        return {"senders": np.array(senders, dtype=np.int64), "parts": np.stack(rows)}
+
+    def _checked_keys(self, number: int, message: Message) -> Mapping[str, Array]:
+        check_message(message, self._session, "keys", {"share_key", "mask_key"}, number)
+        known = {key.tobytes() for answer in self._answers["keys"].values() for key in answer.values()}
+        keys = {name: message.array(name, "uint8", (KEY_BYTES,)) for name in ("share_key", "mask_key")}
+        for name, key in keys.items():
+            if key.tobytes() in known:
+                raise MessageError(f"{name!r} is a public key that was sent before")
+            known.add(key.tobytes())
+            try:
+                X25519PrivateKey.generate().exchange(X25519PublicKey.from_public_bytes(key.tobytes()))
+            except ValueError:
+                raise MessageError(f"{name!r} is not a usable X25519 public key") from None
+        return keys
+
+    def _checked_parts(self, number: int, message: Message) -> Mapping[str, Array]:
+        check_message(message, self._session, "shares", {"recipients", "parts", "check"}, number)
+        others = tuple(other for other in self._asked("shares") if other != number)
+        if client_numbers(message, "recipients") != others:
+            raise MessageError("the recipients of the parts are not all other clients with keys")
+        message.array("parts", "uint8", (len(others), PART_BYTES))
+        message.array("check", "uint8", (CHECK_BYTES,))
+        return message.arrays
+
+    def _add_values(self, number: int, message: Message) -> Mapping[str, Array]:
+        """Masked values go straight into the running sum; nothing is kept of them."""
+        check_message(message, self._session, "masked", set(self._shapes), number)
+        arrays = [message.array(name, "int64", shape) for name, shape in self._shapes.items()]
+        self._sum += np.concatenate([array.ravel() for array in arrays]).view(np.uint64)
+        return {}
+
+    def _checked_shares(self, number: int, message: Message) -> Mapping[str, Array]:
+        check_message(message, self._session, "reveal", {"seed_shares", "key_shares"}, number)
+        message.array("seed_shares", "uint8", (len(self.heard), SEED_BYTES))
+        message.array("key_shares", "uint8", (len(self._silent("masked")), KEY_BYTES))
+        return message.arrays
+
+    def _unmasked(self) -> npt.NDArray[np.uint64]:
+        total = self._sum.copy()
+        mask_keys = {number: answer["mask_key"].tobytes() for number, answer in self._answers["keys"].items()}
+        for row, number in enumerate(self.heard):
+            seed = self._rebuilt("seed_shares", row)
+            if derive(self._session, b"check", seed, number) != self._answers["shares"][number]["check"].tobytes():
+                raise MessageError(_misfit("seed", number))
+            add_stream(total, derive(self._session, b"self", seed, number), -1)
+        for row, number in enumerate(self._silent("masked")):
+            secret = X25519PrivateKey.from_private_bytes(self._rebuilt("key_shares", row))
+            if public_bytes(secret) != mask_keys[number]:
+                raise MessageError(_misfit("mask key", number))
+            for other in self.heard:
+                mine, others = (number, mask_keys[number]), (other, mask_keys[other])
+                add_stream(total, pair_key(self._session, b"mask", secret, mine, others), -mask_sign(other, number))
+        return total
+
+    def _rebuilt(self, name: str, row: int) -> bytes:
+        """The secret whose shares stand in this row of the first answers that suffice."""
+        points = {number: point for point, number in enumerate(self._asked("shares"), start=1)}
+        answers = sorted(self._answers["reveal"].items())[: self._threshold]
+        return combine_shares({points[number]: answer[name][row].tobytes() for number, answer in answers})
+
+
+def _misfit(secret: str, number: int) -> str:
+    return f"the shares revealed of client {number}'s {secret} do not fit what client {number} announced"
