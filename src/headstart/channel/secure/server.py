@@ -46,7 +46,7 @@ class SecureSum:
     clients
         The numbers of the clients that are called.
     threshold
-        How many of them must answer to the end; more than half.
+        How many of them must answer to the end; more than two thirds, 3 or more.
     shapes
         Names and shapes of the arrays that are summed.
     bits
