@@ -39,6 +39,7 @@ import headstart
 from headstart import cli
 from headstart.backbones import BACKBONES
 from headstart.backbones.nets import SqueezeNet11
+from headstart.cli.runs import DEMO
 from headstart.config.recipe import Recipe
 from headstart.config.stage import STAGES, ClosedFormStage
 from headstart.core.message import Message
@@ -121,7 +122,7 @@ class World:
     def finished(self, name: str) -> Path:
         """The directory of a finished run of the demo, or of one of the recipes."""
         if not (self.runs / name).exists():
-            table = deepcopy(cli.DEMO) if name == "demo" else tomllib.loads((ROOT / f"recipes/{name}.toml").read_text())
+            table = deepcopy(DEMO) if name == "demo" else tomllib.loads((ROOT / f"recipes/{name}.toml").read_text())
             headstart.run(Recipe.parse(small(table)), self.runs / name)
         return self.runs / name
 
@@ -261,7 +262,7 @@ def world(made: World, tmp_path_factory: pytest.TempPathFactory, monkeypatch: py
     monkeypatch.setenv("HEADSTART_DATA", str(made.data))
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", made.data.parent / "tables")
     monkeypatch.setitem(sys.modules, "openvino", None)  # it is not installed: compiling takes longer than a few images
-    monkeypatch.setattr(cli, "DEMO", small(cli.DEMO))
+    monkeypatch.setattr("headstart.cli.runs.DEMO", small(DEMO))
     return made
 
 

@@ -1,0 +1,92 @@
+"""Commands about the model of a finished run: predict, export, replay."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from headstart.cli.shared import check_new_file, console
+
+Run = Annotated[Path, typer.Argument(help="The directory of a finished run.")]
+TaskName = Annotated[str | None, typer.Option("--task", help="Of a run with several tasks, the one that is meant.")]
+ClientName = Annotated[
+    str | None, typer.Option("--client", help="A client's own model: its name as in clients.csv, or its number.")
+]
+
+_SHOWN = 20  # predictions in the table
+_WIDEST = 80  # characters of an input there
+
+
+class Format(StrEnum):
+    """A whole model as one graph."""
+
+    onnx = "onnx"
+    openvino = "openvino"
+
+
+def predict(
+    run: Run,
+    inputs: Annotated[
+        list[Path], typer.Argument(help="Images, folders of images, .txt (a text on every line), .csv, or .npz with X.")
+    ],
+    task: TaskName = None,
+    client: ClientName = None,
+    module: Annotated[
+        Path | None, typer.Option(help="Another module file for the same backbone: it is used with the head in it.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Also write a CSV file with the probabilities of all classes.")
+    ] = None,
+) -> None:
+    """The classes of new inputs, by the model of a finished run."""
+    from headstart.export import Model
+
+    check_new_file(out)
+    found = Model.of(run, task, client, module).predict(inputs)
+    table, rows = Table("input", "class", "probability"), found.best()
+    for given, name, probability in rows[:_SHOWN]:
+        shown = given if len(given) <= _WIDEST else given[: _WIDEST - 1] + "…"
+        table.add_row(escape(shown), escape(name), f"{probability:.4f}")
+    console().print(table)
+    if len(rows) > _SHOWN:
+        print(f"and {len(rows) - _SHOWN:,} more" + ("" if out else "; --out FILE.csv writes all of them"))
+    if out is not None:
+        found.write(out)
+        print(f"predictions: {out}")
+
+
+def export(
+    run: Run,
+    out: Annotated[Path, typer.Option(help="A new directory.")],
+    task: TaskName = None,
+    client: ClientName = None,
+    merge: Annotated[
+        bool, typer.Option("--merge", help="Add a LoRA to the body's weights; with --format it always is.")
+    ] = False,
+    format: Annotated[
+        Format | None, typer.Option(help="The whole model as one graph, from preprocessed inputs to probabilities.")
+    ] = None,
+) -> None:
+    """Write the model of a finished run as files that peft, transformers or a recipe load, or as one graph."""
+    from headstart.export import export
+
+    files = export(run, out, task, client, merge, format.value if format else None)
+    print(f"{out}: {', '.join(files)}")
+
+
+def replay(
+    run: Annotated[Path, typer.Argument(help="The directory of a finished run of fedmezo.")],
+    out: Annotated[Path | None, typer.Option(help="Where the model goes; by default RUN/replay.")] = None,
+) -> None:
+    """Rebuild the model of a FedMeZO run from the pre-trained weights and its log of seeds and scalars."""
+    from headstart.export.replay import replay
+
+    where = out or run / "replay"
+    differ = replay(run, where)
+    verdict = f"differs from the run's in {', '.join(differ)}" if differ else "is the run's, bit for bit"
+    print(f"{where / 'model'}: the model {verdict}")

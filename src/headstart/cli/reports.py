@@ -1,0 +1,72 @@
+"""Commands that show runs and data: report, dashboard, partition."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from headstart.cli.shared import RecipeFile, Settings, check_new_file, console, free_path
+from headstart.errors import HeadstartError
+
+
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="Run directories, or folders of them; finished or not.")],
+    out: Annotated[
+        Path | None, typer.Option(help="A folder; by default the one given, or the first free runs/report for several.")
+    ] = None,
+) -> None:
+    """One page about some runs, with every picture as SVG and PNG and the table as CSV, Markdown and LaTeX."""
+    from headstart.records import Record, find
+    from headstart.report import write_folder
+
+    found = find(runs)
+    if not found:
+        raise HeadstartError(f"{', '.join(map(str, runs))}: there is no run; headstart run RECIPE --out DIR makes one")
+    where = out or (runs[0] if len(runs) == 1 else free_path("report"))
+    files = write_folder(where, [Record.read(path) for path in found])
+    print(f"{where}: {', '.join(files)}")
+    print(f"open {where / 'report.html'}")
+
+
+def dashboard(
+    folders: Annotated[list[Path], typer.Argument(help="Run directories, or folders of them, as they come.")],
+    port: Annotated[int, typer.Option(help="0: any that is free.")] = 8050,
+    host: Annotated[str, typer.Option(help="Who may look: by default this machine only.")] = "127.0.0.1",
+) -> None:
+    """A page on this machine that follows runs while they go on, and compares those that are chosen."""
+    from headstart.report.dashboard import LOOPBACK, Dashboard
+
+    with Dashboard(folders, host, port) as server:
+        if host not in LOOPBACK:
+            print(f"whoever reaches {host} can read these runs", file=sys.stderr)
+        print(f"{server.url} shows the runs in {', '.join(map(str, folders))}; Ctrl-C stops it", flush=True)
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            print()
+
+
+def partition(
+    recipe: RecipeFile,
+    settings: Settings = None,
+    out: Annotated[Path | None, typer.Option(help="Also write a heat map: a .png, .svg or .pdf file.")] = None,
+) -> None:
+    """Who holds which class, as a table and, with --out, as a heat map."""
+    from headstart.config.recipe import Recipe
+    from headstart.data import Federation
+    from headstart.report import partition_figure, partition_table, save
+
+    if out is not None and out.suffix not in (".png", ".svg", ".pdf"):
+        raise HeadstartError(f"--out {out}: give a name that ends in .png, .svg or .pdf")
+    check_new_file(out)
+    federation = Federation.of(Recipe.load(recipe, settings or ()))
+    dataset = federation.dataset
+    console().print(partition_table(federation.names, dataset.classes, federation.counts))
+    if federation.unused:
+        print(f"{federation.unused:,} of {len(federation.owners):,} training examples are held by nobody")
+    if out is not None:
+        save(partition_figure(federation.counts, dataset.classes), out)
+        print(f"heat map: {out}")

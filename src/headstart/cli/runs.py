@@ -1,0 +1,164 @@
+"""Commands that run recipes: run, compare, reproduce, demo."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from headstart.cli.shared import RecipeFile, Settings, console, free_path, interruptible, require_flower
+from headstart.errors import HeadstartError
+
+if TYPE_CHECKING:
+    from headstart.config.recipe import Recipe
+
+DEMO = {
+    "name": "demo",
+    "data": {"dataset": "mnist-mini", "partition": {"kind": "dirichlet", "clients": 50, "alpha": 0.1}},
+    "model": {"backbone": "efficientnet-lite0"},
+    "stages": [{"method": "fedncm"}, {"method": "fed3r"}, {"method": "fedcof"}],
+}
+
+
+class Engine(StrEnum):
+    """Who runs the rounds."""
+
+    local = "local"
+    flower = "flower"
+
+
+class Log(StrEnum):
+    """Who is told of a run's evaluations."""
+
+    tensorboard = "tensorboard"
+    mlflow = "mlflow"
+    wandb = "wandb"
+
+
+def run(
+    recipe: RecipeFile,
+    settings: Settings = None,
+    out: Annotated[Path | None, typer.Option(help="Run directory; by default the first free runs/NAME.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the interrupted run in --out.")] = False,
+    engine: Annotated[
+        Engine, typer.Option(help="local: all clients in this process; flower: a node each on Flower's simulation.")
+    ] = Engine.local,
+    log: Annotated[
+        list[Log] | None, typer.Option("--log", help="Also log every evaluation there (repeatable).")
+    ] = None,
+) -> None:
+    """Run a recipe: a table here, and a run directory with metrics, model and report."""
+    from headstart.config.recipe import Recipe
+
+    loaded = Recipe.load(recipe, settings or ())
+    if out is None and resume:
+        raise HeadstartError("--resume needs --out, the directory of the run to go on with")
+    _run_and_show(loaded, out or free_path(loaded.name), resume, engine, log or ())
+
+
+def compare(
+    recipes: Annotated[list[Path], typer.Argument(help="Recipes (TOML); lists in the place of values are tried out.")],
+    settings: Settings = None,
+    out: Annotated[
+        Path | None, typer.Option(help="A directory for all runs; by default the first free runs/compare.")
+    ] = None,
+) -> None:
+    """Run recipes, and every combination of values they list; a table of means over the seeds.
+
+    With --out of an interrupted comparison, finished runs stay and the others go on.
+    """
+    from headstart.config.recipe import read_table
+    from headstart.records import Record
+    from headstart.report import percent, write_report
+    from headstart.runner.sweep import compared, expand, refuse_other_tables, sweep, write_tables
+
+    points = expand([read_table(recipe, settings or ()) for recipe in recipes])
+    where = out or free_path("compare")
+    refuse_other_tables(points, where)
+
+    def say(point: object, summary: dict[str, Any]) -> None:
+        print(f"{getattr(point, 'folder', '')}: {percent(summary['accuracy'])}", flush=True)
+
+    with interruptible(where):
+        columns, rows = compared(points, sweep(points, where, say))
+    table = Table(*columns)
+    for row in rows:
+        table.add_row(*(escape(cell) for cell in row))
+    console().print(table)
+    print(f"tables: {', '.join(str(path) for path in write_tables(where, columns, rows))}")
+    write_report(where / "report.html", [Record.read(where / point.folder) for point in points])
+    print(f"open {where / 'report.html'}")
+
+
+def reproduce(
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="[ROWS]...", help="Rows, tables (fedncm/2) or papers; all by default.")
+    ] = None,
+    show: Annotated[bool, typer.Option("--list", help="Only show the rows, and which of them can run here.")] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="A directory for all runs; by default the first free runs/reproduce.")
+    ] = None,
+) -> None:
+    """The papers' printed figures beside those of a run or of a formula.
+
+    Data are looked for in HEADSTART_DATA, weights in HEADSTART_WEIGHTS. With --out of an interrupted reproduction,
+    finished runs stay and the others go on.
+    """
+    from headstart.published import COLUMNS, Found, published, reproduce, select, why_not
+
+    rows = select(names or [])
+    if show:
+        for row in rows:
+            able = "by formula" if row.formula else why_not(row) or "runs"
+            print(f"{row.id}: {published(row) or 'not at hand'}; {able}")
+        return
+    where = out or free_path("reproduce")
+
+    def say(found: Found) -> None:
+        row, printed, measured, difference, _, note = found.cells
+        beside = f"published {printed or 'not at hand'}" + (f", difference {difference}" if difference else "")
+        print(f"{row}: {measured}; {beside}" if measured else f"{row}: left out: {note}", flush=True)
+
+    found = reproduce(rows, where, say)
+    table = Table(*COLUMNS)
+    for each in found:
+        table.add_row(*(escape(cell) for cell in each.cells))
+    console().print(table)
+    print(f"tables: {where} (open {where / 'reproduce.html'})")
+
+
+def demo(
+    out: Annotated[Path | None, typer.Option(help="Run directory; by default the first free runs/demo.")] = None,
+) -> None:
+    """FedNCM, Fed3R and FedCOF on 50 clients over MNIST, through EfficientNet-Lite0: real weights, real data."""
+    from headstart.config.recipe import Recipe
+
+    _run_and_show(Recipe.parse(DEMO), out or free_path("demo"), False)
+
+
+def _run_and_show(
+    recipe: Recipe, out: Path, resume: bool, engine: Engine = Engine.local, log: Sequence[Log] = ()
+) -> None:
+    from headstart.report import remarks, summary_table
+    from headstart.runner import run
+    from headstart.runner.trackers import trackers
+
+    if engine == Engine.flower:
+        require_flower()
+        from headstart.deploy.apps import simulate as run
+    with interruptible(out, "--resume"), trackers([each.value for each in log], recipe, out) as tell:
+        result = run(recipe, out, resume, tell)
+    console().print(summary_table(result.summary))
+    if result.federation.unused:
+        print(f"{result.federation.unused:,} training examples were held by nobody")
+    for stage in result.summary["stages"]:
+        for remark in remarks(stage):
+            print(remark)
+        for dropped in stage["dropped"]:
+            print(f"left out of {stage['method']}, round {dropped['round']}: {dropped['clients']}: {dropped['why']}")
+    print(f"run directory: {out} (open {out / 'report.html'})")
