@@ -7,7 +7,7 @@ Bits of floating-point numbers depend on the processor and on the libraries, so 
 on another: they are recorded, compared and thrown away.
 """
 
-# ruff: noqa: E402 (the folders of the tests have to be found first)
+# ruff: noqa: E402 (the tests have to be found first)
 import hashlib
 import json
 import os
@@ -16,18 +16,18 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "methods")]
+sys.path[0] = str(Path(__file__).parents[1])
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 import torch
 import transformers
-from test_faults import CASES, DIGITS, recipe_of
 
-from disk import contents
 from headstart.config.recipe import Recipe
 from headstart.core.ledger import Ledger
 from headstart.runner import run_recipe as runner
+from tests.disk import contents
+from tests.methods.test_faults import CASES, DIGITS, recipe_of
 
 HEAD = {"train": "head", "rounds": 2}
 MORE: dict[str, list[dict[str, Any]]] = {

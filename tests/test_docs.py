@@ -67,8 +67,8 @@ TEXTS = {
 }  # fmt: skip
 TAILS = ("", ", said one critic", " this year", " in the north", " again", " at last", ", it seems", " on monday")
 DEPLOYMENT = {  # lines of a deployment, and the tests that run what they name
-    "superlink.sh": "engine/test_deployment.py", "nodes.sh": "test_deploy.py",
-    "run.sh": "engine/test_deployment.py",
+    "superlink.sh": "deploy/test_deployment.py", "nodes.sh": "deploy/test_deploy.py",
+    "run.sh": "deploy/test_deployment.py",
 }  # fmt: skip
 
 

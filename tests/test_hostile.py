@@ -10,7 +10,6 @@ with a sentence.
 import io
 import json
 import pickle
-import sys
 import tracemalloc
 import warnings
 from collections.abc import Callable, Iterator
@@ -34,9 +33,7 @@ from headstart.engine import local
 from headstart.errors import HeadstartError, MessageError
 from headstart.methods import Reply, Setting, TaskSetting, build
 from headstart.solvers.cohort import Cohort
-
-sys.path.append(str(Path(__file__).parent / "methods"))  # the shared matrix is there
-from test_methods import CLIENTS, LOCAL, VARIANTS, cohort_of, play_on, recipe_of, round_trip, setting_of
+from tests.methods.test_methods import CLIENTS, LOCAL, VARIANTS, cohort_of, play_on, recipe_of, round_trip, setting_of
 
 # Several tasks: each by itself, and with a server that must not know whose task is which.
 TASKS = {

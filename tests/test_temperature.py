@@ -14,7 +14,7 @@ from headstart.export import Model, export
 from headstart.heads import LinearHead
 from headstart.methods import Setting, build
 from headstart.records import RunDirectory
-from test_export import digits, loaded, npz
+from tests.export.test_export import digits, loaded, npz
 
 T = 0.2
 PROBE = {"method": "fedavg", "train": "head", "rounds": 2, "lr": 0.01, "temperature": T}

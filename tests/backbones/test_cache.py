@@ -14,15 +14,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-import tiny_backbones
 from filelock import FileLock
 from PIL import Image
-from tiny_backbones import Means, colour_means, means_backbone, pictures
 
 from headstart.backbones import Backbone, extract
 from headstart.backbones.cache import FeatureFile, cache_root
 from headstart.data import Examples
 from headstart.errors import HeadstartError
+from tests.backbones import tiny_backbones
+from tests.backbones.tiny_backbones import Means, colour_means, means_backbone, pictures
 
 pytestmark = pytest.mark.usefixtures("block")
 

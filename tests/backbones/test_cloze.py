@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-import tiny_backbones
 import torch
 import transformers
 from tokenizers import ByteLevelBPETokenizer, pre_tokenizers
@@ -19,6 +18,7 @@ from headstart.engine import Body
 from headstart.errors import HeadstartError, RecipeError
 from headstart.methods import Setting, build
 from headstart.runner import run
+from tests.backbones import tiny_backbones
 
 PROMPT = "{text} sat {mask}"
 WORDS = ("cat", "the", "Cat")

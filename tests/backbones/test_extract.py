@@ -10,10 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import openvino
 import pytest
-import tiny_backbones
 import torch
 from PIL import Image
-from tiny_backbones import colour_means, means_backbone, pictures
 from torch import Tensor, nn
 
 from headstart.backbones import Backbone, embed, extract, load_backbone
@@ -24,6 +22,8 @@ from headstart.config.recipe import Model
 from headstart.data import Examples
 from headstart.errors import HeadstartError
 from headstart.solvers.network import set_mode
+from tests.backbones import tiny_backbones
+from tests.backbones.tiny_backbones import colour_means, means_backbone, pictures
 
 module = sys.modules[extract_function.__module__]
 

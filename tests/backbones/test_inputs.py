@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-import tiny_backbones
 import torch
 from PIL import Image
-from tiny_backbones import means_backbone, pictures
 
 from headstart.backbones import Backbone, Inputs
 from headstart.backbones.transforms import ImageTransform, TextTransform
 from headstart.data import Examples
 from headstart.errors import HeadstartError
+from tests.backbones import tiny_backbones
+from tests.backbones.tiny_backbones import means_backbone, pictures
 
 ONE = 4 * 4 * 3 * 4  # bytes of a prepared picture
 

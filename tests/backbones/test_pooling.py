@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tiny_backbones
 import torch
 import transformers
 
@@ -14,6 +13,7 @@ from headstart.backbones import Backbone, load_backbone
 from headstart.backbones.hugging_face import _Pooled
 from headstart.config.recipe import Model
 from headstart.errors import HeadstartError
+from tests.backbones import tiny_backbones
 
 WORDS = len(tiny_backbones.WORDS)
 SIZES = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "initializer_range": 0.5}

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-import tiny_backbones
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
@@ -24,6 +23,7 @@ from headstart.backbones import BACKBONES, Backbone, load_backbone
 from headstart.backbones.nets import MobileNetV2, ResNet18, SqueezeNet11
 from headstart.config.recipe import Model
 from headstart.errors import HeadstartError
+from tests.backbones import tiny_backbones
 
 OWN = ["squeezenet1_1", "resnet18", "mobilenet_v2"]
 IMAGE = np.random.default_rng(3).integers(0, 256, (40, 30, 3), dtype=np.uint8)

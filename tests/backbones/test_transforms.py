@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-import tiny_backbones
 import torch
 from PIL import Image
 from torch import nn
 
 from headstart.backbones.transforms import NORMALISATIONS, ImageInput, ImageTransform, TextTransform
 from headstart.errors import HeadstartError
+from tests.backbones import tiny_backbones
 
 
 def grey(rows: list[list[int]]) -> npt.NDArray[np.uint8]:

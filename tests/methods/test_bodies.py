@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_methods import LOCAL, PERSONAL, TRAINING
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_parameters
@@ -35,6 +34,7 @@ from headstart.heads.linear import HiddenLayers
 from headstart.methods import Reply, Setting, build
 from headstart.solvers.cohort import Cohort
 from headstart.solvers.heads import Objective, batches
+from tests.methods.test_methods import LOCAL, PERSONAL, TRAINING
 
 RNG = np.random.default_rng(0)
 SIDE, C, D = 6, 3, 5

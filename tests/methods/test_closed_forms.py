@@ -14,7 +14,7 @@ from headstart.export.graph import Whole
 from headstart.export.model import Model
 from headstart.methods.fedcof import FedCOFMethod
 from headstart.runner import run
-from test_stages import metrics_of
+from tests.runner.test_stages import metrics_of
 
 
 def users(folder: Path, **keys: Any) -> Recipe:

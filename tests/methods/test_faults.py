@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from test_methods import VARIANTS
 
-from disk import FAULTS, Disk, Fault, Killed, contents
 from headstart.config.recipe import Recipe
 from headstart.core import files
 from headstart.core.ledger import Ledger
 from headstart.data import federation
 from headstart.errors import HeadstartError
 from headstart.runner import run, run_recipe
+from tests.disk import FAULTS, Disk, Fault, Killed, contents
+from tests.methods.test_methods import VARIANTS
 
 DIGITS = {"dataset": "digits", "train_examples": 60, "test_examples": 30}
 MNIST = {"dataset": "mnist-mini", "train_examples": 24, "test_examples": 10, "classes": [0, 1, 2]}

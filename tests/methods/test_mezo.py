@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from test_bodies import HEAD, IMAGES, PICTURES, SIDE, Normed, Plain, Y, backbone_of, bits
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -41,6 +40,7 @@ from headstart.solvers.cohort import Cohort
 from headstart.solvers.directions import direction
 from headstart.solvers.network import Network
 from headstart.solvers.zeroth import ZerothOrder
+from tests.methods.test_bodies import HEAD, IMAGES, PICTURES, SIDE, Normed, Plain, Y, backbone_of, bits
 
 N, C = len(Y), 3
 SEED = (3, 1)

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_training import SIZES, START, WHO, C, D, K, N, X, Y, cohort, flat, g, stage_of, start, uneven
 from torch import Tensor
 
 from headstart.channel.robust import norm_of
@@ -18,6 +17,7 @@ from headstart.errors import MessageError
 from headstart.methods import Reply, Setting, build
 from headstart.runner import run
 from headstart.solvers import heads as solver
+from tests.methods.test_training import SIZES, START, WHO, C, D, K, N, X, Y, cohort, flat, g, stage_of, start, uneven
 
 
 def trained(who: Iterable[Iterable[int]], summed: bool = False, **keys: Any) -> Any:

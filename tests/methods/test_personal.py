@@ -14,7 +14,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_bodies import (
+from torch import Tensor, nn
+
+from headstart.config.recipe import Recipe
+from headstart.config.stage import FedPerStage, LGFedAvgStage
+from headstart.data import Federation
+from headstart.engine import collect, rounds
+from headstart.errors import HeadstartError, RecipeError
+from headstart.heads import LinearHead
+from headstart.heads.estimators import Fed3R, FedCOF, FedNCM
+from headstart.methods.personalise import blended_head
+from headstart.records import RunDirectory
+from headstart.runner import run
+from headstart.solvers.heads import Objective, batches
+from tests.methods.test_bodies import (
     HEAD,
     MLP,
     SIZES,
@@ -32,21 +45,8 @@ from test_bodies import (
     named,
     rows_of,
 )
-from test_methods import holds, overheard
-from torch import Tensor, nn
-
-from headstart.config.recipe import Recipe
-from headstart.config.stage import FedPerStage, LGFedAvgStage
-from headstart.data import Federation
-from headstart.engine import collect, rounds
-from headstart.errors import HeadstartError, RecipeError
-from headstart.heads import LinearHead
-from headstart.heads.estimators import Fed3R, FedCOF, FedNCM
-from headstart.methods.personalise import blended_head
-from headstart.records import RunDirectory
-from headstart.runner import run
-from headstart.solvers.heads import Objective, batches
-from test_stages import _light, metrics_of, same_bits, same_run, with_interruptions  # noqa: F401 (a fixture among them)
+from tests.methods.test_methods import holds, overheard
+from tests.runner.test_stages import _light, metrics_of, same_bits, same_run, with_interruptions  # noqa: F401 (a fixture among them)
 
 TOP = ("head.weight", "head.bias")
 LOCAL = {"batch_size": 4, "local_epochs": 2, "rounds": 3, "momentum": 0.7, "lr": 0.1}

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_methods import recipe_of
 
 import headstart
 from headstart.core.statistics import random_parts
@@ -15,6 +14,7 @@ from headstart.methods import Setting
 from headstart.methods.head_init import head_start
 from headstart.solvers.cohort import Cohort
 from headstart.solvers.heads import batches
+from tests.methods.test_methods import recipe_of
 
 SOURCE = Path(headstart.__file__).parent
 # Who holds what begins with the run's seed and a constant, where others have the number of a stage; noise begins with

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_mezo import SENTENCES, WIDTH, C, N, Y, bert_backbone, bert_head
 
 from headstart.backbones import Inputs, embed
 from headstart.config.recipe import Recipe
@@ -19,6 +18,7 @@ from headstart.engine.store import ClientStore
 from headstart.methods import Setting, build
 from headstart.methods.slora import factors
 from headstart.modules import attach, plain_state
+from tests.methods.test_mezo import SENTENCES, WIDTH, C, N, Y, bert_backbone, bert_head
 
 SEED = (5, 2)
 WHO = np.arange(N) % 3

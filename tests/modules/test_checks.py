@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from test_modules import SETTINGS, WIDTH, ChannelsFirst, Numbers, bert, seeded, tiny_vit
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -18,6 +17,7 @@ from headstart.backbones.hugging_face import _Pooled
 from headstart.backbones.transforms import ImageTransform, TextTransform
 from headstart.errors import HeadstartError
 from headstart.modules import attach, plain_parameters
+from tests.modules.test_modules import SETTINGS, WIDTH, ChannelsFirst, Numbers, bert, seeded, tiny_vit
 
 KINDS = ("lora", "adapter", "vpt", "mask")
 

@@ -15,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from test_modules import SETTINGS, WIDTH, ChannelsFirst, bert, shaken, tiny_vit, vit
 from torch import Tensor, nn
 
 from headstart.backbones import Backbone, Inputs, Prefix, embed, embed_rows, load_backbone, moved, run_body
@@ -27,6 +26,7 @@ from headstart.data import Examples
 from headstart.errors import HeadstartError
 from headstart.modules import Attached, attach
 from headstart.modules.blocks import blocks_of
+from tests.modules.test_modules import SETTINGS, WIDTH, ChannelsFirst, bert, shaken, tiny_vit, vit
 
 KINDS = ("lora", "adapter", "vpt")
 TEXTS = ["3 4 5", "6", "7 8 9 10 3 4 5 6", "5 5", "9 3 10 4", "10", "4 3 2 1 5 6 7"]

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
 FLOWER = ("1.41.0",)
-"""Tested versions, by `tests/engine/test_deployment.py`: what is changed here is not Flower's public interface."""
+"""Tested versions, by `tests/deploy/test_deployment.py`: what is changed here is not Flower's public interface."""
 GUARDED = "HEADSTART_GUARDED"
 """Environment variable that tells the apps what started them."""
 

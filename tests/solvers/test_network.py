@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from test_bodies import HEAD, SEED, C, D, N, Plain, Run, backbone_of, bits, pixels_backbone
 from torch import Tensor, nn
 
 from headstart.config.recipe import Recipe
 from headstart.errors import HeadstartError
 from headstart.methods import Setting, build
+from tests.methods.test_bodies import HEAD, SEED, C, D, N, Plain, Run, backbone_of, bits, pixels_backbone
 
 
 class Skipping(Plain):

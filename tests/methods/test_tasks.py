@@ -32,7 +32,7 @@ from headstart.modules import plain_state
 from headstart.records.directory import RunDirectory
 from headstart.report import write_report
 from headstart.runner import Result, run
-from test_stages import _light, metrics_of, out_of, same_bits, with_interruptions  # noqa: F401 (a fixture among them)
+from tests.runner.test_stages import _light, metrics_of, out_of, same_bits, with_interruptions  # noqa: F401 (a fixture among them)
 
 LOW = {"name": "low", "dataset": "digits", "classes": [0, 1, 2, 3, 4], "partition": {"kind": "iid", "clients": 4}}
 HIGH = {

@@ -8,8 +8,6 @@ import numpy as np
 import pytest
 from dp_accounting import get_epsilon_gaussian, get_sigma_gaussian
 from scipy.stats import trim_mean
-from test_bodies import Normed, Plain, backbone_of
-from test_slora import Run
 
 from headstart.channel.accounting import noise_multiplier
 from headstart.channel.robust import median, norm_of, shortened, trimmed_mean
@@ -18,6 +16,8 @@ from headstart.core.message import Message
 from headstart.errors import HeadstartError, MessageError, RecipeError
 from headstart.methods import Reply, Setting, TaskSetting, build
 from headstart.solvers.cohort import Cohort
+from tests.methods.test_bodies import Normed, Plain, backbone_of
+from tests.methods.test_slora import Run
 
 C, D, K, PER = 4, 6, 12, 30
 RNG = np.random.default_rng(0)

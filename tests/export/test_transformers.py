@@ -14,8 +14,8 @@ from peft import AutoPeftModel
 from transformers import AutoModelForImageClassification, AutoTokenizer, pipeline
 
 from headstart.export import Model, export
-from test_export import FOOD, LORA, SPORT, base_of, loaded, lora, text_run, texts  # noqa: F401 (fixtures among them)
-from test_export_graph import image_run
+from tests.export.test_export import FOOD, LORA, SPORT, base_of, loaded, lora, text_run, texts  # noqa: F401 (fixtures among them)
+from tests.export.test_graph import image_run
 
 # Longer than the eight tokens of the runs: the end must not count.
 TEXTS = [*SPORT, *FOOD, "peel the apples and the pears and the plums before the match begins"]

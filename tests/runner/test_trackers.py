@@ -17,7 +17,7 @@ from headstart.config.recipe import Recipe
 from headstart.errors import HeadstartError
 from headstart.runner import run
 from headstart.runner.trackers import Name, Steps, tracker, trackers
-from test_export import headstart
+from tests.export.test_export import headstart
 
 ALL: list[Name] = ["tensorboard", "mlflow", "wandb"]
 

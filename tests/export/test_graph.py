@@ -15,7 +15,7 @@ from headstart.config.recipe import Recipe
 from headstart.errors import HeadstartError
 from headstart.export import Model, export
 from headstart.runner import run
-from test_export import (  # noqa: F401 (fixtures among them)
+from tests.export.test_export import (  # noqa: F401 (fixtures among them)
     FEDPER,
     FOOD,
     LORA,

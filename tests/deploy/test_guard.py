@@ -1,4 +1,4 @@
-"""Who may start a run, and which app a node executes; `engine/test_deployment.py` attacks the processes themselves."""
+"""Who may start a run, and which app a node executes; `test_deployment.py` attacks the processes themselves."""
 
 import asyncio
 import os
@@ -122,5 +122,5 @@ def test_the_digest_is_that_of_flowers_bundle_and_changes_with_the_app(tmp_path:
 
 
 def test_the_tested_version_is_the_one_that_headstart_installs() -> None:
-    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert f"flwr[simulation]=={FLOWER[-1]}" in project["optional-dependencies"]["federation"]
