@@ -1,11 +1,14 @@
 """Every test has a cache of its own, the same random numbers, and no way to a hub."""
 
+import os
 from pathlib import Path
+
+# The tests are small, and threads that wait for each other are slower than one: numpy's and torch's, here and in every
+# process that a test starts.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest
 import torch
-
-torch.set_num_threads(1)  # the tests are small, and threads that wait for each other are slower than one
 
 
 @pytest.hookimpl(tryfirst=True)
