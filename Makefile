@@ -1,8 +1,9 @@
 # Every target creates what it needs: `make demo` and `make test` work on a machine with Python 3.11+, pip and make.
 PYTHON ?= python3
 BIN := .venv/bin
+PYTEST := $(BIN)/pytest -n 2 --dist loadfile
 
-.PHONY: install demo test browser faults lint types docs bench clean
+.PHONY: install demo test coverage browser faults lint types docs bench clean
 
 install: .venv/installed
 
@@ -15,7 +16,10 @@ demo: install
 	$(BIN)/headstart demo
 
 test: install browser
-	$(BIN)/pytest -n 2 --dist loadfile
+	$(PYTEST)
+
+coverage: install browser
+	$(PYTEST) --cov --cov-report=term:skip-covered
 
 # The dashboard is tested in Debian's Chromium; where there is none, and none can be installed, those tests are skipped.
 browser:
@@ -24,7 +28,7 @@ browser:
 	  echo "no Chromium: the tests in a browser are skipped"
 
 faults: install
-	$(BIN)/pytest --no-cov -m minutes -n 2 --dist loadfile
+	$(PYTEST) -m minutes
 
 lint: install
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .

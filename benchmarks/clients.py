@@ -27,15 +27,14 @@ def main() -> None:
 
 
 def measure(clients: int) -> dict[str, object]:
+    from tests.helpers import Bench, context_of, play
     from threadpoolctl import threadpool_limits
 
     from headstart.config.recipe import Dirichlet, Recipe
     from headstart.core.ledger import Ledger, peak_memory
     from headstart.data import Dataset, Examples, Federation
     from headstart.data.partition import partition
-    from headstart.engine.local import play
-    from headstart.engine.store import ClientStore
-    from headstart.methods import Setting, build
+    from headstart.engine.client_states import ClientStates
     from headstart.runner.evaluate import evaluate
 
     features, labels, test, test_labels = _features()
@@ -49,11 +48,10 @@ def measure(clients: int) -> dict[str, object]:
         federation = Federation(Dataset("cifar10", tuple("0123456789"), train, train), owners, None, names)
         for name in METHODS:
             stage = Recipe.parse({"data": {"dataset": "x"}, "stages": [{"method": name}]}).stages[0]
-            method = build(stage, Setting(10, features.shape[1], (0, 0), clients, len(labels)))
-            store = ClientStore(Path(), clients, method.kept_shapes, None)
+            bench = Bench(stage, context_of(stage, 10, features.shape[1], (0, 0), clients, len(labels)))
+            states = ClientStates(Path(), clients, {})
             start = time.perf_counter()
-            state = play(method, stage, federation, features, (0, 0), Ledger.open(clients), store, lambda *_: None)
-            head = method.head(state)
+            head = bench.head(play(bench, federation, features, Ledger.open(clients), states))
             seconds = time.perf_counter() - start
             found[name] = {"seconds": seconds, "accuracy": evaluate(head, test, test_labels).accuracy}
     found["peak"] = peak_memory()

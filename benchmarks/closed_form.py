@@ -10,7 +10,7 @@ import numpy as np
 from benchmarks.common import SHARED, show
 from headstart.config.recipe import Recipe
 from headstart.data import Federation
-from headstart.engine import Body
+from headstart.engine.body import Body
 from headstart.runner import run
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "cifar10-closed-form.toml"

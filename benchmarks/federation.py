@@ -86,8 +86,8 @@ def faulty_run(seed: str, rounds: str) -> None:
     from flwr.simulation import run_simulation
 
     from headstart.data import Federation
-    from headstart.engine.flower import Nodes
-    from headstart.runner import Result, conduct
+    from headstart.engine.grid import Nodes
+    from headstart.runner import Result, run_federation
 
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     logging.getLogger("flwr").setLevel(logging.CRITICAL)
@@ -102,8 +102,8 @@ def faulty_run(seed: str, rounds: str) -> None:
         @server.main()
         def main(grid: Grid, context: Context) -> None:
             nodes = Nodes(grid, recipe, {name: number for number, name in enumerate(federation.names)})
-            nodes.present(federation.n_clients)
-            found.append(conduct(recipe, federation, None, False, None, nodes, folder))
+            nodes.available(federation.n_clients)
+            found.append(run_federation(recipe, federation, None, False, None, nodes, folder))
 
         @client.query()
         def answer(message: FlowerMessage, context: Context) -> FlowerMessage:
@@ -307,7 +307,7 @@ def cut_silos(root: Path) -> Path:
     """Features of the nodes, unlike each other, in a file each; returns the file of the server's test examples."""
     from headstart.config.recipe import Recipe
     from headstart.data import Federation
-    from headstart.engine import Body
+    from headstart.engine.body import Body
 
     partition = {"kind": "dirichlet", "clients": len(NODES), "alpha": 1.0, "test": "follow"}
     data = {"dataset": "mnist-mini", "partition": partition}

@@ -13,14 +13,15 @@ from typing import Any
 
 import numpy as np
 import torch
+from tests.helpers import Bench, context_of, play
 
 from benchmarks.common import SHARED, THREADS, alternate, in_fresh_process, show
 from headstart.config.recipe import Recipe
-from headstart.config.stage import FedAvgStage
 from headstart.core.ledger import Ledger, peak_memory
 from headstart.data import Federation
-from headstart.engine import Body, ClientStore, play
-from headstart.methods import Setting, build
+from headstart.engine.body import Body
+from headstart.engine.client_states import ClientStates
+from headstart.methods.fedavg import FedAvgStage
 from headstart.runner import run
 
 # Learning rates were chosen on seed 99, which is not among those reported.
@@ -106,11 +107,11 @@ def _sides(recipe: Recipe) -> dict[str, Callable[[], object]]:
     assert isinstance(stage, FedAvgStage)
     body, labels = Body(recipe.model, federation.dataset), torch.from_numpy(federation.dataset.train.labels)
     assert body.backbone is not None
-    method = build(stage, Setting(10, body.dim, (0, 0), 8, 256, None, body.backbone))
-    store, inputs = ClientStore(Path(), 8, {}, None), body.inputs()
+    bench = Bench(stage, context_of(stage, 10, body.dim, (0, 0), 8, 256, backbone=body.backbone))
+    states, inputs = ClientStates(Path(), 8, {}), body.inputs()
 
     def ours() -> None:
-        play(method, stage, federation, inputs, (0, 0), Ledger.open(8), store, lambda *_: None)
+        play(bench, federation, inputs, Ledger.open(8), states)
 
     # The peer: images in memory, one model, its state loaded for each client and averaged by hand.
     images = torch.cat([images for (images,) in inputs.batches(np.split(np.arange(256), 8))])

@@ -10,14 +10,15 @@ from typing import Any
 
 import numpy as np
 import torch
+from tests.helpers import Bench, context_of, play
 
 from benchmarks.common import SHARED, THREADS, alternate, in_fresh_process, show
 from headstart.config.recipe import Recipe
-from headstart.config.stage import FedMeZOStage
 from headstart.core.ledger import Ledger, peak_memory
 from headstart.data import Federation
-from headstart.engine import Body, ClientStore, play
-from headstart.methods import Setting, build
+from headstart.engine.body import Body
+from headstart.engine.client_states import ClientStates
+from headstart.methods.fedmezo import FedMeZOStage
 from headstart.runner import run
 from headstart.solvers.zeroth import BATCHES
 
@@ -57,14 +58,14 @@ def seconds() -> None:
         stage, federation, body = prepared(clients, 1000)
         assert body.backbone is not None
         network, given, inputs = body.backbone.body, batches(body, federation), body.inputs()
-        setting = Setting(2, body.dim, (0, 0), clients, 1000, None, body.backbone)
-        method = build(stage, setting)
-        state = [method.open()]
+        bench = Bench(stage, context_of(stage, 2, body.dim, (0, 0), clients, 1000, backbone=body.backbone))
+        state = [bench.init()]
 
-        def round_(made: Any = (method, stage, federation, inputs), state: Any = state) -> None:
-            ledger, store = Ledger.open(made[2].n_clients), ClientStore(SHARED, made[2].n_clients, {}, None)
-            method, stage, federation, inputs = made
-            state[0] = play(method, stage, federation, inputs, (0, 0), ledger, store, lambda *_: None, state[0])
+        def round_(made: Any = (bench, federation, inputs), state: Any = state) -> None:
+            bench, federation, inputs = made
+            clients = federation.n_clients
+            ledger, states = Ledger.open(clients), ClientStates(SHARED, clients, {})
+            state[0] = play(bench, federation, inputs, ledger, states, state=state[0])
 
         @torch.inference_mode()
         def limit(network: Any = network, given: Any = given) -> None:
@@ -98,10 +99,9 @@ def _peak(what: str) -> dict[str, int]:
     assert body.backbone is not None
     network = body.backbone.body
     if what == "fedmezo":
-        method = build(stage, Setting(2, body.dim, (0, 0), 10, EXAMPLES, None, body.backbone))
-        ledger, store = Ledger.open(10), ClientStore(SHARED, 10, {}, None)
-        state = play(method, stage, federation, body.inputs(), (0, 0), ledger, store, lambda *_: None)
-        method.place(state)
+        bench = Bench(stage, context_of(stage, 2, body.dim, (0, 0), 10, EXAMPLES, backbone=body.backbone))
+        ledger, states = Ledger.open(10), ClientStates(SHARED, 10, {})
+        bench.head(play(bench, federation, body.inputs(), ledger, states))
         return {"peak": peak_memory()}
     for batch in batches(body, federation):
         if what == "inference":

@@ -11,16 +11,18 @@ from typing import Any
 
 import numpy as np
 import torch
+from tests.helpers import Bench, context_of, play
 from torch.nn import functional
 
 from benchmarks.common import SHARED, THREADS, alternate, in_fresh_process, show
 from headstart.backbones import Inputs
 from headstart.config.recipe import Recipe
-from headstart.config.stage import FedYoloStage
 from headstart.core.ledger import Ledger
 from headstart.data import Federation
-from headstart.engine import Body, ClientStore, play
-from headstart.methods import Setting, TaskSetting, build
+from headstart.engine.body import Body
+from headstart.engine.client_states import ClientStates
+from headstart.methods import Population, Task
+from headstart.methods.fedyolo import FedYoloStage
 from headstart.runner import run
 from headstart.solvers.heads import batches
 
@@ -146,16 +148,15 @@ def speed_of(blocks: int | None) -> tuple[str, ...]:
     stage, federation = made.stages[0], Federation.of(made)
     assert isinstance(stage, FedYoloStage)
     body = Body(made.model, federation.dataset)
-    module = body.attach(stage, (0, 0))
+    module = body.attach(stage, stage.plan, (0, 0))
     assert body.backbone is not None
-    tasks = tuple(TaskSetting(name, count, 20, 2000) for name, count in (("ag_news", 4), ("trec", 5)))
-    method = build(stage, Setting(9, body.dim, (0, 0), 40, 4000, None, body.backbone, module, tasks))
-    state, inputs, asked = method.open(), body.inputs(), Ledger.open(40)
+    tasks = tuple(Task(name, count, Population(20, 2000)) for name, count in (("ag_news", 4), ("trec", 5)))
+    bench = Bench(stage, context_of(stage, 9, body.dim, tasks=tasks, backbone=body.backbone, module=module))
+    state, inputs, asked = bench.init(), body.inputs(), Ledger.open(40)
 
     def round_() -> None:
-        store = ClientStore(SHARED, 40, {})
         asked.last_round[:] = -1
-        play(method, stage, federation, inputs, (0, 0), asked, store, lambda *_: None, state)
+        play(bench, federation, inputs, asked, ClientStates(SHARED, 40, {}), state=state)
 
     round_()
     given, texts = [], Inputs(body.backbone, federation.dataset.train, "texts")

@@ -13,14 +13,16 @@ from typing import Any
 
 import numpy as np
 import torch
+from tests.helpers import Bench, context_of, play
 
 from benchmarks.common import SHARED, THREADS, alternate, in_fresh_process, show
 from headstart.config.recipe import Recipe
-from headstart.config.stage import FedAvgStage, PersonaliseStage
 from headstart.core.ledger import Ledger
 from headstart.data import Federation
-from headstart.engine import Body, ClientStore, play
-from headstart.methods import Setting, build
+from headstart.engine.body import Body
+from headstart.engine.client_states import ClientStates
+from headstart.methods.fedavg import FedAvgStage
+from headstart.methods.personalise import PersonaliseStage
 from headstart.runner import run
 from headstart.solvers.heads import batches
 
@@ -158,15 +160,15 @@ def cost_of(net: str) -> tuple[str, ...]:
     assert isinstance(stage, PersonaliseStage)
     federation = Federation.of(recipe)
     body = Body(recipe.model, federation.dataset)
-    random = build(first, Setting(10, body.dim, (0, 0), backbone=body.backbone))
-    setting = Setting(10, body.dim, (0, 1), CLIENTS, 5_000, random.head(random.open()), body.backbone)
-    method = build(stage, setting)
+    random = Bench(first, context_of(first, 10, body.dim, backbone=body.backbone))
+    head = random.head(random.init())
+    bench = Bench(stage, context_of(stage, 10, body.dim, (0, 1), CLIENTS, 5_000, head, backbone=body.backbone))
     source: Any = body.inputs() if changes else body.features("train")
 
     def tune() -> None:
         with TemporaryDirectory() as folder:
-            store = ClientStore(Path(folder) / "clients", CLIENTS, method.kept_shapes)
-            play(method, stage, federation, source, (0, 1), Ledger.open(CLIENTS), store, lambda *_: None)
+            states = ClientStates(Path(folder) / "clients", CLIENTS, bench.method.client_state)
+            play(bench, federation, source, Ledger.open(CLIENTS), states)
 
     plans = []
     for client in range(CLIENTS):

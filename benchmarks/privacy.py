@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from matplotlib.figure import Figure
+from tests.helpers import Bench, context_of, play
 
 from benchmarks.common import SHARED, THREADS, in_fresh_process, show
 from headstart.channel.fixed import BITS
@@ -25,8 +26,8 @@ from headstart.core.ledger import Ledger
 from headstart.core.message import Message
 from headstart.core.statistics import message_nbytes
 from headstart.data import Federation
-from headstart.engine import Body, ClientStore, play
-from headstart.methods import Setting, build
+from headstart.engine.body import Body
+from headstart.engine.client_states import ClientStates
 from headstart.runner import run
 from headstart.runner.evaluate import evaluate
 
@@ -252,10 +253,10 @@ def one_noise(data: str, seed: str) -> None:
         zip(stages, recipe(data, [*stages.values()], int(seed)).stages, strict=True)
     ):
         key = (int(seed), number)
-        solver = build(stage, Setting(len(federation.dataset.classes), body.dim, key, clients, len(features)))
-        store = ClientStore(Path(), clients, solver.kept_shapes)
-        state = play(solver, stage, federation, features, key, Ledger.open(clients), store, lambda *_: None)
-        found[name] = evaluate(solver.head(state), test, federation.dataset.test.labels).accuracy
+        classes = len(federation.dataset.classes)
+        bench = Bench(stage, context_of(stage, classes, body.dim, key, clients, len(features)))
+        state = play(bench, federation, features, Ledger.open(clients), ClientStates(Path(), clients, {}))
+        found[name] = evaluate(bench.head(state), test, federation.dataset.test.labels).accuracy
     print(json.dumps({"clip": clip, "accuracy": found}))
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from benchmarks.common import SHARED, show
 from headstart.config.recipe import Recipe
 from headstart.data import Federation
-from headstart.engine import Body
+from headstart.engine.body import Body
 from headstart.heads.estimators import Fed3R, FedCOF
 
 SQUEEZENET = {

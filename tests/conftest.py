@@ -1,6 +1,7 @@
 """Every test has a cache of its own, the same random numbers, and no way to a hub."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 # The tests are small, and threads that wait for each other are slower than one: numpy's and torch's, here and in every
@@ -9,6 +10,9 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest
 import torch
+
+import headstart.methods  # noqa: F401 (registers them before tests are collected)
+from tests.command import Command
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -21,3 +25,16 @@ def _isolated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.delenv("HEADSTART_DATA", raising=False)
+
+
+@pytest.fixture(scope="module")
+def no_report() -> Iterator[None]:
+    """Runs of a module that does not look at their pages are spared drawing them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("headstart.runner.run_recipe.write_report", lambda path, records: None)
+        yield
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    return Command(monkeypatch, capsys)

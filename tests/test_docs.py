@@ -42,8 +42,13 @@ from headstart.backbones.nets import SqueezeNet11
 from headstart.cli.runs import DEMO
 from headstart.config.recipe import Recipe
 from headstart.config.stage import STAGES, ClosedFormStage
+from headstart.core.ledger import COSTS
 from headstart.core.message import Message
-from headstart.methods import METHODS, Reply, Setting, build
+from headstart.core.params import norm
+from headstart.core.reply import Reply
+from headstart.core.update import block
+from headstart.methods import METHODS
+from tests.helpers import Bench, cohort_of, context_of
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -276,12 +281,11 @@ def here(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture(scope="module", autouse=True)
 def _registry() -> Iterator[None]:
     """Methods that pages register are gone afterwards."""
-    before = [(registry, dict(registry)) for registry in (STAGES, METHODS, BACKBONES)]
+    before = [(registry, dict(registry)) for registry in (STAGES, METHODS, COSTS, BACKBONES)]
     yield
     for registry, old in before:
         registry.clear()
         registry.update(old)
-    Recipe.model_rebuild(force=True)
 
 
 # --------------------------------------------------------------------------------------------------------- the blocks
@@ -426,7 +430,7 @@ def added(world: World, tmp_path_factory: pytest.TempPathFactory) -> dict[str, A
 def test_a_method_is_short() -> None:
     long = [block.text for block in blocks_of(ADDING) if "headstart.register(" in block.text]
     assert len(long) == 2
-    assert all(text.count("\n") < 60 for text in long)
+    assert all(text.count("\n") < 45 for text in long)
 
 
 def test_a_method_of_ones_own_is_in_recipes_mistakes_and_tables(added: dict[str, Any]) -> None:
@@ -461,17 +465,34 @@ def test_a_method_of_ones_own_resumes_to_the_same_bits(added: dict[str, Any], tm
 
 def test_fedexp_steps_by_its_formula(added: dict[str, Any]) -> None:
     stage = added["FedExPStage"](method="fedexp", train="head", weighting="uniform", epsilon=0.5)
-    method = build(stage, Setting(n_classes=2, dim=2, seed=(0, 0), n_clients=2))
-    state = method.open()
-    before = state.parameters["head.weight"]
+    bench = Bench(stage, context_of(stage, 2, 2, clients=2))
+    state, replies = bench.init(), []
     updates = np.array([[[3.0, 0.0], [0.0, 0.0]], [[-1.0, 2.0], [0.0, 0.0]]], np.float32)
     for client, update in enumerate(updates):
         arrays = {"update.head.weight": update, "update.head.bias": np.zeros(2, np.float32)}
-        message = Message(arrays, {"examples": 1, "steps": 1})
-        state = method.fold(state, Reply(np.array([client]), message, np.array([1]), np.array([1])))
-    moved = method.close(state).parameters["head.weight"] - before
+        message = Message({**arrays, "square": np.float32(np.square(update).sum())}, {"examples": 1})
+        replies.append(Reply(np.array([client]), message, np.array([1]), np.array([1])))
+    moved = bench.after(state, replies).params["head.weight"] - state.params["head.weight"]
     # The squared lengths are 9 and 5, their mean 7; the mean update is (1, 1), with 2: 7 / (2 · 2.5) = 1.4.
     np.testing.assert_allclose(moved, [[1.4, 1.4], [0.0, 0.0]], atol=1e-12)
+
+
+def test_clients_of_fedexp_send_the_square_of_what_they_send(added: dict[str, Any]) -> None:
+    stage = added["FedExPStage"](method="fedexp", train="head", lr=0.5)
+    bench = Bench(stage, context_of(stage, 3, 4, clients=2))
+    features, labels = np.random.default_rng(0).normal(size=(9, 4)).astype(np.float32), np.arange(9) % 3
+    (reply,) = bench.answer(cohort_of(bench, 1, features, np.arange(9), labels), bench.broadcast(bench.init()))
+    sent = reply.message.arrays
+    assert sent["square"].dtype == np.float32
+    assert sent["square"] == pytest.approx(norm(block(sent, "update")) ** 2, rel=1e-6)
+    assert sent["square"] > 0.01
+
+
+def test_a_method_of_ones_own_is_charged_as_it_says(added: dict[str, Any]) -> None:
+    stage = added["result"].summary["stages"][0]
+    counts = added["result"].federation.counts
+    assert stage["published_bytes"] == 4 * 64 * (np.count_nonzero(counts) + 20)
+    assert stage["published_formula"] == "(P · d + K · d) · 4 bytes, up"
 
 
 @pytest.mark.parametrize(
@@ -503,8 +524,9 @@ def test_an_installed_package_brings_its_method_to_the_command_line(here: Path) 
     (installed / "entry_points.txt").write_text("[headstart]\n" + "".join(f"{k} = {v}\n" for k, v in entry.items()))
     command = [sys.executable, "-m", "headstart.cli", "run", "recipe.toml", "--set", "stages.0.method=naive-bayes"]
     done = subprocess.run(
-        command, env=os.environ | {"PYTHONPATH": str(here)}, capture_output=True, text=True, check=False
-    )
+        command, env=os.environ | {"PYTHONPATH": os.pathsep.join([str(here), *sys.path])},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "naive-bayes" in done.stdout
 

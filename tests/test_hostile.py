@@ -28,19 +28,36 @@ from hypothesis import strategies as st
 from headstart.config.recipe import Recipe
 from headstart.core.ledger import Ledger
 from headstart.core.message import Message
+from headstart.core.params import norm
+from headstart.core.reply import Reply
+from headstart.core.state import pack
 from headstart.data import Federation
 from headstart.engine import local
+from headstart.engine.client import ClientRuntime
 from headstart.errors import HeadstartError, MessageError
-from headstart.methods import Reply, Setting, TaskSetting, build
+from headstart.methods import Population, Task
 from headstart.solvers.cohort import Cohort
-from tests.methods.test_methods import CLIENTS, LOCAL, VARIANTS, cohort_of, play_on, recipe_of, round_trip, setting_of
+from tests.helpers import Bench, cohort_of, context_of, played_on, round_trip
+from tests.variants import CLIENTS, LOCAL, VARIANTS, recipe_of
 
 # Several tasks: each by itself, and with a server that must not know whose task is which.
 TASKS = {
     "tasks fedcof": {"method": "fedcof"},
     "tasks scaffold": LOCAL | {"method": "scaffold"},
+    "tasks fednova": LOCAL | {"method": "fednova"},
     "tasks hidden": LOCAL | {"method": "fedavg", "hide_task": True},
+    "tasks hidden int8": LOCAL | {"method": "fedavg", "hide_task": True, "compress": "int8"},
 }
+# What else is done to updates on their way.
+CHANNELS = {
+    "int8": LOCAL | {"method": "scaffold", "compress": "int8"},
+    "max_norm": LOCAL | {"method": "fedavg", "max_norm": 0.5},
+    "median": LOCAL | {"method": "fedavg", "combine": "median"},
+    "private": LOCAL | {"method": "fedavg", "weighting": "uniform", "privacy": {"epsilon": 50.0}},
+    "private int8": LOCAL
+    | {"method": "fedavg", "weighting": "uniform", "privacy": {"epsilon": 50.0, "noise": "client"}, "compress": "int8"},
+}
+ALL = (*VARIANTS, *TASKS, *CHANNELS)
 
 
 def examples(count: int) -> settings:
@@ -61,11 +78,23 @@ def shown(error: MessageError) -> bool:
 class Server:
     """In its second round, with two answers in, and the answer of a third client at the door."""
 
-    method: Any
+    bench: Bench
     state: Any
+    total: Any
+    """Of what was heard in the round."""
     reply: Reply
     messages: tuple[bytes, ...]
     """What has been sent in either direction, and a checkpoint."""
+
+    def hear(self, message: Message) -> Any:
+        """The total with the answer at the door in this form."""
+        total = deepcopy(self.total)
+        self.bench.add(total, self.state, replace(self.reply, message=message), 1)
+        return total
+
+    def after(self, total: Any) -> Any:
+        """The state after the round."""
+        return self.bench.method.server_update(self.state, self.bench.channel.finish(total, 1), 1)
 
 
 @cache
@@ -73,46 +102,51 @@ def federation() -> Federation:
     return Federation.of(recipe_of("fedavg"))
 
 
-def built(variant: str) -> Any:
+def built(variant: str) -> Bench:
     if variant in VARIANTS:
-        return build(recipe_of(variant).stages[0], setting_of(federation()))
-    tasks = tuple(TaskSetting(name, 5, CLIENTS // 2, 700) for name in ("low", "high"))
-    stage = Recipe.parse({"data": {"dataset": "x"}, "stages": [TASKS[variant]]}).stages[0]
-    return build(stage, Setting(10, 64, (0, 0), CLIENTS, 1400, tasks=tasks))
+        (stage,) = recipe_of(variant).stages
+    else:
+        (stage,) = Recipe.parse({"data": {"dataset": "x"}, "stages": [(TASKS | CHANNELS)[variant]]}).stages
+    tasks = tuple(Task(name, 5, Population(CLIENTS // 2, 700)) for name in ("low", "high"))
+    examples = int(federation().sizes.sum())
+    return Bench(stage, context_of(stage, 10, 64, (0, 0), CLIENTS, examples, tasks=tasks if variant in TASKS else ()))
 
 
-def asked(client: int, method: Any, variant: str) -> Cohort:
-    cohort = cohort_of(client, federation(), federation().dataset.train.features(), method)
-    if variant in VARIANTS:
-        return cohort
-    mine = np.flatnonzero(cohort.labels // 5 == client % 2)
-    labels = cohort.labels[mine] % 5
-    return replace(cohort, rows=cohort.rows[mine], labels=labels, owners=cohort.owners[mine], task=client % 2)
+def asked(client: int, bench: Bench, variant: str) -> Cohort:
+    train = federation().dataset.train
+    rows, _ = federation().rows_of(np.array([client]))
+    labels, task = train.labels[rows], 0
+    if variant in TASKS:
+        task = client % 2
+        mine = labels // 5 == task
+        rows, labels = rows[mine], labels[mine] % 5
+    return cohort_of(bench, client, train.features(), rows, labels, task=task)
 
 
 @cache
 def server(variant: str) -> Server:
-    method = built(variant)
-    state, messages = method.open(), []
+    bench = built(variant)
+    state, messages = bench.init(), []
     for number, clients in enumerate(([0, 1, 2, 3], [4, 5, 6])):
+        total = bench.channel.total()
         for client in clients:
-            cohort = asked(client, method, variant)
-            instruction = method.instruct(state, number, -1, cohort.task)
-            (reply,) = method.answer(cohort, round_trip(instruction))
+            cohort = asked(client, bench, variant)
+            instruction = bench.broadcast(state, number, -1, cohort.task)
+            (reply,) = bench.answer(cohort, round_trip(instruction))
             messages += [instruction, reply.message]
             if client == 6:
                 reply = replace(reply, message=round_trip(reply.message))
-                messages.append(method.freeze(state))
-                return Server(method, state, reply, tuple(message.to_bytes() for message in messages[-5:]))
-            state = method.fold(state, reply)
-        state = method.close(state)
+                messages.append(pack(state))
+                return Server(bench, state, total, reply, tuple(message.to_bytes() for message in messages[-5:]))
+            bench.add(total, state, reply, number)
+        state = bench.method.server_update(state, bench.channel.finish(total, number), number)
     raise AssertionError
 
 
 @cache
 def corpus() -> tuple[bytes, ...]:
     """Different messages of all methods, small ones first."""
-    found = {message for variant in (*VARIANTS, *TASKS) for message in server(variant).messages}
+    found = {message for variant in ALL for message in server(variant).messages}
     return tuple(sorted(found, key=lambda message: (len(message), message)))
 
 
@@ -521,36 +555,35 @@ def fingerprint(value: Any) -> Any:
 
 
 def meet(there: Server, message: Message) -> bool:
-    """Whether the server takes the answer. Either way its state is as before, and what it makes of it is finite."""
-    method, state = there.method, there.state
-    before, checkpoint = fingerprint(state), method.freeze(state).to_bytes()
+    """Whether the server takes the answer. If not, all is as before; if so, what it makes of it is finite."""
+    bench, method, task = there.bench, there.bench.method, there.reply.task
+    before, total, refused = fingerprint((there.state, there.total)), deepcopy(there.total), None
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        after, sentence = None, True
         try:
-            after = method.fold(state, replace(there.reply, message=message))
+            bench.add(total, there.state, replace(there.reply, message=message), 1)
         except MessageError as error:
-            sentence = shown(error)
-        assert sentence
-        assert fingerprint(state) == before
-        assert method.freeze(state).to_bytes() == checkpoint
-        if after is None:
+            refused = error
+        if refused is not None:
+            assert shown(refused)
+            assert fingerprint((there.state, total)) == before
             return False
-        closed = method.close(after)
+        closed = there.after(total)
+        assert fingerprint(there.state) == before[0]
         # A head may need the steps of a log, which are taken once: those of this one must not be taken for others.
-        judge = deepcopy(method) if method.catches_up else method
+        judge = deepcopy(method) if method.replays else method
         head = None
-        with suppress(HeadstartError) if method.hears_once else nullcontext():
-            head = judge.head(closed, there.reply.task)
-        told = method.instruct(closed, 2, -1, there.reply.task)
-    for name, array in {**method.freeze(closed).arrays, **told.arrays, **(head.arrays() if head else {})}.items():
+        with suppress(HeadstartError) if method.one_shot else nullcontext():
+            head = judge.load(judge.model(closed, task), task)
+        told = bench.broadcast(closed, 2, -1, task)
+    for name, array in {**pack(closed).arrays, **told.arrays, **(head.arrays() if head else {})}.items():
         masked = np.isneginf(array) if name == "bias" else np.zeros(array.shape, bool)
         assert (np.isfinite(array) | masked).all(), f"{name} is not finite"
     assert head is None or np.isfinite(head.bias).any()
     return True
 
 
-@pytest.mark.parametrize("variant", [*VARIANTS, *TASKS])
+@pytest.mark.parametrize("variant", ALL)
 def test_an_altered_answer_is_refused_or_does_no_harm(variant: str) -> None:
     there = server(variant)
     assert meet(there, there.reply.message)
@@ -599,29 +632,31 @@ def test_a_client_whose_statistics_cannot_be_true_is_left_out_by_name(
     what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One of twenty: the head is the one that the other nineteen make without it."""
-    stage, alteration = IMPOSSIBLE[what]
+    table, alteration = IMPOSSIBLE[what]
     data = {"dataset": "digits", "partition": {"kind": "iid", "clients": 20}}
-    recipe = Recipe.parse({"data": data, "model": {"backbone": "features"}, "stages": [stage]})
+    recipe = Recipe.parse({"data": data, "model": {"backbone": "features"}, "stages": [table]})
     there, heads = Federation.of(recipe), []
     monkeypatch.setattr(local, "_COHORT_EXAMPLES", 1)  # every client answers for itself
     for lie in (alteration, put("sums", lambda sums: None)):  # the second: nothing that could be used
-        method: Any = build(recipe.stages[0], setting_of(there))
-        honest = method.answer
+        (stage,) = recipe.stages
+        bench = Bench(stage, context_of(stage, 10, 64, (0, 0), 20, int(there.sizes.sum())))
 
-        def answer(cohort: Cohort, message: Message, honest: Any = honest, lie: Alteration = lie) -> list[Reply]:
-            (reply,) = honest(cohort, message)
-            return [replace(reply, message=altered(reply.message, lie)) if cohort.clients[0] == 3 else reply]
+        class Liar(ClientRuntime):
+            def answer(self, cohort: Cohort, message: Message, lie: Alteration = lie) -> list[Reply]:
+                (reply,) = super().answer(cohort, message)
+                return [replace(reply, message=altered(reply.message, lie)) if cohort.clients[0] == 3 else reply]
 
-        method.answer = answer
+        bench.runtime = Liar(bench.method, bench.channel)
         ledger = Ledger.open(20)
-        heads.append(method.head(play_on(method, recipe, there, ledger)))
+        state, _ = played_on(bench, there, ledger)
+        heads.append(bench.head(state))
         assert [drop["clients"] for drop in ledger.dropped] == ["client-3"]
     np.testing.assert_array_equal(heads[0].weight, heads[1].weight)
     test = there.dataset.test
     assert (heads[0].scores(test.features()).argmax(axis=1) == test.labels).mean() > 0.8
 
 
-@pytest.mark.parametrize("variant", [*VARIANTS, *TASKS])
+@pytest.mark.parametrize("variant", ALL)
 @examples(8)
 @given(data=st.data())
 def test_several_alterations_at_once(variant: str, data: st.DataObject) -> None:
@@ -631,7 +666,7 @@ def test_several_alterations_at_once(variant: str, data: st.DataObject) -> None:
     meet(there, altered(there.reply.message, *(choices[name] for name in names)))
 
 
-@pytest.mark.parametrize("variant", [*VARIANTS, *TASKS])
+@pytest.mark.parametrize("variant", ALL)
 def test_what_must_be_refused_is_refused(variant: str) -> None:
     """A server that took anything would pass where nothing is finite to begin with; it would not pass here."""
     there = server(variant)
@@ -642,43 +677,72 @@ def test_what_must_be_refused_is_refused(variant: str) -> None:
         bad += [put(name, lambda array: array.astype(np.float16))]
         bad += [put(name, filled(-1)), put(name, filled(10))] if name == "labels" else []
         bad += [put(name, first(0)), put(name, first(-5))] if name == "counts" else []
+        bad += [put(name, filled(value)) for value in (0, -1, 1e13)] if name.startswith("steps") else []
+        bad += [put(name, first(-1))] if name == "scales" else []
         for change in bad:
             assert not meet(there, altered(there.reply.message, change))
-    needed = [name for name in there.reply.message.scalars if name == "examples" or variant == "fednova"]
-    if variant in ("feddyn",):  # counts every client alike, whatever it says
-        needed = []
+    needed = [name for name in there.reply.message.scalars if name == "examples"]
+    assert needed or built(variant).method.one_shot or variant in ("private", "private int8")
     for name in needed:
         for value in (None, 0, -1, 1.5, 2**63 - 1, "5", np.nan):
             assert not meet(there, altered(there.reply.message, said(name, value)))
 
 
-@pytest.mark.parametrize("variant", [*VARIANTS, *TASKS])
+@pytest.mark.parametrize("variant", ALL)
 def test_what_nobody_asked_for_is_ignored(variant: str) -> None:
     there = server(variant)
     more = {"more": np.full(3, np.nan), "update.body.x": np.ones(2, np.float32), "": np.zeros((0, 5), np.int64)}
     message = there.reply.message
     with_more = Message({**message.arrays, **more}, {**message.scalars, "more": "x", "round": -1})
-    plain, other = (there.method.fold(there.state, replace(there.reply, message=m)) for m in (message, with_more))
+    if "scales" in message.arrays:  # which must be as many as there are arrays of parameters
+        with pytest.raises(MessageError, match="scales"):
+            there.hear(with_more)
+        return
+    plain, other = there.hear(message), there.hear(with_more)
     assert fingerprint(plain) == fingerprint(other)
+    assert (fingerprint(plain) != fingerprint(there.total)) == bool(message.arrays)  # what was asked for is not
 
 
-@pytest.mark.parametrize("variant", [name for name in (*VARIANTS, *TASKS) if not built(name).hears_once])
+@pytest.mark.parametrize("variant", [name for name in ALL if not built(name).method.one_shot])
 def test_a_client_that_lies_in_every_round_as_much_as_it_may(variant: str) -> None:
     """Whatever is accepted is accepted again and again; no number of rounds leads out of the range of float32."""
     there = server(variant)
-    method, state, message = there.method, there.state, there.reply.message
+    bench, state, message = there.bench, there.state, there.reply.message
     reach = dict.fromkeys(message.arrays, 4)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for number in range(2, 26):
+            total = bench.channel.total()
             for name in message.arrays:
                 for power in range(min(38, reach[name] + 4), -3, -1):  # the largest that is let in
                     change = put(name, filled(3 * 10.0**power if name != "present" else 1.0))
                     with suppress(MessageError):
-                        state = method.fold(state, replace(there.reply, message=altered(message, change)))
+                        bench.add(total, state, replace(there.reply, message=altered(message, change)), number)
                         reach[name] = power
                         break
-            state = method.close(state)
-            told = method.instruct(state, number, number - 1, there.reply.task)
+            total = bench.channel.finish(total, number)
+            if total.weights or not message.arrays:  # nobody is heard any more once the model is as large as may be
+                state = bench.method.server_update(state, total, number)
+            told = bench.broadcast(state, number, number - 1, there.reply.task)
             assert all(np.isfinite(array).all() for array in told.arrays.values())
-    assert all(np.isfinite(array).all() for array in method.freeze(state).arrays.values())
+    assert all(np.isfinite(array).all() for array in pack(state).arrays.values())
+
+
+def test_two_liars_of_fednova_do_not_lead_out_of_float32_together() -> None:
+    """One sends an update as long as may be, the other as many steps as may be: the server multiplies the two."""
+    there = server("fednova")
+    bench, message = there.bench, there.reply.message
+    state = replace(there.state, params=there.state.params * (1e26 / norm(there.state.params)))  # after earlier lies
+    total = bench.channel.total()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for name in ("update.head.weight", "steps"):
+            for power in range(32, 0, -1):  # the largest that is let in
+                change = put(name, filled(9 * 10.0**power))
+                with suppress(MessageError):
+                    bench.add(total, state, replace(there.reply, message=altered(message, change)), 2)
+                    break
+        told = bench.broadcast(bench.method.server_update(state, total, 2), 3)
+    assert total.weight("update") == 2 * message.scalars["examples"]
+    assert 1e27 < norm(total.mean("update"))
+    assert all(np.isfinite(array).all() for array in told.arrays.values())

@@ -12,9 +12,11 @@ from headstart.config.recipe import Recipe
 from headstart.config.stage import STAGES, TrainingStage, ZerothOrderStage
 from headstart.export import Model, export
 from headstart.heads import LinearHead
-from headstart.methods import Setting, build
 from headstart.records import RunDirectory
 from tests.export.test_export import digits, loaded, npz
+from tests.helpers import Bench, context_of, round_trip
+
+pytestmark = pytest.mark.usefixtures("no_report")
 
 T = 0.2
 PROBE = {"method": "fedavg", "train": "head", "rounds": 2, "lr": 0.01, "temperature": T}
@@ -103,9 +105,9 @@ TRAINED = [n for n, s in STAGES.items() if issubclass(s, TrainingStage | ZerothO
 @pytest.mark.parametrize("method", TRAINED)
 def test_every_method_that_trains_shows_nodes_a_head_with_its_temperature(method: str) -> None:
     keys = {"head": "mlp", "hidden": 4} if method == "fedbabu" else {}
-    stage = {"method": method, "train": "head", "temperature": T, **keys}
-    table = {"data": {"dataset": "digits"}, "model": {"backbone": "features"}, "stages": [stage]}
-    built = build(Recipe.parse(table).stages[0], Setting(10, 64, (0, 0), n_clients=3))
-    state = built.open()
-    assert built.head(state).temperature == T
-    assert built.shown(built.show(state)).temperature == T
+    table = {"method": method, "train": "head", "temperature": T, **keys}
+    recipe = {"data": {"dataset": "digits"}, "model": {"backbone": "features"}, "stages": [table]}
+    stage = Recipe.parse(recipe).stages[0]
+    bench = Bench(stage, context_of(stage, 10, 64, clients=3))
+    assert bench.head(bench.init()).temperature == T
+    assert bench.method.load(round_trip(bench.method.model(bench.init()))).temperature == T

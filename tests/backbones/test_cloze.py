@@ -14,11 +14,12 @@ from headstart.backbones import Backbone, Inputs, load_backbone
 from headstart.backbones.transforms import TextTransform
 from headstart.config.recipe import Model, Recipe
 from headstart.data import Examples
-from headstart.engine import Body
+from headstart.engine.body import Body
 from headstart.errors import HeadstartError, RecipeError
-from headstart.methods import Setting, build
+from headstart.methods import build
 from headstart.runner import run
 from tests.backbones import tiny_backbones
+from tests.helpers import context_of
 
 PROMPT = "{text} sat {mask}"
 WORDS = ("cat", "the", "Cat")
@@ -221,4 +222,4 @@ def test_another_number_of_words_than_classes_is_refused(tmp_path: Path) -> None
     stage: Any = recipe_of(tmp_path, tmp_path / "texts.csv").stages[0]
     body = Body(model_of(folder_of(tmp_path / "model")), None)
     with pytest.raises(HeadstartError, match="head_init"):
-        build(stage, Setting(4, 8, (0, 0), previous=body.label_words()))
+        build(stage, context_of(stage, 4, 8, head=body.label_words()))

@@ -17,18 +17,19 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.supercore.task_identity import TaskIdentity
 
+from headstart.channel.links import ClientNoise
 from headstart.channel.noise import SystemGenerator, generators_of
 from headstart.channel.secure import SecureClient, protocol
 from headstart.config.recipe import Recipe
 from headstart.core.message import Message as Wire
 from headstart.core.statistics import ClientStatistics
 from headstart.data import Federation
-from headstart.engine import flower
-from headstart.engine.begin import Begin
-from headstart.engine.flower import digest, recipe_digest, respond, run_of
+from headstart.engine.flower_messages import facts_of, package_version, recipe_digest
 from headstart.engine.node import Node
+from headstart.engine.respond import respond, run_of
+from headstart.engine.setup import StageSetup, digest
 from headstart.errors import HeadstartError
-from headstart.methods import Setting, build
+from tests.helpers import Bench, cohort_of, context_of
 
 CLASSES, DIM = 3, 4
 COUNTS = (18, 5, 7)
@@ -67,21 +68,21 @@ class Silo:
         federation = Federation.silo(self.recipe, str(self.folder / "data.npz"), "a")
         return Node(self.recipe, federation, self.folder / "state" / run, alone=True)
 
-    def begin(self, stage: Any = 0, clients: int = 5) -> bytes:
-        return Begin(stage, 0, (("", CLASSES, clients, 100),), (None,)).to_message().to_bytes()
+    def setup(self, stage: Any = 0, clients: int = 5) -> bytes:
+        return StageSetup(stage, 0, (("", CLASSES, clients, 100),), (None,)).to_message().to_bytes()
 
     def message(self, kind: str, message: Wire, run: str = "0" * 32, **facts: Any) -> Message:
-        begin = facts.pop("begin", None) or self.begin()
+        setup = facts.pop("setup", None) or self.setup()
         told = {"told": told.to_bytes()} if (told := facts.pop("told", None)) else {}
-        about = {"session": "s", "recipe": recipe_digest(self.recipe), "version": flower._version(), "run": run}
-        about |= {"kind": kind, "client": 0, "begin": digest(begin), "kept": [[0, -1, {}]], "new": True} | facts
-        record = ConfigRecord({"facts": json.dumps(about), "message": message.to_bytes(), "begin": begin, **told})
+        about = {"session": "s", "recipe": recipe_digest(self.recipe), "version": package_version(), "run": run}
+        about |= {"kind": kind, "client": 0, "setup": digest(setup), "states": [[0, -1, {}]], "new": True} | facts
+        record = ConfigRecord({"facts": json.dumps(about), "message": message.to_bytes(), "setup": setup, **told})
         return Message(RecordDict({"headstart": record}), 10, "query")
 
     def ask(self, kind: str, message: Wire, **facts: Any) -> tuple[dict[str, Any], Wire]:
         """Facts and bytes of a node's reply."""
         question = self.message(kind, message, **facts)
-        facts, parts = flower._facts(respond(question, self.node(run_of(question)), "a"))
+        facts, parts = facts_of(respond(question, self.node(run_of(question)), "a"))
         return facts, Wire.from_bytes(parts["message"]) if "message" in parts else Wire()
 
 
@@ -117,7 +118,7 @@ def test_a_model_that_cannot_be_trained_does_not_bring_out_the_noise_alone(tmp_p
     refused, nothing = silo.ask("answer", model(3e38))
     assert refused == {"error": "the node has answered round 0 before, and answers no other question for it"}
     assert not nothing.arrays
-    for changed in ({"new": False}, {"kept": [[0, 0, {}]]}, {"begin": silo.begin(clients=6)}):
+    for changed in ({"new": False}, {"states": [[0, 0, {}]]}, {"setup": silo.setup(clients=6)}):
         assert "no other question" in silo.ask("answer", model(), **changed)[0]["error"]
 
 
@@ -177,7 +178,7 @@ def test_rounds_that_the_recipe_does_not_have_are_refused(tmp_path: Path) -> Non
         assert "error" not in silo.ask("answer", model(round=number))[0]
     assert "answered round 2 before" in silo.ask("answer", model(round=1))[0]["error"]  # it was passed over
     for number in (-1, 1, True, 0.0):
-        facts, _ = silo.ask("answer", model(), begin=silo.begin(number))
+        facts, _ = silo.ask("answer", model(), setup=silo.setup(number))
         assert facts == {"error": f"the recipe has 1 stages, from 0, and none {number!r}"}
 
 
@@ -199,8 +200,8 @@ def test_an_answer_is_recorded_before_it_leaves(tmp_path: Path, monkeypatch: pyt
         patched.setattr("headstart.engine.node.write_atomically", full)
         node = silo.node()
         node.folder.mkdir(parents=True)
-        node._begin(digest(silo.begin())).write_bytes(silo.begin())
-        facts, parts = flower._facts(respond(silo.message("answer", statistics()), node, "a"))
+        node._setup(digest(silo.setup())).write_bytes(silo.setup())
+        facts, parts = facts_of(respond(silo.message("answer", statistics()), node, "a"))
     assert facts == {"error": "the node failed: OSError: [Errno 28] No space left on device"}
     assert not parts
 
@@ -210,8 +211,8 @@ def test_noise_is_no_function_of_the_question_or_of_what_is_on_the_disk(
     tmp_path: Path, stage: dict[str, Any], question: Callable[[], Wire]
 ) -> None:
     silo = Silo(tmp_path / "a", stage)
-    silo.node().remember(silo.begin())
-    silo.ask("examine", head(0))  # whatever a node writes before its first answer
+    silo.node().remember(silo.setup())
+    silo.ask("evaluate", head(0))  # whatever a node writes before its first answer
     state = tmp_path / "a" / "state"
     shutil.copytree(state / ("0" * 32), state / ("1" * 32))
     said = [silo.ask("answer", question(), run=digit * 32)[1].arrays for digit in "01"]
@@ -220,25 +221,41 @@ def test_noise_is_no_function_of_the_question_or_of_what_is_on_the_disk(
             assert not np.isclose(said[0][name], said[1][name]).any(), name
 
 
+def known(silo: Silo) -> Bench:
+    """The stage as whoever knows the recipe can build it."""
+    (stage,) = silo.recipe.stages
+    return Bench(stage, context_of(stage, CLASSES, DIM, (silo.recipe.seed, 0), 5))
+
+
+def simulated(silo: Silo, bench: Bench, question: Wire) -> dict[str, np.ndarray]:
+    """What the node would say in a simulation."""
+    (reply,) = bench.answer(cohort_of(bench, 0, silo.x, np.arange(len(silo.y)), silo.y), question)
+    return dict(reply.message.arrays)
+
+
 def test_whoever_knows_the_recipe_cannot_subtract_a_nodes_noise(tmp_path: Path) -> None:
-    """The attack: everything that a simulation draws its noise from is public."""
+    """The attack: everything that a simulation draws its noise from is public, and there it succeeds."""
     silo = Silo(tmp_path / "a", NCM)
     _, said = silo.ask("answer", statistics())
-    method: Any = build(silo.recipe.stages[0], Setting(CLASSES, DIM, (silo.recipe.seed, 0), 5))
+    bench = known(silo)
+    channel = bench.channel
     nothing = ClientStatistics(CLASSES, np.arange(CLASSES), np.zeros(CLASSES, np.int64), np.zeros((CLASSES, DIM)))
-    guessed = method.noise.add(nothing, generators_of(method.noise_seed, 0, np.array([0])))
+    guessed = channel.noise.add(nothing, generators_of(channel.seed, 0, np.array([0])))
     exact = np.stack([silo.x[silo.y == label].sum(axis=0) for label in range(CLASSES)])
-    assert method.noise.deviation > 3
+    assert channel.noise.deviation > 3
     assert np.abs(said.arrays["sums"] - guessed.sums - exact).max() > 1
+    np.testing.assert_allclose(simulated(silo, bench, statistics())["sums"] - guessed.sums, exact, atol=1e-4)
 
     silo = Silo(tmp_path / "b", {**SGD, "privacy": HIDDEN, "lr": 1e-6})  # the update is nothing, what is sent is noise
     _, sent = silo.ask("answer", model())
-    trained: Any = build(silo.recipe.stages[0], Setting(CLASSES, DIM, (silo.recipe.seed, 0), 5))
-    assert trained.privacy.deviation > 3
-    zeros = {f"update.{name}": np.zeros(shape) for name, shape in trained.shapes.items()}
-    guess = trained.privacy.noised(zeros, 0, 0)
+    bench = known(silo)
+    (noise,) = (link for link in bench.channel.links if isinstance(link, ClientNoise))
+    assert noise.deviation > 3
+    zeros = {name: np.zeros(shape) for name, shape in bench.method.blocks.items()}
+    guess = noise.noised(zeros, 0, 0)
     for name in zeros:
         assert np.abs(sent.arrays[name] - guess[name]).max() > 0.1, name
+        np.testing.assert_allclose(simulated(silo, bench, model())[name], guess[name], atol=1e-4)
 
 
 def test_the_operating_systems_noise_is_gaussian(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,7 +282,7 @@ def test_the_operating_systems_noise_is_gaussian(monkeypatch: pytest.MonkeyPatch
 def test_a_protected_stage_is_no_oracle(tmp_path: Path, stage: dict[str, Any], keys: dict[str, Any]) -> None:
     silo = Silo(tmp_path / "a", {**stage, **keys})
     for shown in (head(0), head(1)):
-        facts, _ = silo.ask("examine", shown if stage["method"] == "fedncm" else model())
+        facts, _ = silo.ask("evaluate", shown if stage["method"] == "fedncm" else model())
         assert facts == {"error": "with privacy or secure sums a node tests no models: its figures would be exact"}
 
 
@@ -274,12 +291,12 @@ def test_a_node_tests_one_model_after_each_round(tmp_path: Path) -> None:
     silo = Silo(tmp_path / "a", {**SGD, "rounds": 3})
     found = []
     for done in (0, 0, 0, 1, 1, 0, 2, 3, 4, 400, -1):
-        facts, _ = silo.ask("examine", model(weight=len(found)), done=done)
+        facts, _ = silo.ask("evaluate", model(weight=len(found)), done=done)
         found.append((done, facts.get("examples"), facts.get("error")))
     assert [done for done, examples, _ in found if examples == 9] == [0, 1, 2, 3]
     assert found[2][2] == "the node has tested another model after round 0 of this stage"
     assert found[-2][2] == "the stage has 3 rounds; the server asks after 400"
-    same = [silo.ask("examine", model(weight=7), done=3)[0] for _ in range(2)]
+    same = [silo.ask("evaluate", model(weight=7), done=3)[0] for _ in range(2)]
     assert same[0] == same[1]
     assert same[0]["examples"] == 9
 
@@ -453,7 +470,7 @@ def test_a_sum_is_not_begun_for_one_stage_and_given_the_values_of_another(tmp_pa
     silo = Silo(tmp_path / "a", SECURE, {**SECURE, "secure_threshold": 1.0})
     sum_ = Sum(silo, "s")
     sum_.exchange(begun("s", 4, 3))
-    facts, _ = silo.ask("secure", Wire(), told=sum_.told("shares"), begin=silo.begin(1))
+    facts, _ = silo.ask("secure", Wire(), told=sum_.told("shares"), setup=silo.setup(1))
     assert facts == {"error": "the sum was begun for another stage"}
 
 

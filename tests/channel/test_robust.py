@@ -9,15 +9,22 @@ import pytest
 from dp_accounting import get_epsilon_gaussian, get_sigma_gaussian
 from scipy.stats import trim_mean
 
+from headstart.backbones import Inputs
 from headstart.channel.accounting import noise_multiplier
-from headstart.channel.robust import median, norm_of, shortened, trimmed_mean
+from headstart.channel.links import ServerNoise, median, trimmed_mean
 from headstart.config.recipe import Recipe
 from headstart.core.message import Message
+from headstart.core.params import clipped, norm
+from headstart.core.reply import Reply, Sender
+from headstart.core.state import pack
+from headstart.data import Examples
 from headstart.errors import HeadstartError, MessageError, RecipeError
-from headstart.methods import Reply, Setting, TaskSetting, build
+from headstart.methods import Population, Task
+from headstart.modules import attach
 from headstart.solvers.cohort import Cohort
+from tests.helpers import Bench, cohort_of, context_of
 from tests.methods.test_bodies import Normed, Plain, backbone_of
-from tests.methods.test_slora import Run
+from tests.modules.test_modules import WIDTH, tiny_vit
 
 C, D, K, PER = 4, 6, 12, 30
 RNG = np.random.default_rng(0)
@@ -39,18 +46,14 @@ def stage_of(**keys: Any) -> Any:
     return Recipe.parse({"data": {"dataset": "x"}, "stages": [full]}).stages[0]
 
 
-def method_of(seed: int = 0, clients: int = K, **keys: Any) -> Any:
-    return build(stage_of(**keys), Setting(C, D, (seed, 0), clients, clients * PER))
+def bench_of(seed: int = 0, **keys: Any) -> Bench:
+    stage = stage_of(**keys)
+    return Bench(stage, context_of(stage, C, D, (seed, 0), K, K * PER))
 
 
-def answer(method: Any, state: Any, client: int) -> Reply:
+def answer(bench: Bench, state: Any, client: int, round: int = 0) -> Reply:
     rows = np.flatnonzero(client == WHO)
-
-    def nothing(name: str, start: np.ndarray | None) -> np.ndarray:
-        return np.zeros((1, *method.kept_shapes[name]), np.float32)
-
-    cohort = Cohort(np.array([client]), X, rows, Y[rows], WHO[rows], np.array([True]), nothing)
-    (reply,) = method.answer(cohort, method.instruct(state, state.round, -1))
+    (reply,) = bench.answer(cohort_of(bench, client, X, rows, Y[rows]), bench.broadcast(state, round))
     return reply
 
 
@@ -58,12 +61,6 @@ def reply_of(arrays: Arrays, scalars: dict[str, Any] | None = None, task: int = 
     given = {name: np.asarray(value, np.float32) for name, value in arrays.items()}
     message = Message(given, {"examples": 1, "steps": 1} if scalars is None else scalars)
     return Reply(np.array([0]), message, np.array([0]), np.array([0]), task=task)
-
-
-def folded(method: Any, state: Any, replies: Iterable[Reply]) -> Any:
-    for reply in replies:
-        state = method.fold(state, reply)
-    return state
 
 
 def flat(vectors: Arrays) -> np.ndarray:
@@ -76,16 +73,16 @@ def updates_of(replies: Iterable[Reply]) -> np.ndarray:
 
 
 def played(attack: Attack | None = None, times: int = 5, **keys: Any) -> Any:
-    """The method, its state after the rounds, and the accuracy of the head on examples nobody trained on."""
-    method = method_of(**keys)
-    state = method.open()
+    """The bench, its state after the rounds, and the accuracy of the head on examples nobody trained on."""
+    bench = bench_of(**keys)
+    state = bench.init()
     for number in range(times):
-        replies = [answer(method, state, client) for client in range(K)]
+        replies = [answer(bench, state, client, number) for client in range(K)]
         for client in range(K if attack else 0):
             arrays = attack(number, client, dict(replies[client].message.arrays))
             replies[client] = replace(replies[client], message=Message(arrays, replies[client].message.scalars))
-        state = method.close(folded(method, state, replies))
-    return method, state, float((method.head(state).scores(TEST_X).argmax(axis=1) == TEST_Y).mean())
+        state = bench.after(state, replies, number)
+    return bench, state, float((bench.head(state).scores(TEST_X).argmax(axis=1) == TEST_Y).mean())
 
 
 def garbage(number: int, client: int, arrays: Arrays) -> Arrays:
@@ -111,7 +108,7 @@ def test_two_clients_spoil_a_mean() -> None:
     _, spoilt, wrong = played(garbage)
     assert right > 0.8
     assert wrong < right - 0.15
-    assert norm_of(spoilt.parameters) > 100 * norm_of(clean.parameters)
+    assert norm(spoilt.params) > 100 * norm(clean.params)
 
 
 @pytest.mark.parametrize("name", ROBUST)
@@ -119,19 +116,19 @@ def test_two_clients_of_twelve_do_not_spoil_a_robust_combination(name: str) -> N
     _, clean, right = played()
     _, state, accuracy = played(garbage, **ROBUST[name])
     assert accuracy > right - 0.04
-    assert norm_of(state.parameters) < 2 * norm_of(clean.parameters)
+    assert norm(state.params) < 2 * norm(clean.params)
 
 
 @pytest.mark.parametrize("name", ["median", "trimmed-mean"])
 def test_the_centre_stays_between_honest_updates(name: str) -> None:
-    method = method_of(**ROBUST[name])
-    state = method.open()
-    replies = [answer(method, state, client) for client in range(K)]
+    bench = bench_of(**ROBUST[name])
+    state = bench.init()
+    replies = [answer(bench, state, client) for client in range(K)]
     honest = updates_of(reply for client, reply in enumerate(replies) if client not in (3, 7))
     for client in (3, 7):
         arrays = garbage(0, client, dict(replies[client].message.arrays))
         replies[client] = replace(replies[client], message=Message(arrays, replies[client].message.scalars))
-    moved = flat(method.close(folded(method, state, replies)).parameters)
+    moved = flat(bench.after(state, replies).params)
     assert (moved >= honest.min(axis=0)).all()
     assert (moved <= honest.max(axis=0)).all()
     sent = updates_of(replies)
@@ -157,30 +154,29 @@ def test_the_centre_stays_between_honest_updates(name: str) -> None:
 def test_combiners_are_numpys_and_scipys(
     keys: dict[str, Any], clients: int, centre: Callable[[np.ndarray], np.ndarray], server_lr: float
 ) -> None:
-    method = method_of(server_lr=server_lr, **keys)
-    replies = [answer(method, method.open(), client) for client in range(clients)]
-    state = method.close(folded(method, method.open(), replies))
-    np.testing.assert_allclose(flat(state.parameters), server_lr * centre(updates_of(replies)), rtol=1e-12, atol=1e-15)
+    bench = bench_of(server_lr=server_lr, **keys)
+    replies = [answer(bench, bench.init(), client) for client in range(clients)]
+    state = bench.after(bench.init(), replies)
+    np.testing.assert_allclose(flat(state.params), server_lr * centre(updates_of(replies)), rtol=1e-12, atol=1e-15)
 
 
 def test_every_client_counts_alike_whatever_it_says_of_itself() -> None:
     """A million examples make no median."""
-    method = method_of(combine="median")
-    replies = [answer(method, method.open(), client) for client in range(5)]
+    bench = bench_of(combine="median")
+    replies = [answer(bench, bench.init(), client) for client in range(5)]
     loud = [replace(r, message=Message(r.message.arrays, {"examples": 10 ** (2 * n), "steps": 1}))
             for n, r in enumerate(replies)]  # fmt: skip
-    states = [method.close(folded(method, method.open(), each)) for each in (replies, loud)]
-    np.testing.assert_array_equal(flat(states[0].parameters), flat(states[1].parameters))
+    states = [bench.after(bench.init(), each) for each in (replies, loud)]
+    np.testing.assert_array_equal(flat(states[0].params), flat(states[1].params))
 
 
 @pytest.mark.parametrize("name", ROBUST)
 def test_the_order_of_the_clients_is_nothing(name: str) -> None:
-    method = method_of(**ROBUST[name])
-    replies = [answer(method, method.open(), client) for client in range(K)]
+    bench = bench_of(**ROBUST[name])
+    replies = [answer(bench, bench.init(), client) for client in range(K)]
     order = np.random.default_rng(1).permutation(K)
     one, two = (
-        flat(method.close(folded(method, method.open(), each)).parameters)
-        for each in (replies, [replies[client] for client in order])
+        flat(bench.after(bench.init(), each).params) for each in (replies, [replies[client] for client in order])
     )
     if name == "max_norm":
         np.testing.assert_allclose(one, two, rtol=1e-12)
@@ -189,43 +185,43 @@ def test_the_order_of_the_clients_is_nothing(name: str) -> None:
 
 
 def test_nothing_of_a_round_is_left_for_the_next() -> None:
-    method, state, _ = played(times=1, combine="median")
-    assert (state.heard, state.sums, state.tallies) == ((), {}, {})
-    thawed = method.thaw(method.freeze(state))
-    ends = [method.close(folded(method, each, [answer(method, each, c) for c in range(4)])) for each in (state, thawed)]
-    np.testing.assert_array_equal(flat(ends[0].parameters), flat(ends[1].parameters))
+    bench, state, _ = played(times=1, combine="median")
+    begun = bench.channel.total()
+    assert (begun.held, begun.sums, begun.weights) == ([], {}, {})
+    assert {name: array.shape for name, array in pack(state).arrays.items()} == {
+        "params/head.weight": (C, D), "params/head.bias": (C,),
+    }  # fmt: skip
+    other = bench_of(combine="median")  # which has heard nobody before
+    ends = [
+        each.after(at, [answer(each, at, client, 1) for client in range(4)], 1)
+        for each, at in ((bench, state), (other, other.saved(state)))
+    ]
+    np.testing.assert_array_equal(flat(ends[0].params), flat(ends[1].params))
 
 
 def test_a_refused_reply_leaves_what_was_heard() -> None:
-    method = method_of(combine="median")
-    state = folded(method, method.open(), [answer(method, method.open(), 0)])
+    bench = bench_of(combine="median")
+    state = bench.init()
+    total = bench.total(state, [answer(bench, state, 0)])
     bad = reply_of({"update.head.weight": np.full((C, D), np.nan), "update.head.bias": np.zeros(C)})
     with pytest.raises(MessageError, match="NaN"):
-        method.fold(state, bad)
-    assert len(state.heard) == 1
+        bench.add(total, state, bad)
+    assert len(total.held) == total.weight("update") == 1
 
 
-def one_number(*values: float, statistics: Iterable[tuple[float, float]] = (), **keys: Any) -> Any:
-    """A method of one weight and one bias, after a round in which clients sent these updates of the weight."""
-    method: Any = build(stage_of(**keys), Setting(1, 1, (0, 0), 2 * len(values)))
-    state = method.open()
-    given = list(statistics)
-    if given:
-        start = {"body.norm.running_mean": np.zeros(1), "body.norm.running_var": np.ones(1)}
-        state = replace(state, statistics=start)
-    for number, value in enumerate(values):
-        arrays = {"update.head.weight": [[value]], "update.head.bias": [-value]}
-        for name, entry in zip(state.statistics, given[number] if given else (), strict=True):
-            arrays[f"statistics.{name}"] = [entry]
-        state = method.fold(state, reply_of(arrays))
-    return method.close(state)
+def one_number(*values: float, **keys: Any) -> Any:
+    """The state of one weight and one bias, after a round in which clients sent these updates of the weight."""
+    stage = stage_of(**keys)
+    bench = Bench(stage, context_of(stage, 1, 1, clients=2 * len(values)))
+    sent = [reply_of({"update.head.weight": [[value]], "update.head.bias": [-value]}) for value in values]
+    return bench.after(bench.init(), sent)
 
 
 def test_server_optimisers_step_along_the_median() -> None:
     # Of 0.1, 0.3 and 9 the median is 0.3.
     values, keys = (0.1, 9.0, 0.3), {"combine": "median"}
     weights = {
-        method: float(one_number(*values, **keys, **more).parameters["head.weight"][0, 0])
+        method: float(one_number(*values, **keys, **more).params["head.weight"][0, 0])
         for method, more in {
             "fedavgm": {"method": "fedavgm", "server_lr": 0.5},
             "fedadam": {"method": "fedadam", "server_lr": 0.1},
@@ -243,66 +239,99 @@ def test_server_optimisers_step_along_the_median() -> None:
 
 
 def test_running_statistics_are_combined_alike() -> None:
-    statistics = [(1.0, 0.5), (2.0, 0.7), (900.0, 0.6), (4.0, 80.0)]
+    given = [(1.0, 0.5), (2.0, 0.7), (900.0, 0.6), (4.0, 80.0)]
     for keys, mean, variance in (
         ({"combine": "median"}, 3.0, 0.65),
         ({"combine": "trimmed-mean"}, 3.0, 0.65),
         ({"combine": "mean"}, 907 / 4, 81.8 / 4),
     ):
-        state = one_number(0.1, 0.2, 0.3, 0.4, statistics=statistics, **keys)
-        assert float(state.statistics["body.norm.running_mean"][0]) == pytest.approx(mean, rel=1e-6)
-        assert float(state.statistics["body.norm.running_var"][0]) == pytest.approx(variance, rel=1e-6)
+        stage = stage_of(train="all", **keys)
+        bench = Bench(stage, context_of(stage, 3, 5, backbone=backbone_of(Normed())))
+        sent = []
+        for one, other in given:
+            values = {"statistics.body.norm.running_mean": one, "statistics.body.norm.running_var": other}
+            sent.append(reply_of({n: np.full(s, values.get(n, 0.1)) for n, s in bench.method.blocks.items()}))
+        statistics = bench.after(bench.init(), sent).statistics
+        assert set(statistics) == {"body.norm.running_mean", "body.norm.running_var"}
+        np.testing.assert_allclose(statistics["body.norm.running_mean"], np.full(4, mean), rtol=1e-6)
+        np.testing.assert_allclose(statistics["body.norm.running_var"], np.full(4, variance), rtol=1e-6)
 
 
-def with_tasks(**keys: Any) -> Any:
+def with_tasks(**keys: Any) -> Bench:
     """Two tasks on one body that trains: three clients of the first, five of the second."""
-    tasks = (TaskSetting("a", 2, 3), TaskSetting("b", 3, 5))
-    setting = Setting(5, 5, (0, 0), 8, 8, backbone=backbone_of(Plain()), tasks=tasks)
-    return build(stage_of(train="all", **keys), setting)
+    tasks = (Task("a", 2, Population(3, 3)), Task("b", 3, Population(5, 5)))
+    stage = stage_of(train="all", **keys)
+    return Bench(stage, context_of(stage, 5, 5, tasks=tasks, backbone=backbone_of(Plain())))
 
 
-def sent_by(method: Any, task: int, value: float) -> Reply:
-    names = method.shared_names(task).values()
-    arrays = {f"update.{name}": np.full(method.shapes[name], value) for name in names}
-    return reply_of(arrays, task=task)
+def sent_by(bench: Bench, task: int, value: float) -> Reply:
+    return reply_of({name: np.full(shape, value) for name, shape in bench.method.expected(task).items()}, task=task)
+
+
+def by_name(state: Any) -> Arrays:
+    """The parameters of both tasks, those of one under names that end in its own."""
+    tasks = zip("ab", state.tasks, strict=True)
+    own = {f"{name}@{task}": value for task, part in tasks for name, value in part.params.items()}
+    return {**state.common.params, **own}
+
+
+def moved_by(bench: Bench, replies: Iterable[Reply]) -> Arrays:
+    """How far a round moves each parameter."""
+    begin = bench.init()
+    end = by_name(bench.after(begin, replies))
+    assert {name.partition("@")[2] for name in end} == {"", "a", "b"}
+    return {name: end[name] - value for name, value in by_name(begin).items()}
 
 
 def test_each_task_has_a_median_of_its_own() -> None:
-    method = with_tasks(combine="median")
-    begin = method.open()
+    bench = with_tasks(combine="median")
     values = [(0, 0.1), (1, 0.2), (1, 0.3), (0, 0.5), (1, 70.0)]
-    end = method.close(folded(method, begin, [sent_by(method, task, value) for task, value in values]))
-    for name in method.shapes:
+    for name, moved in moved_by(bench, [sent_by(bench, task, value) for task, value in values]).items():
         # Of all five; of 0.1 and 0.5; of 0.2, 0.3 and 70.
         expected = {"": 0.3, "a": 0.3, "b": 0.3}[name.partition("@")[2]]
-        np.testing.assert_allclose(end.parameters[name] - begin.parameters[name], expected, rtol=1e-6)
-    end = method.close(folded(method, begin, [sent_by(method, task, value) for task, value in values[:4]]))
-    for name in method.shapes:
+        np.testing.assert_allclose(moved, expected, rtol=1e-6)
+    for name, moved in moved_by(bench, [sent_by(bench, task, value) for task, value in values[:4]]).items():
         expected = {"": 0.25, "a": 0.3, "b": 0.25}[name.partition("@")[2]]
-        np.testing.assert_allclose(end.parameters[name] - begin.parameters[name], expected, rtol=1e-6)
+        np.testing.assert_allclose(moved, expected, rtol=1e-6)
 
 
 def test_max_norm_by_hand() -> None:
-    method = method_of(max_norm=2.0, weighting="uniform")
+    bench = bench_of(max_norm=2.0, weighting="uniform")
     long, short = (np.zeros((C, D)) for _ in range(2))
     long[0, 0], short[1, 1] = 3.0, 1.5
     sent = [
         reply_of({"update.head.weight": long, "update.head.bias": [0, 4.0, 0, 0]}),  # of norm 5
         reply_of({"update.head.weight": short, "update.head.bias": np.zeros(C)}),
     ]
-    state = method.close(folded(method, method.open(), sent))
+    state = bench.after(bench.init(), sent)
     weight = np.zeros((C, D))
     weight[0, 0], weight[1, 1] = 3.0 * 2 / 5 / 2, 1.5 / 2
-    np.testing.assert_allclose(state.parameters["head.weight"], weight, rtol=1e-12)
-    np.testing.assert_allclose(state.parameters["head.bias"], [0, 4.0 * 2 / 5 / 2, 0, 0], rtol=1e-12)
+    np.testing.assert_allclose(state.params["head.weight"], weight, rtol=1e-12)
+    np.testing.assert_allclose(state.params["head.bias"], [0, 4.0 * 2 / 5 / 2, 0, 0], rtol=1e-12)
+
+
+def test_a_client_shortens_its_own_update_and_adds_up_what_counts() -> None:
+    """The dual of FedDyn is the sum of the updates on both sides: of the shortened ones."""
+    free, bound = (bench_of(method="feddyn", **keys) for keys in ({}, {"max_norm": 0.2}))
+    whole, short = (answer(bench, bench.init(), 4) for bench in (free, bound))
+    update = updates_of([whole])[0]
+    length = float(np.linalg.norm(update))
+    assert length > 0.3
+    np.testing.assert_allclose(updates_of([short])[0], update * 0.2 / length, rtol=1e-5)
+    for name, kept in short.state.items():
+        sent = short.message.arrays[name.replace("dual.", "update.")]
+        np.testing.assert_allclose(kept, sent, rtol=1e-6)
+    dual = bound.after(bound.init(), [short]).memory["dual"]
+    for name, mean in dual.items():
+        np.testing.assert_allclose(mean, short.state[f"dual.{name}"] / K, rtol=1e-6)
 
 
 def test_a_short_update_is_left_alone_bit_for_bit() -> None:
     _, plain, _ = played(times=2)
     _, limited, _ = played(times=2, max_norm=1e3)
-    np.testing.assert_array_equal(flat(plain.parameters), flat(limited.parameters))
+    np.testing.assert_array_equal(flat(plain.params), flat(limited.params))
     given = {"a": np.array([3.0, 4.0], np.float32)}
-    assert shortened(given, 5.0)["a"] is given["a"]
+    assert clipped(given, 5.0)["a"] is given["a"]
 
 
 def test_combiners_on_arrays_of_any_shape() -> None:
@@ -319,24 +348,30 @@ def zeros() -> Reply:
     return reply_of({"update.head.weight": np.zeros((C, D)), "update.head.bias": np.zeros(C)}, {})
 
 
+def noise_of(bench: Bench) -> ServerNoise:
+    (link,) = (link for link in bench.channel.links if isinstance(link, ServerNoise))
+    return link
+
+
 def test_clients_shorten_their_updates_and_say_nothing_else() -> None:
-    plain, private = method_of(weighting="uniform"), method_of(**PRIVATE)
-    free, bound = (answer(method, method.open(), 4).message for method in (plain, private))
+    plain, private = bench_of(weighting="uniform"), bench_of(**PRIVATE)
+    free, bound = (answer(bench, bench.init(), 4).message for bench in (plain, private))
     update = flat(dict(free.arrays))
-    norm = np.linalg.norm(update)
-    assert norm > 0.6
-    np.testing.assert_allclose(flat(dict(bound.arrays)), update * 0.5 / norm, rtol=1e-5)
+    length = np.linalg.norm(update)
+    assert length > 0.6
+    np.testing.assert_allclose(flat(dict(bound.arrays)), update * 0.5 / length, rtol=1e-5)
     assert set(bound.arrays) == set(free.arrays)
     assert all(array.dtype == np.float32 for array in bound.arrays.values())
     assert bound.scalars == {}
 
 
 def test_the_server_shortens_what_a_client_did_not() -> None:
-    method = method_of(**PRIVATE)
+    bench = bench_of(**PRIVATE)
     update = np.zeros((C, D))
     update[0, :2] = 30.0, 40.0
-    state = method.fold(method.open(), reply_of({"update.head.weight": update, "update.head.bias": np.zeros(C)}, {}))
-    np.testing.assert_allclose(state.sums["update"]["head.weight"], update * 0.5 / 50, rtol=1e-12)
+    sent = reply_of({"update.head.weight": update, "update.head.bias": np.zeros(C)}, {})
+    sums = bench.total(bench.init(), [sent]).sums
+    np.testing.assert_allclose(sums["update.head.weight"], update * 0.5 / 50, rtol=1e-12)
 
 
 @pytest.mark.parametrize("sampled", [None, 4])
@@ -345,8 +380,8 @@ def test_noise_on_the_sum_is_as_claimed(sampled: int | None) -> None:
     keys = PRIVATE | {"rounds": 3} | ({"clients_per_round": sampled} if sampled else {})
     noise = []
     for seed in range(300):
-        method = method_of(seed, **keys)
-        noise.append(flat(method.close(folded(method, method.open(), [zeros()] * 2)).parameters) * (sampled or K))
+        bench = bench_of(seed, **keys)
+        noise.append(flat(bench.after(bench.init(), [zeros()] * 2).params) * (sampled or K))
     if sampled is None:  # one client more or less moves the sum by the clip
         claimed = get_sigma_gaussian(2.0, 1e-5) * 3**0.5 * 0.5
     else:  # one in the place of another moves it by twice that
@@ -366,61 +401,62 @@ def test_noise_of_clients_is_as_claimed() -> None:
     keys = {"weighting": "uniform", "rounds": 3, "clients_per_round": 4}
     noise = []
     for seed in range(30):
-        quiet, loud = (method_of(seed, privacy=server | each, **keys) for each in ({}, {"noise": "client"}))
+        quiet, loud = (bench_of(seed, privacy=server | each, **keys) for each in ({}, {"noise": "client"}))
         for client in range(K):
-            both = [flat(dict(answer(method, method.open(), client).message.arrays)) for method in (loud, quiet)]
+            both = [flat(dict(answer(bench, bench.init(), client).message.arrays)) for bench in (loud, quiet)]
             noise.append(both[0] - both[1])
     claimed = get_sigma_gaussian(2.0, 1e-5) * 3**0.5 * 2 * 0.5
     values = np.array(noise)
     assert values.std() == pytest.approx(claimed, rel=0.03)
     assert len(np.unique(values[:, 0])) == len(values)
-    method = method_of(privacy=server | {"noise": "client"}, **keys)
-    replies = [answer(method, method.open(), client) for client in range(3)]
+    bench = bench_of(privacy=server | {"noise": "client"}, **keys)
+    replies = [answer(bench, bench.init(), client) for client in range(3)]
     assert all(reply.message.scalars == {} for reply in replies)
-    end = method.close(folded(method, method.open(), replies))  # a plain mean, with no noise of the server's
-    np.testing.assert_allclose(flat(end.parameters), updates_of(replies).mean(axis=0), rtol=1e-12)
+    end = bench.after(bench.init(), replies)  # a plain mean, with no noise of the server's
+    np.testing.assert_allclose(flat(end.params), updates_of(replies).mean(axis=0), rtol=1e-12)
 
 
 def test_an_update_that_is_not_finite_does_not_show() -> None:
-    method = method_of(**PRIVATE)
+    bench = bench_of(**PRIVATE)
     given = {"a": np.array([np.inf, 1.0], np.float32), "b": np.array([np.nan], np.float32)}
-    assert {name: value.tolist() for name, value in method.privacy.bounded(given).items()} == {"a": [0, 0], "b": [0]}
+    sent = noise_of(bench).encode(Message(given), Sender(0, 0))
+    assert {name: value.tolist() for name, value in sent.arrays.items()} == {"a": [0, 0], "b": [0]}
 
 
 def test_noise_of_many_parameters_is_no_explosion() -> None:
     """The norm of the noise alone is more than ten thousand times that of the model."""
     keys = {"weighting": "uniform", "privacy": {"epsilon": 0.001, "clip": 10.0, "noise": "client"}}
-    method = method_of(**keys)
-    reply = answer(method, method.open(), 0)
+    bench = bench_of(**keys)
+    reply = answer(bench, bench.init(), 0)
     assert np.linalg.norm(updates_of([reply])) > 1e4
-    assert method.fold(method.open(), reply).tallies[""].replies == 1
+    assert bench.total(bench.init(), [reply]).weight("update") == 1
 
 
 @pytest.mark.parametrize("noise", ["server", "client"])
 def test_hardly_any_noise_and_a_wide_clip_are_fedavg(noise: str) -> None:
     _, plain, _ = played(weighting="uniform")
     _, private, _ = played(weighting="uniform", privacy={"epsilon": 1e12, "clip": 50.0, "noise": noise})
-    np.testing.assert_allclose(flat(private.parameters), flat(plain.parameters), atol=2e-3)
-    assert norm_of(plain.parameters) > 1
+    np.testing.assert_allclose(flat(private.params), flat(plain.params), atol=2e-3)
+    assert norm(plain.params) > 1
 
 
 def test_clients_that_do_not_answer_leave_the_divisor() -> None:
     keys = {"weighting": "uniform", "privacy": {"epsilon": 1e12, "clip": 1.0}}
-    method = method_of(**keys)
-    replies = [answer(method, method.open(), client) for client in range(K)]
+    bench = bench_of(**keys)
+    replies = [answer(bench, bench.init(), client) for client in range(K)]
     for count in (K, 5, 1):
-        end = method.close(folded(method, method.open(), replies[:count]))
-        np.testing.assert_allclose(flat(end.parameters), updates_of(replies[:count]).sum(axis=0) / K, atol=1e-6)
-    drawn = method_of(clients_per_round=4, **keys)
-    end = drawn.close(folded(drawn, drawn.open(), replies[:3]))
-    np.testing.assert_allclose(flat(end.parameters), updates_of(replies[:3]).sum(axis=0) / 4, atol=1e-5)
+        end = bench.after(bench.init(), replies[:count])
+        np.testing.assert_allclose(flat(end.params), updates_of(replies[:count]).sum(axis=0) / K, atol=1e-6)
+    drawn = bench_of(clients_per_round=4, **keys)
+    end = drawn.after(drawn.init(), replies[:3])
+    np.testing.assert_allclose(flat(end.params), updates_of(replies[:3]).sum(axis=0) / 4, atol=1e-5)
 
 
 def test_noise_is_the_runs_own_and_the_rounds_own() -> None:
     def noise(seed: int, round: int) -> np.ndarray:
-        method = method_of(seed, **PRIVATE)
-        state = method.thaw(method.freeze(replace(method.open(), round=round)))  # as after an interruption
-        return flat(method.close(method.fold(state, zeros())).parameters)
+        bench = bench_of(seed, **PRIVATE)
+        state = bench.saved(bench.init())  # as after an interruption
+        return flat(bench.after(state, [zeros()], round).params)
 
     np.testing.assert_array_equal(noise(0, 2), noise(0, 2))
     assert not np.isclose(noise(0, 2), noise(0, 3)).any()
@@ -430,13 +466,9 @@ def test_noise_is_the_runs_own_and_the_rounds_own() -> None:
 @pytest.mark.parametrize("noise", ["server", "client"])
 def test_the_budget_is_spent_round_by_round(noise: str) -> None:
     budget = {"epsilon": 2.0, "delta": 1e-6, "clip": 0.5, "noise": noise}
-    method = method_of(weighting="uniform", privacy=budget, clients_per_round=None if noise == "server" else 4)
-    state = method.open()
-    assert method.spent(state)["epsilon"] == 0
-    found = []
-    for _ in range(5):
-        state = method.close(folded(method, state, [answer(method, state, client) for client in range(4)]))
-        found.append(method.spent(state))
+    bench = bench_of(weighting="uniform", privacy=budget, clients_per_round=None if noise == "server" else 4)
+    assert bench.channel.spent(0)["epsilon"] == 0
+    found = [bench.channel.spent(rounds) for rounds in range(1, 6)]
     epsilons = [each["epsilon"] for each in found]
     multiplier = found[0]["noise_multiplier"]
     assert multiplier == pytest.approx(get_sigma_gaussian(2.0, 1e-6) * 5**0.5, rel=1e-5)
@@ -449,8 +481,8 @@ def test_the_budget_is_spent_round_by_round(noise: str) -> None:
 
 
 def test_sampling_spends_no_more_than_the_budget() -> None:
-    method = method_of(**(PRIVATE | {"rounds": 3, "clients_per_round": 4}))
-    epsilons = [method.spent(replace(method.open(), round=round))["epsilon"] for round in range(4)]
+    bench = bench_of(**(PRIVATE | {"rounds": 3, "clients_per_round": 4}))
+    epsilons = [bench.channel.spent(rounds)["epsilon"] for rounds in range(4)]
     assert epsilons == sorted(set(epsilons))
     assert 1.9 < epsilons[-1] <= 2.0
 
@@ -460,66 +492,81 @@ def test_methods_without_privacy_have_spent_nothing() -> None:
         keys = keys if keys.get("method") != "personalise" else {**keys, "update": "head"}
         full = {"method": "fedavg", **({} if "update" in keys else {"train": "head"}), **keys}
         stage = Recipe.parse({"data": {"dataset": "x"}, "stages": [full]}).stages[0]
-        method: Any = build(stage, Setting(C, D, (0, 0), K, K * PER))
-        assert method.spent(method.open()) is None
+        bench = Bench(stage, context_of(stage, C, D, clients=K, examples=K * PER))
+        assert [bench.channel.spent(rounds) for rounds in (0, 3)] == [None, None]
 
 
 def test_noise_hides_which_tasks_were_heard_of() -> None:
-    keys = {"weighting": "uniform", "privacy": {"epsilon": 1.0, "clip": 2.0}}
-    method = with_tasks(**keys)
-    begin = method.open()
-    quiet = method.close(method.fold(begin, sent_by(method, 0, 0.0)))
-    deviation = method.privacy.deviation
+    bench = with_tasks(weighting="uniform", privacy={"epsilon": 1.0, "clip": 2.0})
+    quiet = moved_by(bench, [sent_by(bench, 0, 0.0)])
     # A round asks all eight clients: three of the first task, five of the second.
-    divisors = {name: {"": 8, "a": 3, "b": 5}[name.partition("@")[2]] for name in method.shapes}
-    noise = {name: (quiet.parameters[name] - begin.parameters[name]) * divisors[name] for name in method.shapes}
+    divisors = {name: {"": 8, "a": 3, "b": 5}[name.partition("@")[2]] for name in quiet}
     for group in ("", "a", "b"):
-        values = np.concatenate([value.ravel() for name, value in noise.items() if name.partition("@")[2] == group])
+        noise = [value.ravel() * divisors[n] for n, value in quiet.items() if n.partition("@")[2] == group]
+        values = np.concatenate(noise)
         assert (values != 0).all()
-        assert values.std() == pytest.approx(deviation, rel=0.6)
-    moved = method.close(method.fold(begin, sent_by(method, 0, 1.0)))
-    size = sum(int(np.prod(method.shapes[name])) for name in method.shared_names(0).values())
-    for name in method.shapes:  # the update of ones, shortened as a whole to a norm of 2, and the same noise
+        assert values.std() == pytest.approx(noise_of(bench).deviation, rel=0.6)
+    moved = moved_by(bench, [sent_by(bench, 0, 1.0)])
+    size = sum(int(np.prod(shape)) for shape in bench.method.expected(0).values())
+    for name, value in moved.items():  # the update of ones, shortened as a whole to a norm of 2, and the same noise
         step = 2 / size**0.5 / divisors[name] if not name.endswith("@b") else 0.0
-        np.testing.assert_allclose(moved.parameters[name] - quiet.parameters[name], step, rtol=1e-6, atol=1e-12)
+        np.testing.assert_allclose(value - quiet[name], step, rtol=1e-6, atol=1e-12)
 
 
 def test_a_task_of_few_clients_is_divided_by_one_at_least() -> None:
     keys = {"weighting": "uniform", "rounds": 1, "privacy": {"epsilon": 1e12, "clip": 100.0}}
-    method = with_tasks(clients_per_round=2, **keys)  # on average three quarters of a client of the first task
-    begin = method.open()
-    end = method.close(folded(method, begin, [sent_by(method, 0, 0.5), sent_by(method, 1, 0.5)]))
-    for name in method.shapes:
+    bench = with_tasks(clients_per_round=2, **keys)  # on average three quarters of a client of the first task
+    for name, moved in moved_by(bench, [sent_by(bench, 0, 0.5), sent_by(bench, 1, 0.5)]).items():
         divisor = {"": 2, "a": 1, "b": 2 * 5 / 8}[name.partition("@")[2]]
         total = 1.0 if "@" not in name else 0.5
-        np.testing.assert_allclose(end.parameters[name] - begin.parameters[name], total / divisor, atol=0.02)
+        np.testing.assert_allclose(moved, total / divisor, atol=0.02)
 
 
 def test_running_statistics_would_not_be_hidden() -> None:
-    setting = Setting(3, 5, (0, 4), K, K * PER, backbone=backbone_of(Normed()))
+    def build(network: Any, **keys: Any) -> None:
+        stage = stage_of(**keys, **PRIVATE)
+        Bench(stage, context_of(stage, 3, 5, (0, 4), K, K * PER, backbone=backbone_of(network)))
+
     with pytest.raises(HeadstartError, match=r"^stages\.4\.norm_statistics: with privacy, .* use 'freeze' or 'batch'$"):
-        build(stage_of(train="all", **PRIVATE), setting)
+        build(Normed(), train="all")
     for mode in ("freeze", "batch"):
-        build(stage_of(train="all", norm_statistics=mode, **PRIVATE), setting)
-    build(stage_of(train="head", **PRIVATE), setting)
-    build(stage_of(train="all", **PRIVATE), replace(setting, backbone=backbone_of(Plain())))
+        build(Normed(), train="all", norm_statistics=mode)
+    build(Normed(), train="head")
+    build(Plain(), train="all")
 
 
 @pytest.mark.parametrize("noise", ["server", "client"])
 def test_many_clients_at_once_are_as_private_as_one_by_one(noise: str) -> None:
-    method = method_of(weighting="uniform", privacy={"epsilon": 5.0, "clip": 0.5, "noise": noise})
-    begin = method.open()
+    bench = bench_of(weighting="uniform", privacy={"epsilon": 5.0, "clip": 0.5, "noise": noise})
+    begin = bench.init()
     everybody = Cohort(np.arange(K), X, np.arange(K * PER), Y, WHO, np.ones(K, bool), lambda name, start: np.zeros(0))
-    together = method.answer(everybody, method.instruct(begin, 0, -1))
-    alone = [answer(method, begin, client) for client in range(K)]
+    together = bench.answer(everybody, bench.broadcast(begin))
+    alone = [answer(bench, begin, client) for client in range(K)]
     np.testing.assert_allclose(updates_of(together), updates_of(alone), rtol=1e-4, atol=1e-5)
 
 
 def test_slora_spends_one_budget_over_both_of_its_parts() -> None:
-    run = Run(weighting="uniform", privacy={"epsilon": 4.0, "clip": 1.0}).play()
-    primed = [state.primed for state in run.states]
-    assert primed == [False, False, True, True, True, True]
-    epsilons = [run.method.spent(state)["epsilon"] for state in run.states]
+    keys = {"rank": 2, "alpha_lora": 6.0, "density": 0.3, "priming": 0.4, "batch_size": "full", "weighting": "uniform"}
+    stage = stage_of(method="slora", train="lora", privacy={"epsilon": 4.0, "clip": 1.0}, **keys)
+    backbone = tiny_vit()
+    module = attach("lora", backbone, stage.module_settings, seed=3)
+    context = context_of(stage, C, WIDTH, clients=3, examples=6, backbone=backbone, module=module)
+    bench = Bench(stage, context)
+    pictures = Examples("image", RNG.integers(0, 256, (6, 8, 8, 3), np.uint8), (), np.arange(6), Y[:6])
+    source, states = Inputs(backbone, pictures, "x"), [bench.init()]
+    for number in range(5):
+        before, replies = states[-1], []
+        for client in range(3):
+            cohort = cohort_of(bench, client, source, rows := np.array([2 * client, 2 * client + 1]), Y[rows])
+            replies += bench.answer(cohort, bench.broadcast(before, number))
+        assert all(norm(reply.message.arrays) <= 1 + 1e-6 and not reply.message.scalars for reply in replies)
+        sums = bench.total(before, replies, number).sums
+        states.append(after := bench.after(before, replies, number))
+        for name in before.inner.params if before.primed == after.primed else ():  # noise on all that is trained
+            moved = after.inner.params[name] - before.inner.params[name]
+            assert not np.isclose(3 * moved, sums[f"update.{name}"]).any()
+    assert [state.primed for state in states] == [False, False, True, True, True, True]
+    epsilons = [bench.channel.spent(number)["epsilon"] for number in range(6)]
     sigma = get_sigma_gaussian(4.0, 1e-5) * 5**0.5  # the three clients take part in all five rounds
     assert epsilons[0] == 0
     assert epsilons[1:] == pytest.approx([get_epsilon_gaussian(sigma / n**0.5, 1e-5) for n in range(1, 6)], rel=1e-4)
@@ -532,17 +579,19 @@ def test_slora_spends_one_budget_over_both_of_its_parts() -> None:
 UNIFORM = {"weighting": "uniform"}
 BUDGET = {"privacy": {"epsilon": 1.0}}
 SENTENCES: dict[str, dict[str, Any]] = {
-    "combine: scaffold's control variates are averaged too, and nothing limits those; use another method": {
+    "combine: scaffold sends 'control', too, and nothing limits that; use another method": {
         "method": "scaffold", "combine": "median",
     },
-    "max_norm: scaffold's control variates are averaged too, and nothing limits those; use another method": {
+    "max_norm: scaffold sends 'control', too, and nothing limits that; use another method": {
         "method": "scaffold", "max_norm": 1.0,
     },
-    "combine: fednova scales updates by the steps that clients say they took, and nothing limits those; use another "
-    "method": {"method": "fednova", "combine": "trimmed-mean"},
-    "max_norm: fednova scales updates by the steps that clients say they took, and nothing limits those; use another "
-    "method": {"method": "fednova", "max_norm": 1.0},
-    "combine: feddyn's dual variables add up to the mean of the updates only; use 'mean'": {
+    "combine: fednova sends 'steps', too, and nothing limits that; use another method": {
+        "method": "fednova", "combine": "trimmed-mean",
+    },
+    "max_norm: fednova sends 'steps', too, and nothing limits that; use another method": {
+        "method": "fednova", "max_norm": 1.0,
+    },
+    "combine: what feddyn's clients accumulate adds up to the mean of the updates; use 'mean'": {
         "method": "feddyn", "combine": "median",
     },
     "combine: with hide_task the server needs no more than sums; use 'mean'": {"combine": "median", "hide_task": True},
@@ -555,10 +604,10 @@ SENTENCES: dict[str, dict[str, Any]] = {
     "privacy: with centralised no update travels that this could apply to; leave it out": {
         "method": "centralised", **BUDGET,
     },
-    "privacy: scaffold sends control variates too, and nothing hides those; use another method": {
+    "privacy: scaffold sends 'control', too, and nothing hides that; use another method": {
         "method": "scaffold", **UNIFORM, **BUDGET,
     },
-    "privacy: fednova's clients say how many steps they took, and nothing hides that; use another method": {
+    "privacy: fednova sends 'steps', too, and nothing hides that; use another method": {
         "method": "fednova", **UNIFORM, **BUDGET,
     },
     "privacy: feddyn's server adds up the updates of all rounds, and with them their noise; use another method": {

@@ -10,8 +10,9 @@ from safetensors.numpy import load_file
 from sklearn.datasets import load_digits
 
 from headstart.config.recipe import Recipe
+from headstart.core.message import Message
 from headstart.data import Federation
-from headstart.engine import rounds
+from headstart.engine.server import Request, Server
 from headstart.errors import HeadstartError, RecipeError
 from headstart.heads.estimators import FedCOF
 from headstart.runner import Result, run
@@ -99,11 +100,11 @@ def test_a_group_of_clients_is_one_client_of_fedcof() -> None:
 def test_groups_have_at_least_the_size_that_is_asked_for(clients: int, size: int | None, groups: list[int]) -> None:
     stage = recipe_of({"method": "fedncm", "secure": True} | ({"secure_group": size} if size else {})).stages[0]
     numbers = np.arange(clients)
-    question = rounds.Question(0, numbers, [None] * clients, numbers, numbers > 0)  # type: ignore[list-item, arg-type]
-    found = rounds._groups(stage, question)  # type: ignore[arg-type]
-    assert [len(part.clients) for part, _ in found] == groups
-    assert np.concatenate([part.clients for part, _ in found]).tolist() == numbers.tolist()
-    assert [threshold for _, threshold in found] == [int(np.ceil(0.67 * count)) for count in groups]
+    server: Any = Server(stage, None, None, None, None)  # type: ignore[arg-type]
+    found = server._groups(Request(0, numbers, [Message()] * clients, numbers, numbers > 0))
+    assert [len(part.clients) for part in found] == groups
+    assert np.concatenate([part.clients for part in found]).tolist() == numbers.tolist()
+    assert [part.threshold for part in found] == [int(np.ceil(0.67 * count)) for count in groups]
 
 
 def test_two_clients_hide_nobody() -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from headstart.cli import main
+from tests.command import Command
 
 GOOD = """
 name = "digits"
@@ -30,27 +30,6 @@ method = "fedcof"
 def headstart(*arguments: object, cwd: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "headstart.cli", *map(str, arguments)]
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120)
-
-
-class Command:
-    """The same in this process, which is quicker; that a process of its own does the same, other tests show."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-        self.monkeypatch, self.capsys = monkeypatch, capsys
-
-    def __call__(self, *arguments: object, cwd: Path) -> subprocess.CompletedProcess[str]:
-        self.monkeypatch.chdir(cwd)
-        self.monkeypatch.setattr(sys, "argv", ["headstart", *map(str, arguments)])
-        self.capsys.readouterr()
-        with pytest.raises(SystemExit) as stopped:
-            main()
-        out, err = self.capsys.readouterr()
-        return subprocess.CompletedProcess([], int(stopped.value.code or 0), out, err)
-
-
-@pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
-    return Command(monkeypatch, capsys)
 
 
 @pytest.fixture

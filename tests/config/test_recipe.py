@@ -4,8 +4,9 @@ from pathlib import Path
 import pytest
 
 from headstart.config.recipe import PARTITIONS, Dirichlet, Recipe
-from headstart.config.stage import STAGES, FedCOFStage
+from headstart.config.stage import STAGES
 from headstart.errors import RecipeError
+from headstart.methods.fedcof import FedCOFStage
 
 GOOD = """
 name = "cifar10-fedcof"

@@ -37,6 +37,7 @@ ON_FEATURES: list[dict[str, Any]] = [
     {**LOCAL, "method": "fedadagrad"},
     {**LOCAL, "method": "feddyn", "alpha_dyn": 0.1},
     {**LOCAL, "method": "scaffold", "rounds": 3},
+    {**LOCAL, "method": "scaffold", "rounds": 3, "compress": "int8"},
     {**LOCAL, "method": "fednova", "momentum": 0.5},
     {**LOCAL, "method": "centralised", "clients_per_round": None},
     {**LOCAL, "method": "fedmezo", "num_directions": 2, "rounds": 4},

@@ -28,12 +28,15 @@ from headstart.config.recipe import Recipe
 from headstart.core.files import secret
 from headstart.core.message import Message as Wire
 from headstart.data import Federation
-from headstart.engine import flower, rounds
-from headstart.engine.flower import Nodes, recipe_digest, respond, run_of
-from headstart.engine.node import Asked, ForgottenError, Node
+from headstart.engine.flower_messages import RECORD, facts_of, package_version, recipe_digest
+from headstart.engine.grid import Nodes
+from headstart.engine.node import Node, NodeRequest, StateLostError
+from headstart.engine.respond import respond, run_of
+from headstart.engine.server import draw
+from headstart.engine.setup import digest
 from headstart.errors import HeadstartError, MessageError
 from headstart.report import summary_table
-from headstart.runner import Result, conduct, run
+from headstart.runner import Result, run, run_federation
 
 NAMES = ("a", "b", "c")
 FOUR = (*NAMES, "d")
@@ -98,7 +101,7 @@ class Grid:
             self.asked += 1
             message.metadata.__dict__["_message_id"] = str(self.asked)
             node = message.metadata.dst_node_id
-            facts, parts = flower._facts(message)
+            facts, parts = facts_of(message)
             self.said.append((self.online[node], facts["kind"], set(parts)))
             changed = self.change(node, self.asked, message) if self.change else None
             self.replies[str(self.asked)] = changed or self.node(node, message)
@@ -128,10 +131,10 @@ def serve(
 ) -> Result:
     """As the ServerApp of a deployment does."""
     nodes = Nodes(grid, grid.recipe, {name: number for number, name in enumerate(grid.names)})
-    nodes.present(expected or len(grid.names))
+    nodes.available(expected or len(grid.names))
     sizes = np.array([nodes.said.get(number, {"examples": 0})["examples"] for number in range(len(grid.names))])
     federation = Federation.apart(grid.recipe, grid.names, sizes, 64, test)
-    return conduct(grid.recipe, federation, out, resume, on_metrics, nodes)
+    return run_federation(grid.recipe, federation, out, resume, on_metrics, nodes)
 
 
 def model_of(out: Path, stage: int) -> dict[str, np.ndarray]:
@@ -182,6 +185,22 @@ def test_nodes_give_the_model_of_the_same_run_in_process(silos: Path, tmp_path: 
     assert dropped(result) == []
 
 
+def test_compressed_updates_of_nodes_are_those_of_the_same_run_in_process(silos: Path, tmp_path: Path) -> None:
+    """To the bit, though rounded at random: in the updates, and in what clients keep of them."""
+    stages = [
+        {**LOCAL, "method": method, "compress": "int8", "start": "pretrained", "clients_per_round": 2}
+        for method in ("fedavg", "scaffold", "feddyn", "fednova")
+    ]
+    recipe = recipe_of(silos, *stages, {**MLP, "method": "ditto", "compress": "int8", "start": "pretrained"})
+    here = run(recipe, tmp_path / "here").summary
+    there = serve(Grid(recipe, silos, tmp_path / "state"), tmp_path / "there").summary
+    assert_same_models(tmp_path / "here", tmp_path / "there", 5)
+    for ours, theirs in zip(here["stages"], there["stages"], strict=True):
+        assert (theirs["bytes_up"], theirs["bytes_down"]) == (ours["bytes_up"], ours["bytes_down"])
+        assert theirs["dropped"] == []
+    assert clients_of(tmp_path / "there") == clients_of(tmp_path / "here")
+
+
 def test_a_node_that_lost_its_folder_is_left_out_of_a_round_and_then_asked_as_a_new_one(
     silos: Path, tmp_path: Path
 ) -> None:
@@ -194,9 +213,9 @@ def test_a_node_that_lost_its_folder_is_left_out_of_a_round_and_then_asked_as_a_
 
     grid.change = lose
     result = serve(grid, tmp_path / "out")
-    assert dropped(result) == [(2, "b", "the node no longer has what the stage begins with")]
+    assert dropped(result) == [(2, "b", "the node no longer has what the stage starts from")]
     answers = [parts for name, kind, parts in grid.said if name == "b" and kind == "answer"]
-    assert answers == [{"message", "begin"}, {"message"}, {"message", "begin"}]
+    assert answers == [{"message", "setup"}, {"message"}, {"message", "setup"}]
     (kept,) = grid.folder("b").glob("*/clients-0/personal.bin")
     slots = np.frombuffer(kept.read_bytes(), np.float32).reshape(2, -1)
     assert slots.any(axis=1).tolist() == [True, False]  # it has kept something once, as one who is new
@@ -211,14 +230,14 @@ def test_a_node_that_lost_what_a_client_kept_in_an_earlier_stage_takes_part_agai
     grid = Grid(recipe, silos, tmp_path / "state", names=FOUR)
 
     def lose(node: int, number: int, message: Message) -> None:
-        facts, parts = flower._facts(message)
-        if grid.online[node] == "b" and "begin" in parts and facts["kept"][0][0] == 1 and facts["kept"][1][1] >= 0:
+        facts, parts = facts_of(message)
+        if grid.online[node] == "b" and "setup" in parts and facts["states"][0][0] == 1 and facts["states"][1][1] >= 0:
             for folder in grid.folder("b").glob("*/clients-0"):
                 shutil.rmtree(folder)
 
     grid.change = lose
     result = serve(grid, tmp_path / "out")
-    assert dropped(result, 1) == [(1, "b", "the node no longer has what the client kept")]
+    assert dropped(result, 1) == [(1, "b", "the node no longer has the client's state")]
     (kept,) = grid.folder("b").glob("*/clients-1/personal.bin")
     assert any(kept.read_bytes())
 
@@ -229,14 +248,14 @@ def test_a_node_that_lost_its_log_is_told_everything_again(silos: Path, tmp_path
 
     def lose(node: int, number: int, message: Message) -> None:
         if number == 3 + 3 + 3 + 1:  # a is asked for the third time
-            (log,) = grid.folder("a").glob("*/told-0-0.safetensors")
+            (log,) = grid.folder("a").glob("*/log-0-0.safetensors")
             log.unlink()
 
     grid.change = lose
     result = serve(grid, tmp_path / "out")
     assert dropped(result) == [(3, "a", "the log starts at step 1, and 0 steps are known")]
-    (log,) = grid.folder("a").glob("*/told-0-0.safetensors")
-    (other,) = grid.folder("b").glob("*/told-0-1.safetensors")
+    (log,) = grid.folder("a").glob("*/log-0-0.safetensors")
+    (other,) = grid.folder("b").glob("*/log-0-1.safetensors")
     ours, theirs = Wire.from_bytes(log.read_bytes()), Wire.from_bytes(other.read_bytes())
     assert len(theirs.arrays["seeds"]) == 3
     for name in ("seeds", "slopes"):
@@ -249,25 +268,34 @@ def test_a_client_without_what_it_was_sent_says_so(silos: Path, tmp_path: Path) 
     serve(grid, tmp_path / "out")
     (folder,) = (path for path in grid.folder("a").iterdir() if path.is_dir())
     node = Node(recipe, Federation.silo(recipe, str(silos / "a.npz"), "a"), folder, alone=True)
-    (begin,) = folder.glob("begin-*.safetensors")
-    name = node.remember(begin.read_bytes())
-    with pytest.raises(ForgottenError, match="no longer has what the stage begins with"):
-        node.answer(Asked("s", 0, "0" * 64, [(0, -1, {})], False, Wire()))
+    (setup,) = folder.glob("setup-*.safetensors")
+    name = node.remember(setup.read_bytes())
+    with pytest.raises(StateLostError, match="no longer has what the stage starts from"):
+        node.answer(NodeRequest("s", 0, "0" * 64, [(0, -1, {})], False, Wire()))
     kept = [(0, 0, {}), (7, 1, {"personal.head.weight": (2,)})]
     (folder / "answered-0.safetensors").unlink()  # or another question for the round would be refused
-    with pytest.raises(ForgottenError, match="no longer has what the client kept"):
-        node.answer(Asked("s", 0, name, kept, False, Wire(scalars={"round": 0})))
+    with pytest.raises(StateLostError, match="no longer has the client's state"):
+        node.answer(NodeRequest("s", 0, name, kept, False, Wire(scalars={"round": 0})))
 
 
 # ----------------------------------------------------------------------------------------------- what a server may lose
 
 
-@pytest.mark.parametrize("method", ["fedper", "ditto", "fedmezo", "scaffold"])
+@pytest.mark.parametrize(
+    "stage",
+    [
+        {**MLP, "method": "fedper"},
+        {**MLP, "method": "ditto"},
+        {**LOCAL, "method": "fedmezo"},
+        {**LOCAL, "method": "scaffold"},
+        {**LOCAL, "method": "scaffold", "compress": "int8"},
+    ],
+    ids=lambda stage: stage["method"] + stage.get("compress", ""),
+)
 def test_a_server_goes_on_from_its_checkpoint_with_nodes_that_are_ahead_of_it(
-    silos: Path, tmp_path: Path, method: str
+    silos: Path, tmp_path: Path, stage: dict[str, Any]
 ) -> None:
-    keys = LOCAL if method in ("fedmezo", "scaffold") else MLP
-    recipe = recipe_of(silos, {**keys, "method": method, "rounds": 4, "evaluate_every": 1})
+    recipe = recipe_of(silos, {**stage, "rounds": 4, "evaluate_every": 1})
     run(recipe, tmp_path / "here")
     with pytest.raises(InterruptedRunError):
         serve(Grid(recipe, silos, tmp_path / "state"), tmp_path / "there", on_metrics=interrupt(3))
@@ -319,7 +347,7 @@ def node(silos: Path, tmp_path: Path) -> Node:
 
 
 def about(node: Node, **facts: Any) -> dict[str, Any]:
-    same = {"session": "s", "run": "0" * 32, "recipe": recipe_digest(node.recipe), "version": flower._version()}
+    same = {"session": "s", "run": "0" * 32, "recipe": recipe_digest(node.recipe), "version": package_version()}
     return same | facts
 
 
@@ -331,7 +359,7 @@ def test_a_node_says_who_it_is(node: Node, silos: Path) -> None:
 def test_a_node_refuses_another_version_and_another_recipe(node: Node, silos: Path) -> None:
     other = about(node, kind="join", version="0.0.1")
     assert reply_of(question(other), node) == {
-        "error": f"the node runs headstart {flower._version()}, the server 0.0.1"
+        "error": f"the node runs headstart {package_version()}, the server 0.0.1"
     }
     other = about(node, kind="join", recipe=recipe_digest(recipe_of(silos, {"method": "fed3r"})))
     assert reply_of(question(other), node) == {"error": "the server runs another recipe than the node was given"}
@@ -356,23 +384,23 @@ GOOD = Wire().to_bytes()
         lambda node: question(about(node, kind=[])),
         lambda node: question(about(node, kind="answer")),
         lambda node: question(about(node, kind="answer"), message=GOOD),
-        lambda node: question(about(node, kind="answer", client=0, begin="x", kept=[[]], new=True), message=GOOD),
-        lambda node: question(about(node, kind="answer", client=0, begin="x", kept=[], new=True), message=GOOD),
-        lambda node: question(about(node, kind="answer", client=1e999, begin="", kept=[], new=1), message=GOOD),
-        lambda node: question(about(node, kind="answer", client=0, begin="\0", kept=[], new=1), message=GOOD),
-        lambda node: question(about(node, kind="examine", client=0, begin="/x", kept=[], new=1), message=b"nothing"),
-        lambda node: question(about(node, kind="secure", client=0, begin="", kept=[], new=False), message=GOOD),
+        lambda node: question(about(node, kind="answer", client=0, setup="x", states=[[]], new=True), message=GOOD),
+        lambda node: question(about(node, kind="answer", client=0, setup="x", states=[], new=True), message=GOOD),
+        lambda node: question(about(node, kind="answer", client=1e999, setup="", states=[], new=1), message=GOOD),
+        lambda node: question(about(node, kind="answer", client=0, setup="\0", states=[], new=1), message=GOOD),
+        lambda node: question(about(node, kind="evaluate", client=0, setup="/x", states=[], new=1), message=b"nothing"),
+        lambda node: question(about(node, kind="secure", client=0, setup="", states=[], new=False), message=GOOD),
         lambda node: question(
-            about(node, kind="secure", client=0, begin="", kept=[], new=False), message=GOOD, told=GOOD
+            about(node, kind="secure", client=0, setup="", states=[], new=False), message=GOOD, told=GOOD
         ),
         lambda node: question(
-            about(node, kind="answer", client=0, begin="", kept=[], new=True), begin=b"x", message=GOOD
+            about(node, kind="answer", client=0, setup="", states=[], new=True), setup=b"x", message=GOOD
         ),
     ],
 )
 def test_a_node_answers_nonsense_with_an_error(node: Node, message: Callable[[Node], Message]) -> None:
     said = reply_of(message(node), node)
-    assert said.keys() <= {"error", "forgotten"}
+    assert said.keys() <= {"error", "state_lost"}
     assert said["error"]
 
 
@@ -412,7 +440,7 @@ def test_a_server_goes_on_without_a_node_that_answers_nonsense(
     recipe = recipe_of(silos, stage)
 
     def change(node: int, number: int, message: Message) -> Message | None:
-        facts, _ = flower._facts(message)
+        facts, _ = facts_of(message)
         return garbage(node, message)[kind] if node == 11 and facts["kind"] != "join" else None
 
     result = serve(Grid(recipe, silos, tmp_path / "state", change, FOUR), tmp_path / "out")
@@ -430,7 +458,7 @@ def test_a_server_starts_without_a_node_that_introduces_itself_with_nonsense(
     recipe = recipe_of(silos, {"method": "fedncm"})
 
     def change(node: int, number: int, message: Message) -> Message | None:
-        facts, _ = flower._facts(message)
+        facts, _ = facts_of(message)
         return garbage(node, message)[kind] if node == 11 and facts["kind"] == "join" else None
 
     result = serve(Grid(recipe, silos, tmp_path / "state", change), tmp_path / "out")
@@ -450,7 +478,7 @@ def test_nobody_waits_for_a_node_that_calls_itself_by_anothers_name(
     grid.online[9] = "stranger"
     grid.change = change
     nodes = Nodes(grid, recipe, {name: number for number, name in enumerate(NAMES)})  # type: ignore[arg-type]
-    assert nodes.present(3, 20) == {1, 2}
+    assert nodes.available(3, 20) == {1, 2}
     assert nodes.ids == {1: 11, 2: 12}
     assert nodes.refusals == {"a": "a: it is registered as 'a' and says that it is 'b'"}
     assert "a node stays out: a: it is registered as 'a' and says that it is 'b'" in caplog.text
@@ -558,7 +586,7 @@ def test_a_node_that_comes_late_takes_part_from_then_on_and_one_that_leaves_is_m
         taken = [(int(row["round"]), row["client"]) for row in csv.DictReader(file)]
     assert taken == [(1, "a"), (1, "b"), (2, "a"), (2, "b"), (3, "a"), (3, "b"), (3, "c"), (4, "b"), (4, "c")]
     answers = [parts for name, kind, parts in grid.said if name == "c" and kind == "answer"]
-    assert answers == [{"message", "begin"}, {"message"}]
+    assert answers == [{"message", "setup"}, {"message"}]
 
 
 def test_a_node_of_a_secure_stage_says_nothing_that_is_not_masked(silos: Path, tmp_path: Path) -> None:
@@ -566,30 +594,30 @@ def test_a_node_of_a_secure_stage_says_nothing_that_is_not_masked(silos: Path, t
     grid = Grid(recipe, silos, tmp_path / "state")
 
     def plainly(node: int, number: int, message: Message) -> Message | None:
-        facts, parts = flower._facts(message)
+        facts, parts = facts_of(message)
         if facts["kind"] != "secure" or Wire.from_bytes(parts["told"]).scalars["step"] != "masked":
             return None
         facts["kind"] = "answer"
-        message.content[flower._RECORD]["facts"] = json.dumps(facts)
+        message.content[RECORD]["facts"] = json.dumps(facts)
         return None
 
     grid.change = plainly
     with pytest.raises(HeadstartError, match="fedncm, round 1: 0 of 3 clients"):
         serve(grid, tmp_path / "out")
     reply = grid.node(10, asked_of(grid))
-    assert flower._facts(reply) == (
+    assert facts_of(reply) == (
         {"error": "in this stage clients are added up; nothing is sent that is not masked"}, {}
     )  # fmt: skip
 
 
 def asked_of(grid: Grid) -> Message:
     """A question in the clear about a stage that a node of the grid knows."""
-    (begin,) = grid.folder("a").glob("*/begin-*")
-    data, run = begin.read_bytes(), begin.parent.name
-    facts = {"session": "0" * 32, "run": run, "recipe": recipe_digest(grid.recipe), "version": flower._version()}
-    facts |= {"kind": "answer", "client": 0, "begin": flower.digest(data), "kept": [[0, -1, {}]], "new": True}
+    (setup,) = grid.folder("a").glob("*/setup-*")
+    data, run = setup.read_bytes(), setup.parent.name
+    facts = {"session": "0" * 32, "run": run, "recipe": recipe_digest(grid.recipe), "version": package_version()}
+    facts |= {"kind": "answer", "client": 0, "setup": digest(data), "states": [[0, -1, {}]], "new": True}
     record = ConfigRecord({"facts": json.dumps(facts), "message": Wire(scalars={"round": 0}).to_bytes()})
-    return Message(RecordDict({flower._RECORD: record}), 10, "query")
+    return Message(RecordDict({RECORD: record}), 10, "query")
 
 
 def test_a_node_with_noise_of_its_own_does_not_say_how_many_examples_it_has(silos: Path, tmp_path: Path) -> None:
@@ -647,11 +675,10 @@ def test_who_is_absent_from_a_private_round_is_missing(silos: Path, tmp_path: Pa
         secrets.append(secret(tmp_path / "out" / "checkpoint" / "noise.secret"))
 
     serve(grid, tmp_path / "out", on_metrics=look, expected=2)
-    method: Any = SimpleNamespace(hears_once=False)
+    federation = Federation.of(recipe)
 
     def drawn(key: tuple[int, ...], there: list[bool]) -> list[tuple[int, str]]:
-        about = 1, Federation.of(recipe), np.array(there)
-        found = [rounds._sample(method, recipe.stages[0], key, number, *about) for number in range(8)]
+        found = [draw(recipe.stages[0], federation, key, number, np.array(there)) for number in range(8)]
         return [(number + 1, NAMES[client]) for number, clients in enumerate(found) for client in clients]
 
     everybody = drawn((*secrets[0], 0, 0), [True] * 3)
@@ -682,7 +709,7 @@ def test_accuracy_is_not_known_where_nobody_may_test(
     summary = serve(grid, tmp_path / "out").summary
     assert summary["accuracy"] is None
     assert json.loads((tmp_path / "out" / "metrics.jsonl").read_text())["accuracy"] is None
-    assert "examine" not in {kind for _, kind, _ in grid.said}
+    assert "evaluate" not in {kind for _, kind, _ in grid.said}
     assert "nodes test no models under privacy or secure sums, and the server was given no test data" in caplog.text
     assert ("every client of a secure sum of 3 has to stay" in caplog.text) == ("secure" in keys)
     assert ">not tested<" in (tmp_path / "out" / "report.html").read_text()
@@ -696,12 +723,12 @@ def test_a_node_that_lost_its_log_in_a_secure_stage_is_told_everything_again(sil
     grid = Grid(recipe, silos, tmp_path / "state", names=FOUR)
 
     def lose(node: int, number: int, message: Message) -> None:
-        facts, parts = flower._facts(message)
+        facts, parts = facts_of(message)
         if facts["kind"] == "secure" and grid.online[node] == "b":
             told = Wire.from_bytes(parts["told"]).scalars["step"]
             steps.append(str(told))
             if steps.count("masked") == 3 and told == "masked":
-                next(grid.folder("b").glob("*/told-*")).unlink()
+                next(grid.folder("b").glob("*/log-*")).unlink()
 
     steps: list[str] = []
     grid.change = lose

@@ -29,9 +29,10 @@ from headstart.heads import LinearHead
 from headstart.records import RunDirectory
 from headstart.runner import Result, run
 
+pytestmark = pytest.mark.usefixtures("no_report")
+
 SPORT = ["the team won", "a late goal", "the striker scored", "a long match", "they lost the cup", "the league begins"]
 FOOD = ["bake the bread", "a hot soup", "salt the water", "fry an egg", "peel the apples", "a glass of milk"]
-
 
 FEDPER = {"method": "fedper", "train": "head", "head": "mlp", "hidden": 8, "rounds": 2}
 LORA = {"method": "fedavg", "train": "lora", "rank": 2, "rounds": 1, "lr": 0.1, "batch_size": 4}

@@ -31,6 +31,8 @@ from tests.export.test_export import (  # noqa: F401 (fixtures among them)
     two,
 )
 
+pytestmark = pytest.mark.usefixtures("no_report")
+
 VPT = {"method": "fedavg", "train": "vpt", "tokens": 3, "rounds": 1, "lr": 0.5, "batch_size": 4}
 
 formats = pytest.mark.parametrize("form", ["onnx", "openvino"])

@@ -125,11 +125,11 @@ def interrupt(recipe: Recipe, out: Path, after: int, monkeypatch: pytest.MonkeyP
     """Stop a run after so many checkpoints."""
     saved, save = [0], RunDirectory.save_checkpoint
 
-    def stop(self: RunDirectory, *arguments: Any) -> None:
+    def stop(self: RunDirectory, *arguments: Any, **keys: Any) -> None:
         if saved[0] == after:
             raise KeyboardInterrupt
         saved[0] += 1
-        save(self, *arguments)
+        save(self, *arguments, **keys)
 
     with monkeypatch.context() as patch:
         patch.setattr(RunDirectory, "save_checkpoint", stop)

@@ -17,6 +17,8 @@ from headstart.export import Model, export
 from tests.export.test_export import FOOD, LORA, SPORT, base_of, loaded, lora, text_run, texts  # noqa: F401 (fixtures among them)
 from tests.export.test_graph import image_run
 
+pytestmark = pytest.mark.usefixtures("no_report")
+
 # Longer than the eight tokens of the runs: the end must not count.
 TEXTS = [*SPORT, *FOOD, "peel the apples and the pears and the plums before the match begins"]
 

@@ -7,7 +7,7 @@ optimisers, in double precision where nothing says otherwise.
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,19 +22,24 @@ from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_para
 from headstart.backbones import Backbone, Inputs, embed
 from headstart.backbones.transforms import NORMALISATIONS, ImageInput, ImageTransform, TextTransform
 from headstart.config.recipe import Recipe
-from headstart.core.ledger import Ledger
+from headstart.core.ledger import Ledger, Published
 from headstart.core.message import Message
+from headstart.core.params import Params
+from headstart.core.plan import Plan
+from headstart.core.reply import Reply
+from headstart.core.state import pack, unpack
 from headstart.data import Dataset, Examples, Federation
-from headstart.engine import rounds
-from headstart.engine.local import play
-from headstart.engine.store import ClientStore
+from headstart.engine.client import ClientRuntime
+from headstart.engine.client_states import ClientStates
 from headstart.errors import HeadstartError
 from headstart.heads import LinearHead
 from headstart.heads.linear import HiddenLayers
-from headstart.methods import Reply, Setting, build
+from headstart.runner.costs import paper_cost
 from headstart.solvers.cohort import Cohort
-from headstart.solvers.heads import Objective, batches
-from tests.methods.test_methods import LOCAL, PERSONAL, TRAINING
+from headstart.solvers.heads import batches
+from headstart.solvers.objective import Objective
+from tests.helpers import Bench, context_of, drawing, play, round_trip
+from tests.variants import LOCAL, PERSONAL, TRAINING
 
 RNG = np.random.default_rng(0)
 SIDE, C, D = 6, 3, 5
@@ -83,6 +88,17 @@ class Pixels(nn.Module):
         return images.flatten(1) / 255
 
 
+class Scaled(Pixels):
+    """The same times a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, images: Tensor) -> Tensor:
+        return super().forward(images) * self.scale
+
+
 class Plain(nn.Module):
     """Two convolutions: [B, 3, 6, 6] → [B, 5]."""
 
@@ -124,8 +140,8 @@ def backbone_of(network: nn.Module, dim: int = D) -> Backbone:
     return Backbone("tiny", "image", dim, body, network, ImageTransform(SIDE), "tiny")
 
 
-def pixels_backbone() -> Backbone:
-    body = Pixels()
+def pixels_backbone(kind: type[Pixels] = Pixels) -> Backbone:
+    body = kind().requires_grad_(False)
     return Backbone("pixels", "image", 3 * SIDE**2, body, body, ImageTransform(SIDE), "pixels")
 
 
@@ -169,38 +185,44 @@ class Run:
         examples: Examples = PICTURES,
         slots: np.ndarray | None = None,
         pooled: bool = False,
+        plan: Plan | None = None,
         **keys: Any,
     ) -> None:
         self.stage, self.seed, self.backbone = stage_of(**keys), seed, backbone
         federation = Federation(Dataset("x", ("a", "b", "c"), examples, examples), who, None, NAMES)
         self.federation = federation.pooled() if pooled else federation
         clients = self.federation.n_clients
-        self.method: Any = build(self.stage, Setting(C, backbone.dim, seed, clients, N, previous, backbone))
-        self.store = ClientStore(folder, clients, self.method.kept_shapes, slots)
+        context = context_of(self.stage, C, backbone.dim, seed, clients, N, previous, plan=plan, backbone=backbone)
+        self.bench = Bench(self.stage, context)
+        self.method = self.bench.method
+        self.states = ClientStates(folder, clients, self.method.client_state, slots)
         self.ledger = Ledger.open(clients)
         self.source: Any = embed(backbone, examples, "x") if self.stage.train == "head" else self.inputs(examples)
-        self.state: Any = self.method.open()
+        self.state: Any = self.bench.init()
 
     def inputs(self, examples: Examples) -> Inputs:
         return Inputs(self.backbone, examples, "x train")
 
     def play(self, after: Any = lambda *_: None, first_round: int = 0) -> "Run":
-        arguments = (self.stage, self.federation, self.source, self.seed, self.ledger, self.store, after)
-        self.state = play(self.method, *arguments, state=self.state, first_round=first_round)
+        arguments = (self.bench, self.federation, self.source, self.ledger, self.states, after)
+        self.state = play(*arguments, state=self.state, first_round=first_round)
         return self
+
+    def load(self) -> LinearHead:
+        """The head, once the model is in the body."""
+        return self.bench.head(self.state)
 
     def cohort(self, client: int) -> Cohort:
         rows, owners = self.federation.rows_of(np.array([client]))
-        kept = partial(self.store.read, clients=np.array([client]))
+        kept = partial(self.states.read, clients=np.array([client]))
         return Cohort(np.array([client]), self.source, rows, Y[rows], owners, np.array([True]), kept)
 
-    def instruct(self, round: int) -> Message:
-        """What a client that was never asked before is told."""
-        message: Message = self.method.instruct(self.state, round, -1)
-        return message
+    def broadcast(self, round: int) -> Message:
+        """What a client that was never asked before is sent."""
+        return self.bench.broadcast(self.state, round)
 
     def answer(self, client: int, round: int = 0) -> Reply:
-        (reply,) = self.method.answer(self.cohort(client), self.instruct(round))
+        (reply,) = self.bench.answer(self.cohort(client), self.broadcast(round))
         return reply
 
     def batches(self, client: int, round: int) -> list[np.ndarray]:
@@ -209,13 +231,18 @@ class Run:
         plan = batches(cohort, self.stage, round, self.seed)[0]
         return [cohort.rows[batch[batch >= 0]] for batch in plan]
 
+    def published(self, rounds: int) -> Published:
+        """What the papers charge for so many rounds."""
+        tasks, dim, counts = self.bench.context.tasks, self.backbone.dim, self.federation.counts
+        return paper_cost(self.stage, self.method, tasks, dim, rounds, counts, self.state)
+
     def bits(self) -> dict[str, bytes]:
         """Everything that the server knows."""
-        return {name: array.tobytes() for name, array in self.method.freeze(self.state).arrays.items()}
+        return {name: array.tobytes() for name, array in pack(self.state).arrays.items()}
 
     def own(self) -> dict[str, np.ndarray]:
         """What is each client's own [K, …]."""
-        found: dict[str, np.ndarray] = self.method.own(partial(self.store.read, clients=np.arange(K)))
+        found: dict[str, np.ndarray] = self.method.own(partial(self.states.read, clients=np.arange(K)))
         return found
 
     def own_bits(self) -> dict[str, bytes]:
@@ -279,16 +306,16 @@ def test_a_body_without_parameters_is_training_a_head_on_its_features(variant: s
     np.testing.assert_array_equal(head.source, (IMAGES / 255).reshape(N, -1).astype(np.float32))
     assert whole.method.network is not None
     assert head.method.network is None
-    assert whole.state.parameters.keys() == head.state.parameters.keys()
-    for name, value in head.state.parameters.items():
-        np.testing.assert_allclose(whole.state.parameters[name], value, rtol=1e-4, atol=1e-6, err_msg=name)
-        assert not np.allclose(value, head.method.open().parameters[name], rtol=1e-2, atol=1e-4)
+    assert whole.state.params.keys() == head.state.params.keys()
+    for name, value in head.state.params.items():
+        np.testing.assert_allclose(whole.state.params[name], value, rtol=1e-4, atol=1e-6, err_msg=name)
+        assert not np.allclose(value, head.bench.init().params[name], rtol=1e-2, atol=1e-4)
     np.testing.assert_array_equal(whole.ledger.bytes_up, head.ledger.bytes_up)
     np.testing.assert_array_equal(whole.ledger.bytes_down, head.ledger.bytes_down)
-    for name in whole.method.kept_shapes:
+    for name in whole.method.client_state:
         everybody = np.arange(K)
         np.testing.assert_allclose(
-            whole.store.read(name, None, everybody), head.store.read(name, None, everybody), rtol=1e-3, atol=1e-6
+            whole.states.read(name, None, everybody), head.states.read(name, None, everybody), rtol=1e-3, atol=1e-6
         )
 
 
@@ -310,19 +337,18 @@ def test_fedavg_with_one_full_step_of_everybody_is_gradient_descent(
                 parameter -= 0.5 * gradient
     shape = {} if head is HEAD else {"head": "mlp", "hidden": 4}
     run = Run(tmp_path, backbone_of(Plain()), previous=head, train=train, rounds=4, lr=0.5, **shape).play()
-    close(run.state.parameters, trained)
+    close(run.state.params, trained)
     for name, value in trained.items():
         assert not np.allclose(before[name], value.detach(), rtol=1e-2)
     # Scores of the run's body and head are those of the model.
-    run.method.place(run.state)
-    scores = run.method.head(run.state).scores(embed(run.backbone, PICTURES, "x"))
+    scores = run.load().scores(embed(run.backbone, PICTURES, "x"))
     np.testing.assert_allclose(scores, model(pixels(np.arange(N))).detach(), rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize(("clip", "decay", "pull"), [(4.0, 0.0, 0.0), (None, 0.3, 0.0), (4.0, 0.3, 0.5)])
+@pytest.mark.parametrize(("clip", "decay", "proximal"), [(4.0, 0.0, 0.0), (None, 0.3, 0.0), (4.0, 0.3, 0.5)])
 @pytest.mark.parametrize("train", ["all", "body"])
 def test_local_sgd_is_torch_sgd_on_the_same_batches(
-    train: str, clip: float | None, decay: float, pull: float, tmp_path: Path
+    train: str, clip: float | None, decay: float, proximal: float, tmp_path: Path
 ) -> None:
     """The gradient of the loss is clipped, as clip_grad_norm_ does before a step adds what else the step is along."""
     keys = {"weight_decay": decay} | ({} if clip is None else {"clip": clip})
@@ -340,15 +366,15 @@ def test_local_sgd_is_torch_sgd_on_the_same_batches(
         loss_of(model, rows, temperature=0.5).backward()
         norms.append(float(clip_grad_norm_(list(trained.values()), clip or float("inf"))))
         for name, value in trained.items():
-            value.grad += pull * (value.detach() - first[name]) + pull
+            value.grad += proximal * (value.detach() - first[name]) + proximal
         sgd.step()
     assert clip is None or min(norms) < clip < max(norms)
-    begin = {name: torch.tensor(value, dtype=torch.float32)[None] for name, value in run.state.parameters.items()}
-    drift = {name: pull * torch.ones_like(value) for name, value in begin.items()}
-    objective = Objective(torch.tensor([pull]), drift) if pull else Objective()
+    begin = Params({name: torch.tensor(value, dtype=torch.float32)[None] for name, value in run.state.params.items()})
+    correction = {name: proximal * torch.ones_like(value) for name, value in begin.items()}
+    objective = Objective(proximal, correction) if proximal else Objective()
     found = run.method.solve(begin, run.cohort(1), 1, objective)
     assert found.steps.tolist() == [9]
-    close({name: value[0] for name, value in found.parameters.items()}, trained)
+    close({name: value[0] for name, value in found.params.items()}, trained)
     momenta = {name: sgd.state[value]["momentum_buffer"] for name, value in trained.items()}
     close({name: value[0] for name, value in found.velocity.items()}, momenta, atol=1e-4)
 
@@ -371,7 +397,7 @@ def test_momentum_of_two_parameters_with_one_gradient(tmp_path: Path) -> None:
         sgd.zero_grad()
         functional.cross_entropy(model(pixels(rows)), torch.tensor(Y[rows])).backward()
         sgd.step()
-    start = {name: value.astype(np.float32) for name, value in run.state.parameters.items()}
+    start = {name: value.astype(np.float32) for name, value in run.state.params.items()}
     update = run.answer(0).message.arrays
     close({name: value + update[f"update.{name}"] for name, value in start.items()}, named(model))
 
@@ -389,7 +415,7 @@ def test_centralised_is_torch_sgd_that_never_stops(tmp_path: Path) -> None:
             sgd.zero_grad()
             loss_of(model, rows).backward()
             sgd.step()
-    close(run.play().state.parameters, named(model))
+    close(run.play().state.params, named(model))
     assert run.ledger.totals()["bytes_up"] == run.ledger.totals()["bytes_down"] == 0
     assert run.ledger.forward_passes.tolist() == [3 * 3 * 2 * N]
 
@@ -416,9 +442,9 @@ def test_fedprox(tmp_path: Path) -> None:
     vector_to_parameters(x, model.parameters())
     keys = {"local_steps": 4, "rounds": 3}
     run = Run(tmp_path, backbone_of(Plain()), previous=HEAD, method="fedprox", mu=0.5, **keys).play()
-    close(run.state.parameters, named(model))
+    close(run.state.params, named(model))
     free = Run(tmp_path, backbone_of(Plain()), previous=HEAD, **keys).play()
-    assert any(not np.allclose(free.state.parameters[n], v, rtol=1e-2) for n, v in run.state.parameters.items())
+    assert any(not np.allclose(free.state.params[n], v, rtol=1e-2) for n, v in run.state.params.items())
 
 
 def test_scaffold_option_two(tmp_path: Path) -> None:
@@ -440,12 +466,12 @@ def test_scaffold_option_two(tmp_path: Path) -> None:
         tmp_path, backbone_of(Plain()), previous=HEAD, method="scaffold", local_steps=4, rounds=3, server_lr=0.7
     ).play()
     vector_to_parameters(x, model.parameters())
-    close(run.state.parameters, named(model))
+    close(run.state.params, named(model))
     vector_to_parameters(c, model.parameters())
     close(run.state.memory["control"], named(model))
     for k in range(K):
         vector_to_parameters(mine[k], model.parameters())
-        found = {name: run.store.read(f"control.{name}", None, np.array([k]))[0] for name in run.method.shapes}
+        found = {name: run.states.read(f"control.{name}", None, np.array([k]))[0] for name in run.method.shapes}
         close(found, named(model), atol=1e-4)
 
 
@@ -495,8 +521,8 @@ def test_norm_statistics_are_torchs(mode: str, tmp_path: Path) -> None:
     for round in range(2):
         model = torch_round(model, [run.batches(k, round) for k in range(K)], frozen=mode == "freeze")
     run.play()
-    close(run.state.parameters, {name: value for name, value in named(model).items() if name != "body.spare"})
-    run.method.place(run.state)
+    close(run.state.params, {name: value for name, value in named(model).items() if name != "body.spare"})
+    run.load()
     if mode == "aggregate":
         mean, variance = model[0].norm.running_mean, model[0].norm.running_var
         close(run.state.statistics, {"body.norm.running_mean": mean, "body.norm.running_var": variance})
@@ -516,7 +542,7 @@ def test_norm_statistics_are_torchs(mode: str, tmp_path: Path) -> None:
 def test_normalising_by_the_batch_in_evaluation_by_hand(tmp_path: Path) -> None:
     network = Normed()
     run = Run(tmp_path, backbone_of(network), norm_statistics="batch").play()
-    run.method.place(run.state)
+    run.load()
     found: list[Tensor] = []
     network.norm.register_forward_hook(lambda module, given, made: found.extend([given[0], made]))
     embed(run.backbone, PICTURES.take(np.arange(7)), "x")
@@ -552,7 +578,7 @@ def test_statistics_travel_only_where_they_are_averaged(mode: str, tmp_path: Pat
     network = Normed()
     run = Run(tmp_path, backbone_of(network), norm_statistics=mode)
     before = [network.norm.running_mean.numpy().tobytes(), network.norm.running_var.numpy().tobytes()]
-    down = run.instruct(0)
+    down = run.broadcast(0)
     reply = run.answer(0)
     after = [network.norm.running_mean.numpy().tobytes(), network.norm.running_var.numpy().tobytes()]
     names = {"statistics.body.norm.running_mean", "statistics.body.norm.running_var"}
@@ -611,11 +637,11 @@ def test_training_the_head_leaves_the_body_bit_for_bit(tmp_path: Path) -> None:
     network = Normed()
     before = bits(network)
     run = Run(tmp_path, backbone_of(network), previous=HEAD, train="head").play()
-    run.method.place(run.state)
+    run.load()
     assert bits(network) == before
-    assert run.state.parameters.keys() == {"head.weight", "head.bias"}
-    assert not np.allclose(run.state.parameters["head.weight"], HEAD.weight, rtol=1e-3)
-    assert not any("body" in name for name in run.instruct(0).arrays)
+    assert run.state.params.keys() == {"head.weight", "head.bias"}
+    assert not np.allclose(run.state.params["head.weight"], HEAD.weight, rtol=1e-3)
+    assert not any("body" in name for name in run.broadcast(0).arrays)
 
 
 @pytest.mark.parametrize("method", ["fedavg", "scaffold", "feddyn", "centralised"])
@@ -623,17 +649,16 @@ def test_training_the_body_leaves_the_head_bit_for_bit_and_at_home(method: str, 
     network = Normed()
     before = bits(network)
     run = Run(tmp_path, backbone_of(network), previous=HEAD, train="body", method=method)
-    messages = [run.instruct(0), run.answer(0).message]
+    messages = [run.broadcast(0), run.answer(0).message]
     run.play()
-    messages += [run.instruct(1), run.answer(0).message, run.method.freeze(run.state)]
+    messages += [run.broadcast(1), run.answer(0).message, pack(run.state)]
     for message in messages:
         assert not any("head" in name for name in message.arrays)
         assert HEAD.weight.tobytes() not in message.to_bytes()
-    assert not any("head" in name for name in run.method.kept_shapes)
-    head = run.method.head(run.state)
+    assert not any("head" in name for name in run.method.client_state)
+    head = run.load()
     assert head.weight.tobytes() == HEAD.weight.tobytes()
     assert head.bias.tobytes() == HEAD.bias.tobytes()
-    run.method.place(run.state)
     changed = {name for name, value in bits(network).items() if value != before[name]}
     assert changed == before.keys() - {"spare", "norm.num_batches_tracked"}
     for name, parameter in run.method.network.parameters.items():
@@ -644,15 +669,14 @@ def test_training_everything_changes_everything_that_matters(tmp_path: Path) -> 
     network = Normed()
     before = bits(network)
     run = Run(tmp_path, backbone_of(network), previous=HEAD).play()
-    run.method.place(run.state)
+    head = run.load()
     after = bits(network)
     assert {name for name in after if after[name] == before[name]} == {"spare", "norm.num_batches_tracked"}
-    head = run.method.head(run.state)
     assert (head.weight != HEAD.weight).all()
     assert (head.bias != HEAD.bias).all()
     for name, value in network.state_dict().items():  # what is evaluated is what the server knows
         if name not in ("spare", "norm.num_batches_tracked"):
-            known = run.state.parameters | run.state.statistics
+            known = run.state.params | run.state.statistics
             np.testing.assert_array_equal(value, known[f"body.{name}"].astype(np.float32))
 
 
@@ -660,10 +684,10 @@ def test_training_everything_changes_everything_that_matters(tmp_path: Path) -> 
 def test_a_parameter_that_no_feature_depends_on_is_frozen(keys: dict[str, Any], tmp_path: Path) -> None:
     network = Normed()
     run = Run(tmp_path, backbone_of(network), weight_decay=0.1, **keys).play()
-    run.method.place(run.state)
+    run.load()
     assert network.spare.tolist() == [0.25, -4.0]  # weight decay would shrink it
-    assert not any("spare" in name for name in (*run.state.parameters, *run.instruct(1).arrays))
-    assert float(run.state.parameters["body.scale"]) != 1.5
+    assert not any("spare" in name for name in (*run.state.params, *run.broadcast(1).arrays))
+    assert float(run.state.params["body.scale"]) != 1.5
 
 
 # -------------------------------------------------------------------------------------------- one matrix of all methods
@@ -681,8 +705,8 @@ def test_a_seed_reproduces_bit_for_bit(variant: str, tmp_path: Path) -> None:
     assert own == again
     name = "body.one.weight"
     for mine, theirs in ((one.bits(), other.bits()), (own, others)):
-        assert all(mine[n] != theirs[n] for n in (f"model.{name}", name) if n in mine)
-    assert f"model.{name}" in one.bits() or name in own
+        assert all(mine[n] != theirs[n] for n in (f"params/{name}", name) if n in mine)
+    assert f"params/{name}" in one.bits() or name in own
     np.testing.assert_array_equal(one.ledger.bytes_up, two.ledger.bytes_up)
 
 
@@ -699,7 +723,7 @@ def test_a_state_survives_its_checkpoint_bit_for_bit(variant: str, tmp_path: Pat
     saved: list[tuple[bytes, np.ndarray]] = []
 
     def stop(number: int, state: Any) -> None:
-        saved.append((first.method.freeze(state).to_bytes(), first.store.slots.copy()))
+        saved.append((pack(state).to_bytes(), first.states.slots.copy()))
         raise Interrupted
 
     with pytest.raises(Interrupted):
@@ -707,30 +731,29 @@ def test_a_state_survives_its_checkpoint_bit_for_bit(variant: str, tmp_path: Pat
     ((data, slots),) = saved
     # In a new process there is a new body, as the stage found it.
     resumed = Run(tmp_path / "parts", backbone_of(Normed()), slots=slots, **keys)
-    resumed.state = resumed.method.thaw(Message.from_bytes(data))
+    resumed.state = unpack(resumed.method.state_type, Message.from_bytes(data))
     assert resumed.bits() == {n: a.tobytes() for n, a in Message.from_bytes(data).arrays.items()}
     resumed.play(first_round=1)
     assert resumed.bits() == whole.bits()
     assert not whole.method.personal or resumed.own_bits() == whole.own_bits()
     for run in (resumed, whole):
-        run.method.place(run.state)
+        run.load()
     assert bits(resumed.backbone.body) == bits(whole.backbone.body)
 
 
 @pytest.mark.parametrize("variant", [name for name in MATRIX if name != "centralised" and "local" not in name])
 def test_bytes_are_those_of_the_serialised_messages(variant: str, tmp_path: Path) -> None:
     run = Run(tmp_path, backbone_of(Normed()), **variant_of(variant) | {"rounds": 1})
-    down = run.instruct(0)
+    down = run.broadcast(0)
     up = [len(run.answer(k).message.to_bytes()) for k in range(K)]
-    read = Message.from_bytes(down.to_bytes())
     for k in range(K):  # a client that reads the bytes says the same
-        (reply,) = run.method.answer(run.cohort(k), read)
+        (reply,) = run.bench.answer(run.cohort(k), round_trip(down))
         assert reply.message.to_bytes() == run.answer(k).message.to_bytes()
     run.play()
     assert run.ledger.bytes_up.tolist() == up
     assert run.ledger.bytes_down.tolist() == [len(down.to_bytes())] * K
     # Twice as much for SCAFFOLD; the running statistics go once.
-    head = sum(v.size for n, v in run.state.parameters.items() if n.startswith("head."))
+    head = sum(v.size for n, v in run.state.params.items() if n.startswith("head."))
     body = NORMED_PARAMETERS * (variant not in OWN_BODY)
     floats = (body + head) * (2 if "scaffold" in variant else 1) + 2 * 4 * (body > 0)
     assert head == HEAD_FLOATS.get(variant, head)
@@ -749,38 +772,38 @@ def test_a_bad_message_is_refused_and_the_others_count(
         ("shape", "'update.body.one.weight' has shape [3, 3, 3, 3], not [4, 3, 3, 3]"),
     ):
         bad = runs[damage] = Run(tmp_path / damage, backbone_of(Normed()), **keys)
-        monkeypatch.setattr(bad.method, "answer", damaging(bad.method.answer, damage))
+        bad.bench.runtime = Damaging(bad.method, bad.bench.channel, damage)
         bad.play()
         (drop,) = bad.ledger.dropped
         assert (drop["round"], drop["clients"]) == (1, "bob")
         assert why in str(drop["why"])
     # It is as if he had not been asked in that round, and what he would have kept is forgotten.
-    asked = [np.array([0, 2]), np.arange(K)]
-    monkeypatch.setattr(rounds, "_sample", lambda method, stage, seed, number, *_: asked[number])
+    drawing(monkeypatch, [0, 2], range(K))
     without = Run(tmp_path / "without", backbone_of(Normed()), **keys).play()
     for bad in runs.values():
         assert bad.bits() == without.bits()
-        for name in bad.method.kept_shapes:
-            kept = [run.store.read(name, None, np.arange(K)).tobytes() for run in (bad, without)]
+        for name in bad.method.client_state:
+            kept = [run.states.read(name, None, np.arange(K)).tobytes() for run in (bad, without)]
             assert kept[0] == kept[1]
         if variant != "centralised":  # the message has travelled all the same
             assert bad.ledger.bytes_up[1] == pytest.approx(2 * without.ledger.bytes_up[1], rel=0.2)
 
 
-def damaging(honest: Any, damage: str) -> Any:
+@dataclass(frozen=True, eq=False)
+class Damaging(ClientRuntime):
     """Clients of which the second says something impossible in the first round."""
 
-    def answer(cohort: Cohort, message: Message) -> list[Reply]:
-        (reply,) = honest(cohort, message)
+    damage: str
+
+    def answer(self, cohort: Cohort, message: Message) -> list[Reply]:
+        (reply,) = super().answer(cohort, message)
         if cohort.clients[0] != 1 or message.scalars["round"] != 0:
             return [reply]
         arrays = dict(reply.message.arrays)
-        name = "statistics.body.norm.running_var" if damage == "variance" else "update.body.one.weight"
+        name = "statistics.body.norm.running_var" if self.damage == "variance" else "update.body.one.weight"
         wrong = {"nan": arrays[name] * np.float32(np.nan), "variance": -arrays[name], "shape": arrays[name][1:]}
-        message = Message(arrays | {name: wrong[damage]}, reply.message.scalars)
-        return [replace(reply, message=message, nbytes=np.array([message.nbytes]))]
-
-    return answer
+        message = Message(arrays | {name: wrong[self.damage]}, reply.message.scalars)
+        return [replace(reply, message=message, bytes_up=np.array([message.nbytes]))]
 
 
 @pytest.mark.parametrize("variant", MATRIX)
@@ -791,13 +814,9 @@ def test_the_order_of_the_clients_does_not_matter(variant: str, tmp_path: Path) 
     one, two = ({k: run.answer(k) for k in order} for order in ((0, 1, 2), (2, 1, 0)))
     for k in range(K):
         assert one[k].message.to_bytes() == two[k].message.to_bytes()
-        assert {n: a.tobytes() for n, a in one[k].kept.items()} == {n: a.tobytes() for n, a in two[k].kept.items()}
-    ends = []
-    for order in ((0, 1, 2), (1, 2, 0), (2, 1, 0)):
-        state = run.method.open()
-        for k in order:
-            state = run.method.fold(state, one[k])
-        ends.append(run.method.freeze(run.method.close(state)).arrays)
+        assert {n: a.tobytes() for n, a in one[k].state.items()} == {n: a.tobytes() for n, a in two[k].state.items()}
+    orders = ((0, 1, 2), (1, 2, 0), (2, 1, 0))
+    ends = [pack(run.bench.after(run.bench.init(), [one[k] for k in order])).arrays for order in orders]
     for end in ends[1:]:
         for name, array in end.items():
             np.testing.assert_allclose(array, ends[0][name], rtol=1e-9, atol=1e-12, err_msg=name)
@@ -809,7 +828,7 @@ def test_the_numbering_of_the_clients_does_not_matter(variant: str, tmp_path: Pa
     keys = variant_of(variant) | {"batch_size": "full"}
     one = Run(tmp_path / "one", backbone_of(Normed()), **keys).play()
     two = Run(tmp_path / "two", backbone_of(Normed()), who=np.array([2, 0, 1])[WHO], **keys).play()
-    for what in ("parameters", "statistics"):
+    for what in ("params", "statistics"):
         for name, value in getattr(one.state, what).items():
             np.testing.assert_allclose(getattr(two.state, what)[name], value, rtol=1e-3, atol=1e-5, err_msg=name)
     if one.method.personal:
@@ -862,7 +881,7 @@ def test_without_augmentation_images_are_left_alone(tmp_path: Path) -> None:
 
 def test_images_are_not_mirrored_in_evaluation(tmp_path: Path) -> None:
     run = Run(tmp_path, pixels_backbone(), augment="flip").play()
-    run.method.place(run.state)
+    run.load()
     np.testing.assert_array_equal(embed(run.backbone, PICTURES, "x"), IMAGES.reshape(N, -1).astype(np.float32) / 255)
 
 
@@ -907,7 +926,7 @@ def test_texts_are_not_flipped(tmp_path: Path) -> None:
         assert len(body.seen) == 1 + 2 * N  # once to see what the features depend on
         assert all(letters == sorted(letters) for letters in body.seen)
     assert runs[0].bits() == runs[1].bits()
-    assert not np.allclose(runs[0].state.parameters["body.embedding.weight"], Letters().embedding.weight.detach())
+    assert not np.allclose(runs[0].state.params["body.embedding.weight"], Letters().embedding.weight.detach())
 
 
 class Dropping(nn.Module):
@@ -929,15 +948,15 @@ def test_dropout_is_on_in_training_off_in_evaluation_and_seeded(tmp_path: Path) 
     assert one.bits() == two.bits()
     # Full batches are the same in any order, so that only dropout could tell the seeds apart.
     full = [
-        Run(tmp_path, backbone_of(Dropping(share)), seed, HEAD).play().state.parameters["body.plain.one.weight"]
+        Run(tmp_path, backbone_of(Dropping(share)), seed, HEAD).play().state.params["body.plain.one.weight"]
         for share, seed in ((0.5, SEED), (0.5, (4, 0)), (0.0, SEED), (0.0, (4, 0)))
     ]
     np.testing.assert_allclose(full[2], full[3], rtol=1e-4, atol=1e-6)
     assert not np.allclose(full[0], full[1], rtol=1e-2, atol=1e-3)
     assert not np.allclose(full[0], full[2], rtol=1e-2, atol=1e-3)
-    one.method.place(one.state)
+    one.load()
     plain = Plain().double()
-    plain.load_state_dict({n: torch.tensor(one.state.parameters[f"body.plain.{n}"]) for n in plain.state_dict()})
+    plain.load_state_dict({n: torch.tensor(one.state.params[f"body.plain.{n}"]) for n in plain.state_dict()})
     found = embed(one.backbone, PICTURES, "x")
     np.testing.assert_allclose(found, plain(pixels(np.arange(N))).detach(), rtol=1e-4, atol=1e-5)
 
@@ -964,10 +983,10 @@ def test_bfloat16_is_close_to_float32_and_keeps_parameters_in_it(tmp_path: Path)
     assert {str(array.dtype) for array in arrays.values()} == {"float32"}
     for run in runs.values():
         run.play()
-        run.method.place(run.state)
+        run.load()
     assert {value.dtype for value in network.state_dict().values()} == {torch.float32, torch.int64}
-    begin = runs["float32"].method.open()
-    for what in ("parameters", "statistics"):
+    begin = runs["float32"].bench.init()
+    for what in ("params", "statistics"):
         exact, rough = (getattr(run.state, what) for run in runs.values())
         start = getattr(begin, what)
         moved, off = (
@@ -992,7 +1011,7 @@ def test_there_is_one_model_in_memory(tmp_path: Path, monkeypatch: pytest.Monkey
     before = places()
     monkeypatch.setattr(copy, "deepcopy", deepcopy)
     run.play()
-    run.method.place(run.state)
+    run.load()
     assert places() == before
     assert len(before) == 7 + 3
     assert run.method.network.backbone is backbone
@@ -1018,11 +1037,14 @@ def test_there_is_one_model_in_memory(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_a_step_on_the_body_is_three_passes_of_its_examples(
     keys: dict[str, Any], examples: tuple[int, ...], tmp_path: Path
 ) -> None:
-    backbone = pixels_backbone()
-    run = Run(tmp_path, backbone, rounds=2, **keys).play()
-    assert run.ledger.forward_passes.tolist() == [2 * 3 * count for count in examples]
-    assert isinstance(backbone.body, Pixels)
-    assert sum(len(images) for images in backbone.body.seen) == 2 * sum(examples)
+    for kind, passes in ((Scaled, 3), (Pixels, 1)):  # where the body has nothing to train, a step is on the head alone
+        backbone = pixels_backbone(kind)
+        run = Run(tmp_path / kind.__name__, backbone, rounds=2, **keys)
+        assert isinstance(backbone.body, Pixels)
+        backbone.body.seen.clear()  # it was looked at to see what the features depend on
+        run.play()
+        assert run.ledger.forward_passes.tolist() == [2 * passes * count for count in examples]
+        assert sum(len(images) for images in backbone.body.seen) == 2 * sum(examples)
 
 
 @pytest.mark.parametrize(
@@ -1044,12 +1066,10 @@ def test_a_step_on_the_body_is_three_passes_of_its_examples(
 )
 def test_published_cost_of_fine_tuning(keys: dict[str, Any], per_round: int, examples: int, tmp_path: Path) -> None:
     run = Run(tmp_path, backbone_of(Normed()), **keys)
-    published = run.method.published(replace(run.state, round=7), run.federation.counts)
     assert NORMED_PARAMETERS == sum(parameter.numel() for parameter in Normed().parameters()) - 2 == 302
-    assert published.bytes == 2 * (C * D + 302) * per_round * 7 * 4
-    assert published.forward_passes == 3 * 7 * examples
-    assert "(C · d + P)" in published.formula
+    cost = run.published(7)
+    assert cost.bytes == 2 * (C * D + 302) * per_round * 7 * 4
+    assert cost.forward_passes == 3 * 7 * examples
+    assert "(C · d + P)" in cost.formula
     alone = Run(tmp_path, backbone_of(Normed()), train="body", **keys)
-    assert alone.method.published(replace(alone.state, round=7), run.federation.counts).bytes == (
-        2 * 302 * per_round * 7 * 4
-    )
+    assert alone.published(7).bytes == 2 * 302 * per_round * 7 * 4

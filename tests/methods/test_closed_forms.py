@@ -12,7 +12,7 @@ from sklearn.datasets import load_wine
 from headstart.config.recipe import Recipe
 from headstart.export.graph import Whole
 from headstart.export.model import Model
-from headstart.methods.fedcof import FedCOFMethod
+from headstart.methods.fedcof import FedCOF
 from headstart.runner import run
 from tests.runner.test_stages import metrics_of
 
@@ -83,13 +83,13 @@ def test_private_euclidean_distances_are_those_of_shortened_features(clip: float
 def test_a_head_is_solved_for_once_for_what_is_known(
     keys: dict[str, Any], rounds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    solve, solved = FedCOFMethod.solve, []
+    solve, solved = FedCOF.solve, []
 
-    def counted(self: FedCOFMethod, total: Any) -> Any:
+    def counted(self: FedCOF, total: Any) -> Any:
         solved.append(len(total.labels))
         return solve(self, total)
 
-    monkeypatch.setattr(FedCOFMethod, "solve", counted)
+    monkeypatch.setattr(FedCOF, "solve", counted)
     run(users(tmp_path, **keys), tmp_path / "run")
     assert len(solved) == rounds
     assert solved == sorted(set(solved))  # each with more than the one before

@@ -20,7 +20,7 @@ from headstart.data import federation
 from headstart.errors import HeadstartError
 from headstart.runner import run, run_recipe
 from tests.disk import FAULTS, Disk, Fault, Killed, contents
-from tests.methods.test_methods import VARIANTS
+from tests.variants import VARIANTS
 
 DIGITS = {"dataset": "digits", "train_examples": 60, "test_examples": 30}
 MNIST = {"dataset": "mnist-mini", "train_examples": 24, "test_examples": 10, "classes": [0, 1, 2]}

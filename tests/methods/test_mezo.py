@@ -27,19 +27,23 @@ from headstart.backbones.transforms import TextTransform
 from headstart.config.recipe import Recipe
 from headstart.core.ledger import Ledger
 from headstart.core.message import Message
+from headstart.core.reply import Reply
+from headstart.core.state import pack
 from headstart.data import Dataset, Examples, Federation
 from headstart.engine import local
-from headstart.engine.local import play
-from headstart.engine.store import ClientStore
+from headstart.engine.client import ClientRuntime
+from headstart.engine.client_states import ClientStates
 from headstart.errors import HeadstartError, MessageError
 from headstart.heads import LinearHead
-from headstart.methods import Reply, Setting, build
+from headstart.methods import build
+from headstart.methods.fedmezo import joined
 from headstart.modules import attach
+from headstart.runner.costs import paper_cost
 from headstart.solvers import directions, zeroth
 from headstart.solvers.cohort import Cohort
 from headstart.solvers.directions import direction
-from headstart.solvers.network import Network
 from headstart.solvers.zeroth import ZerothOrder
+from tests.helpers import Bench, context_of, play, round_trip
 from tests.methods.test_bodies import HEAD, IMAGES, PICTURES, SIDE, Normed, Plain, Y, backbone_of, bits
 
 N, C = len(Y), 3
@@ -204,19 +208,21 @@ class Run:
         self.federation = Federation(Dataset("x", ("a", "b", "c"), examples, examples), who, None, names)
         previous = bert_head() if kind == "bert" else HEAD
         body = None if self.stage.train == "head" else self.backbone
-        self.setting = Setting(C, self.backbone.dim, seed, clients, N, previous, body, self.module)
-        self.method: Any = build(self.stage, self.setting)
+        context = context_of(
+            self.stage, C, self.backbone.dim, seed, clients, N, previous, backbone=body, module=self.module
+        )
+        self.bench = Bench(self.stage, context)
+        self.method = self.bench.method
         self.source: Any = Inputs(self.backbone, examples, "x")
         if self.stage.train == "head":
             self.source = embed(self.backbone, examples, "x")
         self.ledger = Ledger.open(clients)
-        self.state: Any = self.method.open()
+        self.state: Any = self.bench.init()
 
     def play(self, after: Any = lambda *_: None) -> "Run":
         with TemporaryDirectory() as folder:
-            store = ClientStore(Path(folder), self.federation.n_clients, self.method.kept_shapes, None)
-            arguments = (self.stage, self.federation, self.source, self.seed, self.ledger, store, after)
-            self.state = play(self.method, *arguments, state=self.state)
+            states = ClientStates(Path(folder), self.federation.n_clients, self.method.client_state)
+            self.state = play(self.bench, self.federation, self.source, self.ledger, states, after, state=self.state)
         return self
 
     def cohort(self, *clients: int) -> Cohort:
@@ -226,8 +232,8 @@ class Run:
 
     def trained(self) -> dict[str, np.ndarray]:
         """What the log so far makes of the trained parameters."""
-        if isinstance(self.method.network, Network) and hasattr(self.method, "rounds_known"):
-            self.method.head(self.state)  # takes the steps that are left
+        if self.method.replays:
+            self.bench.head(self.state)  # takes the steps that are left
         return {name: p.detach().numpy().copy() for name, p in self.method.network.trained.items()}
 
 
@@ -295,7 +301,7 @@ def test_a_slope_is_the_central_difference_of_moved_weights(kind: str, train: st
     run = Run(EVERYBODY, kind, train=train, epsilon=1e-2, temperature=0.7)
     before = bits(run.backbone.body), {n: p.detach().clone() for n, p in run.method.network.parameters.items()}
     rows = np.array([4, 0, 17, 9, 2])
-    found = run.method.model.slopes(run.cohort(0), rows, 77, 1)
+    found = run.method.probes.slopes(run.cohort(0), rows, 77, 1)
     z = directions_of(run, 77, 1)
     up, down = (exact_loss(run, {n: sign * 1e-2 * v for n, v in z.items()}) for sign in (1, -1))
     expected = ((up - down) / 2e-2).detach().numpy()[rows]
@@ -320,7 +326,7 @@ def test_a_slope_approaches_the_derivative_along_the_direction(kind: str, train:
     gradients = torch.autograd.grad(loss, list(network.trained.values()), allow_unused=True)
     given = zip(z.values(), gradients, strict=True)
     slope = sum(float((v * g.double()).sum()) for v, g in given if g is not None)
-    found = run.method.model.slopes(run.cohort(0), np.arange(N), 5, 0).mean()
+    found = run.method.probes.slopes(run.cohort(0), np.arange(N), 5, 0).mean()
     assert found == pytest.approx(slope, rel=1e-2, abs=2e-3)
     assert abs(slope) > 0.05
 
@@ -338,7 +344,7 @@ def test_a_forward_pass_that_fails_leaves_the_weights_as_they_were(where: str, m
 
     monkeypatch.setattr(layer, "forward", fail)
     with pytest.raises(RuntimeError, match="out of memory"):
-        run.method.model.slopes(run.cohort(0), np.arange(N), 1, 0)
+        run.method.probes.slopes(run.cohort(0), np.arange(N), 1, 0)
     assert seen == [False]  # it failed while the layer was moved
     assert bits(run.backbone.body) == before[0]
     for name, parameter in run.method.network.parameters.items():
@@ -348,9 +354,9 @@ def test_a_forward_pass_that_fails_leaves_the_weights_as_they_were(where: str, m
 
 def test_dropout_is_off_and_a_body_in_training_mode_is_put_into_evaluation() -> None:
     run = Run(EVERYBODY, "bert", train="lora")
-    first = run.method.model.slopes(run.cohort(0), np.arange(N), 9, 0)
+    first = run.method.probes.slopes(run.cohort(0), np.arange(N), 9, 0)
     run.backbone.body.train()
-    np.testing.assert_array_equal(run.method.model.slopes(run.cohort(0), np.arange(N), 9, 0), first)
+    np.testing.assert_array_equal(run.method.probes.slopes(run.cohort(0), np.arange(N), 9, 0), first)
     assert not any(module.training for module in run.backbone.body.modules())
 
 
@@ -358,7 +364,7 @@ def test_batch_norm_keeps_its_statistics() -> None:
     run = Run(EVERYBODY, "normed", lr=0.05)
     before = {name: value.clone() for name, value in run.backbone.core.named_buffers()}
     run.play()
-    run.method.place(run.state)
+    run.bench.head(run.state)
     for name, value in run.backbone.core.named_buffers():
         assert torch.equal(value, before[name])
 
@@ -369,15 +375,18 @@ def test_a_body_that_reads_weights_outside_of_their_layer_is_refused(method: str
     """Such a read is not perturbed: the slopes would not be those along the direction that the step takes."""
     backbone = backbone_of(Reading(twice))
     before = bits(backbone.body)
-    setting = Setting(C, backbone.dim, SEED, 1, N, HEAD, backbone)
+
+    def built(stage: Any, body: Backbone | None) -> Any:
+        return build(stage, context_of(stage, C, backbone.dim, SEED, 1, N, HEAD, backbone=body))
+
     sentence = rf"{method} cannot probe 2 parameters \(body.two.bias, body.two.weight\) of tiny, .* train 'head' or"
     for train in ("all", "body"):
         with pytest.raises(HeadstartError, match=sentence):
-            build(stage_of(method=method, train=train), setting)
+            built(stage_of(method=method, train=train), backbone)
     assert bits(backbone.body) == before
     assert not any(m._forward_pre_hooks or m._forward_hooks for m in backbone.body.modules())
-    build(stage_of(method=method, train="head"), replace(setting, backbone=None))
-    build(stage_of(train="all"), replace(setting, backbone=backbone_of(Plain())))
+    built(stage_of(method=method, train="head"), None)
+    built(stage_of(train="all"), backbone_of(Plain()))
 
 
 def test_a_parameter_that_no_feature_depends_on_does_not_move() -> None:
@@ -397,7 +406,7 @@ def mezo(who: np.ndarray, weights: np.ndarray | None = None, **keys: Any) -> dic
     state = {n: p.detach().double().clone() for n, p in run.method.network.trained.items()}
     start = {n: v.clone() for n, v in state.items()}
     for round in range(stage.rounds):
-        seed = int(run.method.instruct(run.method.open(), round, -1).scalars["seed"])
+        seed = int(run.bench.broadcast(run.bench.init(), round).scalars["seed"])
         total = {n: torch.zeros_like(v) for n, v in state.items()}
         for number in range(stage.num_directions):
             z = directions_of(run, seed, number)
@@ -454,7 +463,7 @@ def test_uniform_weighting_is_the_plain_mean_over_clients() -> None:
         assert not np.allclose(value, examples.trained()[name], rtol=1e-2, atol=1e-3)
     # The scalars themselves, from what the clients said of the first round.
     first = Run(who, weighting="uniform", **keys)
-    said = first.method.answer(first.cohort(0, 1), first.method.instruct(first.state, 0, -1))
+    said = first.bench.answer(first.cohort(0, 1), first.bench.broadcast(first.state))
     slopes = np.array([reply.message.arrays["slopes"][0] for reply in said], np.float64)
     assert uniform.state.slopes[0, 0] == pytest.approx(slopes.mean(), rel=1e-5)
     assert examples.state.slopes[0, 0] == pytest.approx(slopes @ sizes / N, rel=1e-5)
@@ -470,9 +479,9 @@ def test_batches_are_so_many_examples_of_each_client_and_new_ones_every_round() 
         assert len(set(rows)) == len(rows)
     assert len({tuple(rows) for rows in drawn}) > 15
     assert len(set(np.concatenate(drawn))) == N
-    (_, reply) = run.method.answer(cohort, run.method.instruct(run.state, 0, -1))
+    (_, reply) = run.bench.answer(cohort, run.bench.broadcast(run.state))
     assert reply.message.scalars["examples"] == 17  # what the mean weighs by: all that the client has
-    slopes = run.method.model.slopes(cohort, drawn[0], run.method._seed(0), 0)[-5:]
+    slopes = run.method.probes.slopes(cohort, drawn[0], run.method._seed(0), 0)[-5:]
     assert reply.message.arrays["slopes"][0] == pytest.approx(slopes.mean(), rel=1e-5)
 
 
@@ -482,14 +491,11 @@ def test_batches_estimate_the_slope_of_the_pooled_loss() -> None:
     assert np.bincount(who).tolist() == [4, 16]
     run = Run(who, train="head", batch_size=2)
     cohort, seed = run.cohort(0, 1), run.method._seed(0)
-    slopes = run.method.model.slopes(cohort, np.arange(N), seed, 0)
+    slopes = run.method.probes.slopes(cohort, np.arange(N), seed, 0)
     found = []
     for round in range(600):
-        state = run.state
-        message = Message(run.method.instruct(state, 0, -1).arrays, {"round": round, "first": 0, "seed": seed})
-        for reply in run.method.answer(cohort, message):
-            state = run.method.fold(state, reply)
-        found.append(float(run.method.close(state).slopes[0, 0]))
+        message = Message(run.bench.broadcast(run.state).arrays, {"round": round, "first": 0, "seed": seed})
+        found.append(float(run.bench.after(run.state, run.bench.answer(cohort, message)).slopes[0, 0]))
     error = np.std(found) / np.sqrt(len(found))
     by_batch = (slopes[cohort.owners == 0].mean() + slopes[cohort.owners == 1].mean()) / 2
     assert abs(slopes.mean() - by_batch) > 10 * error
@@ -510,7 +516,7 @@ def test_the_estimate_is_unbiased_on_a_logistic_problem() -> None:
     estimates = np.empty((seeds, len(gradient)))
     for seed in range(seeds):
         z = np.concatenate([direction(seed, 0, "head.weight", weight.size), direction(seed, 0, "head.bias", C)])
-        estimates[seed] = run.method.model.slopes(cohort, np.arange(N), seed, 0).mean() * z
+        estimates[seed] = run.method.probes.slopes(cohort, np.arange(N), seed, 0).mean() * z
     # Cov(g z) has the trace (n + 1) ‖g‖²: the mean over the seeds is off by that, divided by their number.
     length = np.linalg.norm(gradient)
     assert np.linalg.norm(estimates.mean(axis=0) - gradient) < 1.5 * length * np.sqrt((len(gradient) + 1) / seeds)
@@ -533,7 +539,7 @@ def test_the_estimate_is_exact_along_z_and_unbiased_on_a_quadratic(monkeypatch: 
     estimates = np.empty((seeds, len(gradient)))
     for seed in range(seeds):
         z = np.concatenate([direction(seed, 0, "head.weight", weight.size), direction(seed, 0, "head.bias", C)])
-        slope = run.method.model.slopes(cohort, np.arange(N), seed, 0).mean()
+        slope = run.method.probes.slopes(cohort, np.arange(N), seed, 0).mean()
         assert slope == pytest.approx(gradient @ z, rel=1e-3, abs=1e-3 * np.linalg.norm(gradient))
         estimates[seed] = slope * z
     errors = estimates.std(axis=0) / np.sqrt(seeds)
@@ -555,21 +561,21 @@ def test_clients_that_miss_rounds_have_the_same_bits() -> None:
     longest = 0
     for round in range(12):
         present = [0, *(1 + np.flatnonzero(rng.random(3) < 0.3))]  # the first one sees all rounds
+        replies = []
         for client in present:
-            message = Message.from_bytes(server.method.instruct(state, round, heard[client]).to_bytes())
+            message = round_trip(server.bench.broadcast(state, round, heard[client]))
             longest = max(longest, len(message.arrays["seeds"]))
-            (reply,) = clients[client].method.answer(clients[client].cohort(int(client)), message)
+            replies += clients[client].bench.answer(clients[client].cohort(int(client)), message)
             heard[client] = round
-            state = server.method.fold(state, reply)
         weights = [bits(clients[client].backbone.core) for client in present]
         assert all(each == weights[0] for each in weights)
-        state = server.method.close(state)
+        state = server.bench.after(state, replies, round)
     assert longest > 3  # somebody was away for a while
     # In the end everybody is told the rest; the server replays the log from nothing.
     for client in range(4):
-        message = server.method.instruct(state, 12, heard[client])
-        clients[client].method.answer(clients[client].cohort(client), message)
-    server.method.place(state)
+        message = server.bench.broadcast(state, 12, heard[client])
+        clients[client].bench.answer(clients[client].cohort(client), message)
+    server.bench.head(state)
     expected = {n: p.detach().numpy().tobytes() for n, p in server.method.network.trained.items()}
     for client in clients:
         assert {n: p.detach().numpy().tobytes() for n, p in client.method.network.trained.items()} == expected
@@ -581,14 +587,15 @@ def test_a_log_that_starts_too_late_is_refused() -> None:
     run = Run(EVERYBODY, train="head", rounds=4).play()
     late = Run(EVERYBODY, train="head", rounds=4)
     with pytest.raises(MessageError, match="the log starts at step 3, and the weights have taken 0"):
-        late.method.answer(late.cohort(0), run.method.instruct(run.state, 4, 3))
+        late.bench.answer(late.cohort(0), run.bench.broadcast(run.state, 4, 3))
 
 
 def test_a_client_that_starts_again_from_a_checkpoint_needs_the_rest_of_the_log_only() -> None:
     run = Run(EVERYBODY, train="head", rounds=4).play()
     again = Run(EVERYBODY, train="head", rounds=4)
-    again.state = again.method.thaw(Message.from_bytes(run.method.freeze(run.state).to_bytes()))
-    again.method.answer(again.cohort(0), run.method.instruct(run.state, 4, 3))
+    again.state = run.bench.saved(run.state)
+    again.bench.head(again.state)
+    again.bench.answer(again.cohort(0), run.bench.broadcast(run.state, 4, 3))
     for name, value in run.trained().items():
         np.testing.assert_array_equal(again.trained()[name], value)
 
@@ -625,7 +632,7 @@ def test_bytes_down_are_those_of_each_clients_own_message(monkeypatch: pytest.Mo
 def test_a_log_of_two_thousand_rounds_is_small() -> None:
     run = Run(EVERYBODY, train="head", rounds=2000)
     seeds, slopes = np.arange(2000), np.ones((2000, 1), np.float32)
-    log = run.method.freeze(replace(run.state, seeds=seeds, slopes=slopes)).to_bytes()
+    log = pack(replace(run.state, seeds=seeds, slopes=slopes)).to_bytes()
     assert 2000 * 12 <= len(log) < 50_000
 
 
@@ -645,21 +652,21 @@ def test_scalars_that_cannot_be_right_are_refused_and_the_round_goes_on(
     slope: float, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = Run(np.arange(N) % 4, train="head", rounds=2, lr=0.05)
-    honest = type(run.method).answer
+    honest = ClientRuntime.answer
 
     def answer(self: Any, cohort: Cohort, message: Message) -> list[Reply]:
         bad = Message({"slopes": np.array([slope], np.float32)}, {"examples": 5})
         replies = honest(self, cohort, message)
         return [replace(r, message=bad) if r.clients[0] == 2 else r for r in replies]
 
-    monkeypatch.setattr(type(run.method), "answer", answer)
+    monkeypatch.setattr(ClientRuntime, "answer", answer)
     run.play()
     assert [(drop["round"], drop["clients"]) for drop in run.ledger.dropped] == [(1, "client-2"), (2, "client-2")]
     for drop in run.ledger.dropped:
         assert re.match(why, str(drop["why"]))
     # The mean is that of the three others.
     others = Run(np.arange(N) % 4, train="head", rounds=2, lr=0.05)
-    said = honest(others.method, others.cohort(0, 1, 3), others.method.instruct(others.state, 0, -1))
+    said = honest(others.bench.runtime, others.cohort(0, 1, 3), others.bench.broadcast(others.state))
     slopes = [float(reply.message.arrays["slopes"][0]) for reply in said]
     assert run.state.slopes[0, 0] == pytest.approx(np.mean(slopes), rel=1e-5)  # five examples each
 
@@ -670,25 +677,24 @@ def test_the_largest_scalar_that_can_be_right_is_taken() -> None:
         message = Message({"slopes": np.array([slope], np.float32)}, {"examples": 5})
         reply = Reply(np.array([0]), message, np.array([0]), np.array([0]))
         if good:
-            assert run.method.fold(run.state, reply).sums.tolist() == [1000.0]
+            assert run.bench.total(run.state, [reply]).sums["slopes"].tolist() == [1000.0]
         else:
             with pytest.raises(MessageError, match="absurd"):
-                run.method.fold(run.state, reply)
+                run.bench.total(run.state, [reply])
 
 
 def test_the_news_of_a_log_follow_what_was_told_before() -> None:
-    method = Run(EVERYBODY, train="head").method
     seeds, slopes = np.arange(10, 15), np.arange(5, dtype=np.float32)[:, None]
 
     def told(first: int, last: int) -> Message:
         return Message({"seeds": seeds[first:last], "slopes": slopes[first:last]}, {"first": first, "round": last})
 
-    whole = method.told(told(0, 3), told(2, 5))
+    whole = joined(told(0, 3), told(2, 5))
     assert whole.scalars == {"first": 0, "round": 5}
     np.testing.assert_array_equal(whole.arrays["seeds"], seeds)
     np.testing.assert_array_equal(whole.arrays["slopes"], slopes)
     with pytest.raises(MessageError, match="starts at step 3, and 2 steps are known"):
-        method.told(told(0, 2), told(3, 5))
+        joined(told(0, 2), told(3, 5))
 
 
 # ---------------------------------------------------------------------------------------------------------------- costs
@@ -708,10 +714,9 @@ def test_the_news_of_a_log_follow_what_was_told_before() -> None:
 )
 def test_the_published_cost(keys: dict[str, Any], clients: int, bytes_per_round: int) -> None:
     stage = stage_of(train="head", rounds=2621, **keys)
-    method: Any = build(stage, Setting(C, 5, SEED, clients))
-    directions = stage.num_directions
-    log = replace(method.open(), seeds=np.zeros(2621, np.int64), slopes=np.zeros((2621, directions), np.float32))
-    published = method.published(log, np.full((clients, C), 7))
+    bench = Bench(stage, context_of(stage, C, 5, SEED, clients))
+    directions, counts = stage.num_directions, np.full((clients, C), 7)
+    published = paper_cost(stage, bench.method, bench.context.tasks, 5, 2621, counts, bench.init())
     assert published.bytes == 2621 * bytes_per_round
     assert published.forward_passes == 2621 * 2 * directions * clients * (8 if "batch_size" in keys else C * 7)
     if not keys:
@@ -762,7 +767,7 @@ DIST: dict[str, Any] = {
 def test_one_client_and_one_local_step_is_a_step_of_mezo(train: str, monkeypatch: pytest.MonkeyPatch) -> None:
     taken = spied(monkeypatch)
     run = Run(EVERYBODY, train=train, num_directions=2, weight_decay=0.2, **DIST)
-    begin = {n: torch.tensor(v) for n, v in run.state.parameters.items()}
+    begin = {n: torch.tensor(v) for n, v in run.state.params.items()}
     run.play()
     ((seed, slopes),) = taken
     fresh = Run(EVERYBODY, train=train, num_directions=2, weight_decay=0.2, **DIST)
@@ -773,7 +778,7 @@ def test_one_client_and_one_local_step_is_a_step_of_mezo(train: str, monkeypatch
         slope = float((up - down) / 2e-2)
         assert slopes[number] == pytest.approx(slope, rel=1e-3, abs=1e-4)
         total = {n: v + slope / 2 * z[n] for n, v in total.items()}
-    for name, value in run.state.parameters.items():
+    for name, value in run.state.params.items():
         np.testing.assert_allclose(value, begin[name] - 0.05 * total[name], rtol=1e-3, atol=1e-4)
         assert not np.allclose(value, begin[name], atol=1e-3)
 
@@ -784,7 +789,7 @@ def test_clients_of_distmezo_have_directions_of_their_own_and_are_averaged_by_ex
     taken = spied(monkeypatch)
     who = np.minimum(np.arange(N) // 5, 1)  # 5 and 15 examples
     run = Run(who, train="head", **DIST | {"local_steps": 3})
-    begin = {n: v.copy() for n, v in run.state.parameters.items()}
+    begin = {n: v.copy() for n, v in run.state.params.items()}
     run.play()
     assert len({seed for seed, _ in taken}) == 6  # two clients, three steps
     ends = []
@@ -793,7 +798,7 @@ def test_clients_of_distmezo_have_directions_of_their_own_and_are_averaged_by_ex
         for seed, slopes in steps:
             end = {n: v - 0.05 * slopes[0] * by_hand(seed, 0, n, v.size).reshape(v.shape) for n, v in end.items()}
         ends.append(end)
-    for name, value in run.state.parameters.items():
+    for name, value in run.state.params.items():
         np.testing.assert_allclose(value, 0.25 * ends[0][name] + 0.75 * ends[1][name], rtol=1e-4, atol=1e-5)
     # What travels is the whole of what is trained, as in FedAvg.
     size = sum(v.size for v in begin.values())
@@ -803,6 +808,6 @@ def test_clients_of_distmezo_have_directions_of_their_own_and_are_averaged_by_ex
 def test_texts_of_one_batch_and_of_several_have_the_same_slopes(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(EVERYBODY, "bert", train="adapter")
     rows = RNG.permutation(N)
-    once = run.method.model.slopes(run.cohort(0), rows, 3, 0)
+    once = run.method.probes.slopes(run.cohort(0), rows, 3, 0)
     monkeypatch.setitem(zeroth.BATCHES, "text", 3)
-    np.testing.assert_allclose(run.method.model.slopes(run.cohort(0), rows, 3, 0), once, rtol=1e-2, atol=2e-3)
+    np.testing.assert_allclose(run.method.probes.slopes(run.cohort(0), rows, 3, 0), once, rtol=1e-2, atol=2e-3)

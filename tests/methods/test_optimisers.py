@@ -9,36 +9,40 @@ import pytest
 import torch
 from torch import Tensor
 
-from headstart.channel.robust import norm_of
 from headstart.config.recipe import Recipe
 from headstart.core.message import Message
+from headstart.core.params import Params, norm
+from headstart.core.reply import Reply
 from headstart.data import Federation
 from headstart.errors import MessageError
-from headstart.methods import Reply, Setting, build
 from headstart.runner import run
 from headstart.solvers import heads as solver
-from tests.methods.test_training import SIZES, START, WHO, C, D, K, N, X, Y, cohort, flat, g, stage_of, start, uneven
+from tests.helpers import round_trip
+from tests.methods.test_training import SIZES, WHO, C, D, K, N, X, Y, bench_of, cohort, flat, g, start, uneven
 
 
 def trained(who: Iterable[Iterable[int]], summed: bool = False, **keys: Any) -> Any:
     """The state after rounds in which these clients take part; ``summed``: the server learns sums only."""
-    method: Any = build(stage_of(**keys), Setting(C, D, (0, 0), K, N, START))
-    state = method.open()
-    kept = {name: np.zeros((K, *shape), np.float32) for name, shape in method.kept_shapes.items()}
+    bench = bench_of(**keys)
+    state = bench.init()
+    kept = {name: np.zeros((K, *shape), np.float32) for name, shape in bench.method.client_state.items()}
     for number, some in enumerate(who):
-        clients = np.array(list(some))
-        mine = replace(cohort(*clients), kept=lambda name, _, clients=clients: kept[name][clients])
-        for reply in method.answer(mine, Message.from_bytes(method.instruct(state, number, -1).to_bytes())):
-            for name, value in reply.kept.items():
+        clients, total = np.array(list(some)), bench.channel.total()
+        mine = replace(cohort(*clients), state=lambda name, _, clients=clients: kept[name][clients])
+        message = round_trip(bench.broadcast(state, number))
+        for reply in bench.answer(mine, message):
+            for name, value in reply.state.items():
                 kept[name][reply.clients[0]] = value
-            alone = method.summand(reply, number)
-            state = method.fold_sum(state, alone) if summed else method.fold(state, reply)
-        state = method.close(state)
+            if summed:
+                bench.channel.add_vector(total, bench.runtime.vector(reply, message))
+            else:
+                bench.add(total, state, reply, number)
+        state = bench.method.server_update(state, bench.channel.finish(total, number), number)
     return state
 
 
 def vector(state: Any) -> np.ndarray:
-    return flat((state.parameters["head.weight"], state.parameters["head.bias"]))
+    return flat((state.params["head.weight"], state.params["head.bias"]))
 
 
 SHARES = {"examples": np.array(SIZES) / N, "uniform": np.full(K, 1 / K)}
@@ -107,12 +111,12 @@ def test_fednova_with_momentum_and_a_pull_under_a_schedule(
 # ------------------------------------------------------------------------------------------------------- least squares
 
 
-def least_squares(parameters: Any, features: Tensor, labels: Tensor, present: Tensor, _: Any) -> dict[str, Tensor]:
+def least_squares(parameters: Any, features: Tensor, labels: Tensor, present: Tensor, _: Any) -> Params:
     """Gradients of the mean of ½ ‖W z + b − onehot‖² of each client's batch, in the place of cross-entropy's."""
     scores = features @ parameters["head.weight"].transpose(1, 2) + parameters["head.bias"].unsqueeze(1)
     error = scores - torch.nn.functional.one_hot(labels, C)
     error = error * (present / present.sum(dim=1, keepdim=True)).unsqueeze(2)
-    return {"head.weight": error.transpose(1, 2) @ features, "head.bias": error.sum(dim=1)}
+    return Params({"head.weight": error.transpose(1, 2) @ features, "head.bias": error.sum(dim=1)})
 
 
 def optimum(shares: np.ndarray) -> np.ndarray:
@@ -156,13 +160,13 @@ def test_feddyn_with_short_updates_ends_at_the_optimum(
 
 
 def test_a_client_of_feddyn_keeps_the_dual_of_what_the_server_hears() -> None:
-    method: Any = build(stage_of(method="feddyn", max_norm=0.01, local_steps=3), Setting(C, D, (0, 0), K, N, START))
-    nothing = {name: np.zeros((K, *shape), np.float32) for name, shape in method.kept_shapes.items()}
-    everybody = replace(cohort(*range(K)), kept=lambda name, _: nothing[name])
-    for reply in method.answer(everybody, method.instruct(method.open(), 0, -1)):
+    bench = bench_of(method="feddyn", max_norm=0.01, local_steps=3)
+    nothing = {name: np.zeros((K, *shape), np.float32) for name, shape in bench.method.client_state.items()}
+    everybody = replace(cohort(*range(K)), state=lambda name, _: nothing[name])
+    for reply in bench.answer(everybody, bench.broadcast(bench.init())):
         sent = {name: array for name, array in reply.message.arrays.items() if name.startswith("update.")}
-        assert norm_of(sent) == pytest.approx(0.01, rel=1e-5)
-        for name, dual in reply.kept.items():
+        assert norm(sent) == pytest.approx(0.01, rel=1e-5)
+        for name, dual in reply.state.items():
             np.testing.assert_array_equal(dual, sent[name.replace("dual.", "update.")])
 
 
@@ -179,13 +183,19 @@ def test_scaffold_of_uneven_clients_under_secure_sums() -> None:
     np.testing.assert_allclose(secure.weight, plain.weight, rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize(("steps", "taken"), [(10**7, True), (10**7 + 1, False), (0, False), (2.0, False)])
-def test_fednova_takes_a_number_of_steps_that_can_be(steps: Any, taken: bool) -> None:
-    method: Any = build(stage_of(method="fednova"), Setting(C, D, (0, 0), K, N, START))
+@pytest.mark.parametrize(
+    ("steps", "taken"),
+    [(1.0, True), (2.5, True), (9.9e6, True), (1e7, False), (0.0, False), (-1.0, False), (np.nan, False)],
+)
+def test_fednova_takes_a_number_of_steps_that_can_be(steps: float, taken: bool) -> None:
+    bench = bench_of(method="fednova")
     arrays = {"update.head.weight": np.ones((C, D), np.float32), "update.head.bias": np.ones(C, np.float32)}
-    reply = Reply(np.array([0]), Message(arrays, {"examples": 5, "steps": steps}), np.array([0]), np.array([0]))
+    message = Message(arrays | {"steps": np.array(steps, np.float32)}, {"examples": 5})
+    reply = Reply(np.array([0]), message, np.array([0]), np.array([0]))
     if taken:
-        assert method.fold(method.open(), reply).tallies[""].effort == 5 * steps
+        total = bench.total(bench.init(), [reply])
+        assert total.sums["steps"] == 5 * steps
+        assert total.weight("steps") == 5
     else:
         with pytest.raises(MessageError, match="steps"):
-            method.fold(method.open(), reply)
+            bench.total(bench.init(), [reply])

@@ -17,16 +17,19 @@ import torch
 from torch import Tensor, nn
 
 from headstart.config.recipe import Recipe
-from headstart.config.stage import FedPerStage, LGFedAvgStage
 from headstart.data import Federation
-from headstart.engine import collect, rounds
+from headstart.engine.client_states import collect
 from headstart.errors import HeadstartError, RecipeError
 from headstart.heads import LinearHead
 from headstart.heads.estimators import Fed3R, FedCOF, FedNCM
+from headstart.methods.fedper import FedPerStage
+from headstart.methods.lg_fedavg import LGFedAvgStage
 from headstart.methods.personalise import blended_head
 from headstart.records import RunDirectory
 from headstart.runner import run
-from headstart.solvers.heads import Objective, batches
+from headstart.solvers.heads import batches
+from headstart.solvers.objective import Objective
+from tests.helpers import drawing
 from tests.methods.test_bodies import (
     HEAD,
     MLP,
@@ -44,6 +47,7 @@ from tests.methods.test_bodies import (
     model_of,
     named,
     rows_of,
+    stage_of,
 )
 from tests.methods.test_methods import holds, overheard
 from tests.runner.test_stages import _light, metrics_of, same_bits, same_run, with_interruptions  # noqa: F401 (a fixture among them)
@@ -55,7 +59,7 @@ BODIES = {
     "hidden layers": {"train": "head", "previous": MLP, "head": "mlp", "hidden": 4},
 }
 # Everybody is asked, but not in every round, and one of them not before the last.
-ASKED = [np.array([0, 1]), np.array([1]), np.array([0, 1, 2])]
+ASKED = [[0, 1], [1], [0, 1, 2]]
 
 Values = dict[str, Tensor]
 
@@ -69,7 +73,7 @@ def run_of(folder: Path, body: str, network: nn.Module | None = None, **keys: An
 
 @pytest.fixture
 def _some_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rounds, "_sample", lambda method, stage, seed, number, *_: ASKED[number])
+    drawing(monkeypatch, *ASKED)
 
 
 # --------------------------------------------------------------------------------------------- the methods, written out
@@ -94,8 +98,8 @@ def descend(
     model: nn.Sequential,
     names: list[str],
     plan: list[np.ndarray],
-    pull: float = 0.0,
-    anchor: Values | None = None,
+    proximal: float = 0.0,
+    centre: Values | None = None,
     velocity: Values | None = None,
     rate: float = LOCAL["lr"],
 ) -> None:
@@ -105,8 +109,8 @@ def descend(
         for name, gradient in gradients(model, names, rows).items():
             here = named(model)[name]
             with torch.no_grad():
-                if anchor is not None:
-                    gradient = gradient + pull * (here - anchor[name])
+                if centre is not None:
+                    gradient = gradient + proximal * (here - centre[name])
                 velocity[name] = LOCAL["momentum"] * velocity.get(name, 0.0) + gradient
                 here -= rate * velocity[name]
 
@@ -118,7 +122,7 @@ def plan_of(run: Run, client: int, round: int, objective: Objective | None = Non
     return [cohort.rows[batch[batch >= 0]] for batch in found if (batch >= 0).any()]
 
 
-def written_out(run: Run, method: str, body: str, asked: list[np.ndarray] = ASKED) -> tuple[Values, list[Values]]:
+def written_out(run: Run, method: str, body: str, asked: list[list[int]] = ASKED) -> tuple[Values, list[Values]]:
     """What is shared, and what is each client's own, after the rounds."""
     model = model_of(Plain(), BODIES[body]["previous"])
     below = [n for n in named(model) if n not in TOP and (body == "network" or n.startswith("head."))]
@@ -165,7 +169,7 @@ def test_a_method_is_its_plain_loop(method: str, keys: dict[str, Any], body: str
     """A head, or a body, goes on from where its client left it; who was not asked in a round keeps what it had."""
     run = run_of(tmp_path, body, method=method, **keys).play()
     known, own = written_out(run, method, body)
-    close(run.state.parameters, known)
+    close(run.state.params, known)
     found = run.own()
     for k in range(K):
         close({name: value[k] for name, value in found.items()}, own[k])
@@ -177,8 +181,7 @@ def test_a_method_is_its_plain_loop(method: str, keys: dict[str, Any], body: str
 def test_who_is_asked_first_starts_from_the_start_and_who_is_never_asked_stays_there(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = [np.array([0]), np.array([0, 1])]
-    monkeypatch.setattr(rounds, "_sample", lambda method, stage, seed, number, *_: asked[number])
+    drawing(monkeypatch, [0], [0, 1])
     run = run_of(tmp_path, "network", method=method, rounds=2)
     start = run.method.own(lambda name, value: value[None].repeat(K, 0))
     seen: list[tuple[int, dict[str, np.ndarray]]] = []
@@ -205,7 +208,7 @@ def test_who_is_asked_first_starts_from_the_start_and_who_is_never_asked_stays_t
 def same_parameters(left: Run, right: Run) -> None:
     """What both share is the same, bit for bit, and there is something."""
     both = left.bits().keys() & right.bits().keys()
-    assert any(name.startswith("model.") for name in both)
+    assert any(name.startswith("params/") for name in both)
     assert {name: left.bits()[name] for name in both} == {name: right.bits()[name] for name in both}
 
 
@@ -224,12 +227,12 @@ def test_fedbabu_is_fedavg_or_fedprox_on_the_body(
 @pytest.mark.parametrize("body", BODIES)
 def test_the_head_of_fedbabu_stays_and_never_travels(body: str, tmp_path: Path) -> None:
     run = run_of(tmp_path, body, method="fedbabu")
-    messages, kept = overheard(run.method)
+    messages, kept = overheard(run.bench)
     heads: list[bytes] = []
-    run.play(lambda number, state: heads.append(run.method.head(state).weight.tobytes()))
+    run.play(lambda number, state: heads.append(run.bench.head(state).weight.tobytes()))
     head = BODIES[body]["previous"]
     assert heads == 3 * [head.weight.tobytes()]
-    assert run.method.head(run.state).bias.tobytes() == head.bias.tobytes()
+    assert run.load().bias.tobytes() == head.bias.tobytes()
     assert len(messages) == 3 * (1 + K)
     assert not kept
     prefix = "body." if body == "network" else "head.hidden."
@@ -237,8 +240,8 @@ def test_the_head_of_fedbabu_stays_and_never_travels(body: str, tmp_path: Path) 
         assert all(name.split(".", 1)[1].startswith(prefix) for name in message.arrays)
     assert not holds(messages, head.weight)
     assert not holds(messages, head.bias)
-    for name, value in run.method.open().parameters.items():
-        assert not np.allclose(value, run.state.parameters[name], rtol=1e-3)
+    for name, value in run.bench.init().params.items():
+        assert not np.allclose(value, run.state.params[name], rtol=1e-3)
 
 
 @pytest.mark.parametrize("network", [Plain, Normed])
@@ -250,18 +253,18 @@ def test_fedper_with_a_shared_head_is_fedavg(
     monkeypatch.setattr(FedPerStage, "classifier", "shared")
     shared = run_of(tmp_path / "shared", "network", network(), method="fedper").play()
     assert shared.bits() == average.bits()
-    assert shared.method.kept_shapes == {}
-    assert personal.bits()["model.body.one.weight"] != average.bits()["model.body.one.weight"]
+    assert shared.method.client_state == {}
+    assert personal.bits()["params/body.one.weight"] != average.bits()["params/body.one.weight"]
 
 
 @pytest.mark.parametrize("method", ["fedper", "fedrep", "lg-fedavg", "ditto", "local-only"])
 def test_what_is_a_clients_own_never_travels(method: str, tmp_path: Path) -> None:
     """Neither by name nor by its bytes: running statistics of a body of its own do not either."""
     run = run_of(tmp_path, "network", Normed(), method=method)
-    messages, kept = overheard(run.method)
+    messages, kept = overheard(run.bench)
     run.play()
     travelled = {name.split(".", 1)[1] for message in messages for name in message.arrays}
-    assert travelled == run.state.parameters.keys() | run.state.statistics.keys()
+    assert travelled == run.state.params.keys() | run.state.statistics.keys()
     if method != "ditto":
         assert not travelled & run.own().keys()
     trained = Normed().state_dict().keys() - {"norm.num_batches_tracked", "spare"}
@@ -291,7 +294,7 @@ def test_each_phase_of_fedrep_leaves_the_other_part_alone(tmp_path: Path) -> Non
 
     def watched(start: Any, *arguments: Any) -> Any:
         result = solve(start, *arguments)
-        after = {**result.parameters, **result.statistics}
+        after = {**result.params, **result.statistics}
         seen.append(tuple({n: v.numpy().tobytes() for n, v in each.items()} for each in (start, after)))
         return result
 
@@ -343,7 +346,7 @@ def test_a_pull_of_one_over_the_rate_puts_ditto_one_step_from_the_global_model(t
     keys = {"momentum": 0.0, "batch_size": "full", "local_epochs": 1, "lambda_ditto": 10.0, "rounds": 2}
     run = run_of(tmp_path, "network", method="ditto", **keys)
     received: list[Values] = []
-    run.play(lambda number, state: received.append({n: torch.tensor(v) for n, v in state.parameters.items()}))
+    run.play(lambda number, state: received.append({n: torch.tensor(v) for n, v in state.params.items()}))
     model = model_of(Plain())
     start = values(model)
     for k in range(K):
@@ -379,7 +382,7 @@ def test_a_step_of_per_fedavg_by_hand(tmp_path: Path) -> None:
         inner = theta - 0.5 * slope(theta, one)
         total += SIZES[k] / N * (theta - 0.3 * slope(inner, two))
     run.play()
-    found = np.concatenate([run.state.parameters["head.weight"], run.state.parameters["head.bias"][:, None]], axis=1)
+    found = np.concatenate([run.state.params["head.weight"], run.state.params["head.bias"][:, None]], axis=1)
     np.testing.assert_allclose(found, total, rtol=1e-4, atol=1e-6)
 
 
@@ -407,7 +410,7 @@ def test_per_fedavg_goes_from_pair_to_pair_and_leaves_an_odd_batch(body: str, tm
     replies = [run.answer(k).message.scalars["steps"] for k in range(K)]
     assert replies == [1, 1, 1]
     run.play()
-    close(run.state.parameters, mean)
+    close(run.state.params, mean)
     passes = [3 * 5, 3 * 8, 3 * 6] if body == "network" else [*SIZES]
     assert run.ledger.forward_passes.tolist() == passes
 
@@ -465,10 +468,10 @@ def test_local_only_is_torch_sgd_that_never_stops_and_nothing_travels(body: str,
             loss_of(model, rows).backward()
             sgd.step()
         close({name: value[k] for name, value in run.own().items()}, mine)
-        velocity = {name: run.store.read(f"velocity.{name}", None, np.array([k]))[0] for name in mine}
+        velocity = {name: run.states.read(f"velocity.{name}", None, np.array([k]))[0] for name in mine}
         close(velocity, {name: sgd.state[value]["momentum_buffer"] for name, value in mine.items()}, atol=1e-4)
     assert run.ledger.bytes_up.tolist() == run.ledger.bytes_down.tolist() == [0] * K
-    assert run.method.published(run.state, run.federation.counts).bytes == 0
+    assert run.published(3).bytes == 0
 
 
 # ---------------------------------------------------------------------------------------------- whole runs: personalise
@@ -506,12 +509,12 @@ def handed(out: Path, stage: int) -> Arrays:
 
 def own_of(out: Path, stage: int) -> list[Arrays]:
     """What is each client's own after a stage; nothing for those that never took part."""
-    store = RunDirectory(out).load_model(stage)[0].store
-    assert store is not None
-    clients = range(len(store.slots))
+    states = RunDirectory(out).load_model(stage)[0].states
+    assert states is not None
+    clients = range(len(states.slots))
     return [
-        {n.removeprefix("personal."): store.read(n, None, np.array([k]))[0] for n in store.shapes}
-        if store.has(k)
+        {n.removeprefix("personal."): states.read(n, None, np.array([k]))[0] for n in states.shapes}
+        if states.has(k)
         else {}
         for k in clients
     ]
@@ -701,10 +704,11 @@ def test_a_part_that_is_not_updated_stays_as_each_client_has_it(first: str, upda
 
 
 @pytest.mark.parametrize("moves", ["head", "body"])
-def test_the_part_that_does_not_move_is_left_alone_with_its_statistics(moves: Any, tmp_path: Path) -> None:
+def test_the_part_that_does_not_move_is_left_alone_with_its_statistics(moves: str, tmp_path: Path) -> None:
     """As a stage is played whose clients have everything of their own, and which updates one part of it."""
-    run = run_of(tmp_path, "network", Normed(), method="local-only", weight_decay=0.1)
-    run.method.setting = replace(run.method.setting, moves=moves)
+    keys = {"method": "local-only", "weight_decay": 0.1}
+    plan = replace(stage_of(**keys).plan, still=frozenset({"head", "body"} - {moves}))
+    run = run_of(tmp_path, "network", Normed(), plan=plan, **keys)
     start = {name: value.tobytes() for name, value in run.method.own(lambda name, value: value.copy()).items()}
     run.play()
     assert len(start) == 6 + 2 + 2  # of the body, its statistics, the head
@@ -1055,8 +1059,10 @@ def test_a_server_trains_on_the_share_that_it_was_given(
     keys = {"method": "fedavg", "batch_size": "full", "local_epochs": 1, "momentum": 0.0}
     shared = run_of(tmp_path / "shared", body, share=share, **keys)
     cohorts: list[Any] = []
-    refine = shared.method.refine
-    shared.method.refine = lambda state, cohort: cohorts.append((state, cohort)) or refine(state, cohort)
+    train = shared.method.train_on_server
+    shared.method.train_on_server = lambda state, cohort, round: (
+        cohorts.append((state, cohort)) or train(state, cohort, round)
+    )
     ends: list[Any] = []
     shared.play(lambda number, state: ends.append(state))
     rows = cohorts[0][1].rows
@@ -1065,14 +1071,14 @@ def test_a_server_trains_on_the_share_that_it_was_given(
     assert all(np.array_equal(cohort.rows, rows) for _, cohort in cohorts)
     np.testing.assert_array_equal(cohorts[0][1].labels, Y[rows])
     plain = run_of(tmp_path / "plain", body, **keys | {"rounds": 1}).play()
-    same = {n: v.tobytes() for n, v in plain.state.parameters.items()}
-    assert same == {n: v.tobytes() for n, v in cohorts[0][0].parameters.items()}
+    same = {n: v.tobytes() for n, v in plain.state.params.items()}
+    assert same == {n: v.tobytes() for n, v in cohorts[0][0].params.items()}
     model = model_of(Plain(), BODIES[body]["previous"])
     for (before, _), after in zip(cohorts, ends, strict=True):
-        put(model, {name: torch.tensor(value) for name, value in before.parameters.items()})
-        slope = gradients(model, list(before.parameters), rows)
-        expected = {name: torch.tensor(value) - 0.1 * slope[name] for name, value in before.parameters.items()}
-        close(after.parameters, expected, atol=1e-5)
+        put(model, {name: torch.tensor(value) for name, value in before.params.items()})
+        slope = gradients(model, list(before.params), rows)
+        expected = {name: torch.tensor(value) - 0.1 * slope[name] for name, value in before.params.items()}
+        close(after.params, expected, atol=1e-5)
     np.testing.assert_array_equal(shared.ledger.bytes_up, 3 * plain.ledger.bytes_up)
 
 
@@ -1082,35 +1088,35 @@ def test_a_server_trains_as_a_client_of_the_round_would_under_a_head_that_stays(
     shared = run_of(tmp_path, body, method="fedbabu", share=0.7, schedule="step", rounds=4)
     given: list[Any] = []
     ends: list[Any] = []
-    refine = shared.method.refine
-    shared.method.refine = lambda state, cohort: given.append((state, cohort)) or refine(state, cohort)
+    train = shared.method.train_on_server
+    shared.method.train_on_server = lambda state, cohort, round: (
+        given.append((state, cohort)) or train(state, cohort, round)
+    )
     shared.play(lambda number, state: ends.append(state))
     model = model_of(Plain(), BODIES[body]["previous"])
     for number, rate in enumerate([0.1, 0.1, 0.01, 0.001]):
         before, cohort = given[number]
-        assert not set(TOP) & before.parameters.keys()
-        put(model, {name: torch.tensor(value) for name, value in before.parameters.items()})
+        assert not set(TOP) & before.params.keys()
+        put(model, {name: torch.tensor(value) for name, value in before.params.items()})
         plan = [cohort.rows[batch[batch >= 0]] for batch in batches(cohort, shared.stage, number, shared.seed)[0]]
-        descend(model, list(before.parameters), plan, rate=rate)
-        close(ends[number].parameters, values(model, before.parameters))
+        descend(model, list(before.params), plan, rate=rate)
+        close(ends[number].params, values(model, before.params))
 
 
 def test_a_server_may_train_the_body_alone(tmp_path: Path) -> None:
     network = Normed()
     run = run_of(tmp_path, "network", network, method="fedavg", share=0.5, share_train="body", rounds=1)
     seen: list[Any] = []
-    refine = run.method.refine
-    run.method.refine = lambda state, cohort: seen.append(state) or refine(state, cohort)
+    train = run.method.train_on_server
+    run.method.train_on_server = lambda state, cohort, round: seen.append(state) or train(state, cohort, round)
     run.play()
     (before,) = seen
-    moved = {name for name, value in run.state.parameters.items() if not np.array_equal(value, before.parameters[name])}
-    assert moved == {name for name in before.parameters if name.startswith("body.")}
+    moved = {name for name, value in run.state.params.items() if not np.array_equal(value, before.params[name])}
+    assert moved == {name for name in before.params if name.startswith("body.")}
     for name, value in run.state.statistics.items():
         assert not np.array_equal(value, before.statistics[name])
-    run.method.place(run.state)
-    np.testing.assert_array_equal(
-        network.one.weight.detach(), run.state.parameters["body.one.weight"].astype(np.float32)
-    )
+    run.load()
+    np.testing.assert_array_equal(network.one.weight.detach(), run.state.params["body.one.weight"].astype(np.float32))
 
 
 # ----------------------------------------------------------------------------------------------------- costs and memory
@@ -1131,16 +1137,15 @@ def test_what_a_stage_does_not_send_comes_once_from_the_stage_before(
 
 
 MEMORY = """
-import os, resource, sys
+import resource, sys
 from pathlib import Path
 import numpy as np
 import torch
-from headstart.data import Dataset, Examples, Federation
-from headstart.engine.local import play
-from headstart.engine.store import ClientStore
-from headstart.core.ledger import Ledger
-from headstart.methods import Setting, build
 from headstart.config.recipe import Recipe
+from headstart.core.ledger import Ledger
+from headstart.data import Dataset, Examples, Federation
+from headstart.engine.client_states import ClientStates
+from tests.helpers import Bench, context_of, play
 torch.set_num_threads(1)
 folder = Path(sys.argv[1])
 keys = {"method": "local-only", "train": "head", "head": "mlp", "hidden": 160, "rounds": 30, "clients_per_round": 40}
@@ -1152,21 +1157,20 @@ for clients in (40, 2000):
     federation = Federation(Dataset("x", ("a", "b", "c"), examples, examples), np.arange(4000) % clients, None, names)
     if clients == 40:
         federation = Federation(federation.dataset, np.where(np.arange(4000) < 80, federation.owners, -1), None, names)
-    method = build(stage, Setting(3, 64, (0, 0), clients, 4000))
-    store = ClientStore(folder / str(clients), clients, method.kept_shapes)
+    bench = Bench(stage, context_of(stage, 3, 64, (0, 0), clients, 4000))
+    states = ClientStates(folder / str(clients), clients, bench.method.client_state)
     ledger = Ledger.open(clients)
-    play(method, stage, federation, x, (0, 0), ledger, store, lambda *_: None)
+    play(bench, federation, x, ledger, states)
     heard = int((ledger.last_round >= 0).sum())
-    values = sum(int(np.prod(shape)) for shape in method.kept_shapes.values())
+    values = sum(int(np.prod(shape)) for shape in bench.method.client_state.values())
     disk = sum(file.stat().st_blocks * 512 for file in (folder / str(clients)).iterdir())
     print(heard, 4 * values, disk, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 """
 
 
 def test_thousands_of_clients_cost_disk_where_they_were_heard_and_no_memory(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", MEMORY, str(tmp_path)], check=True, capture_output=True, text=True, timeout=60
-    )
+    command, root = [sys.executable, "-c", MEMORY, str(tmp_path)], Path(__file__).parents[2]
+    done = subprocess.run(command, cwd=root, check=True, capture_output=True, text=True, timeout=60)
     few, many = ([int(word) for word in line.split()] for line in done.stdout.splitlines())
     assert few[0] == 40
     assert 800 < many[0] < 1000  # of 2,000

@@ -10,11 +10,11 @@ import pytest
 
 import headstart
 from headstart.core.statistics import random_parts
-from headstart.methods import Setting
 from headstart.methods.head_init import head_start
 from headstart.solvers.cohort import Cohort
 from headstart.solvers.heads import batches
-from tests.methods.test_methods import recipe_of
+from tests.helpers import context_of
+from tests.variants import recipe_of
 
 SOURCE = Path(headstart.__file__).parent
 # Who holds what begins with the run's seed and a constant, where others have the number of a stage; noise begins with
@@ -56,8 +56,8 @@ def test_batches_are_not_drawn_as_a_head_was(round: int, monkeypatch: pytest.Mon
     real = np.random.default_rng
     monkeypatch.setattr(np.random, "default_rng", lambda seed: made.append(states(seed)) or real(seed))
     stage: Any = recipe_of("fedavg", head_init="random").stages[0]
-    setting, first = Setting(3, 4, (3, 1)), np.zeros(5, np.int64)
-    head_start(stage, setting, setting.each[0])
+    head_start(stage, context_of(stage, 3, 4, (3, 1)))
+    first = np.zeros(5, np.int64)
     new = np.array([True])
     one = Cohort(first[:1], np.zeros((5, 4)), np.arange(5), first, first, new, lambda *_: np.zeros(0, np.float32))
     batches(one, stage, round, (3, 1))

@@ -10,14 +10,16 @@ import torch
 
 from headstart.backbones import Inputs, embed
 from headstart.config.recipe import Recipe
-from headstart.core.ledger import Ledger
+from headstart.core.ledger import Ledger, Published
 from headstart.core.message import Message
+from headstart.core.state import pack, unpack
 from headstart.data import Dataset, Federation
-from headstart.engine.local import play
-from headstart.engine.store import ClientStore
-from headstart.methods import Setting, build
-from headstart.methods.slora import factors
+from headstart.engine.client_states import ClientStates
+from headstart.heads import LinearHead
+from headstart.methods.slora import SLoRAState, factors
 from headstart.modules import attach, plain_state
+from headstart.runner.costs import paper_cost
+from tests.helpers import Bench, context_of, play
 from tests.methods.test_mezo import SENTENCES, WIDTH, C, N, Y, bert_backbone, bert_head
 
 SEED = (5, 2)
@@ -39,31 +41,39 @@ class Run:
         self.module = attach("lora", self.backbone, {"rank": rank, "alpha_lora": alpha}, seed=5002)
         dataset = Dataset("x", ("a", "b", "c"), SENTENCES, SENTENCES)
         self.federation = Federation(dataset, WHO, None, ("ann", "bob", "cy"))
-        setting = Setting(C, WIDTH, seed, 3, N, bert_head(), self.backbone, self.module)
-        self.method: Any = build(self.stage, setting)
-        self.states: list[Any] = [self.method.open()]
+        self.context = context_of(
+            self.stage, C, WIDTH, seed, 3, N, bert_head(), backbone=self.backbone, module=self.module
+        )
+        self.bench = Bench(self.stage, self.context)
+        self.states: list[Any] = [self.bench.init()]
         self.frozen: list[bytes] = []
+        self.heads: list[LinearHead] = []
         self.features: list[np.ndarray] = []
         self.ledger = Ledger.open(3)
 
     def play(self, rounds: int | None = None, state: Any = None, first_round: int = 0) -> "Run":
         def after(number: int, state: Any) -> None:
             self.states.append(state)
-            self.frozen.append(self.method.freeze(state).to_bytes())
-            self.method.place(state)
+            self.frozen.append(pack(state).to_bytes())
+            self.heads.append(self.bench.head(state))
             self.features.append(embed(self.backbone, SENTENCES, "x"))
             if rounds is not None and number + 1 == rounds:
                 raise StopIteration
 
         source = Inputs(self.backbone, SENTENCES, "x")
         with TemporaryDirectory() as folder:
-            store = ClientStore(Path(folder), 3, self.method.kept_shapes, None)
-            arguments = (self.stage, self.federation, source, SEED, self.ledger, store, after)
+            states = ClientStates(Path(folder), 3, self.bench.method.client_state)
+            arguments = (self.bench, self.federation, source, self.ledger, states, after)
             try:
-                play(self.method, *arguments, state=state, first_round=first_round)
+                play(*arguments, state=state, first_round=first_round)
             except StopIteration:
                 assert rounds is not None
         return self
+
+    def published(self, rounds: int) -> Published:
+        """What so many rounds cost as the thesis counts it."""
+        counts, state = self.federation.counts, self.states[rounds]
+        return paper_cost(self.stage, self.bench.method, self.context.tasks, WIDTH, rounds, counts, state)
 
 
 def matrices(run: Run) -> dict[str, np.ndarray]:
@@ -81,7 +91,7 @@ def test_priming_changes_the_masked_entries_and_nothing_else() -> None:
     run = Run()
     start = matrices(run)
     run.play(rounds=1)
-    values = run.states[-1].inner.parameters
+    values = run.states[-1].inner.params
     for target in TARGETS:
         changed = matrices(run)[target] - start[target]
         moved = np.abs(changed) > 1e-5
@@ -103,7 +113,7 @@ def test_only_masked_values_travel_while_priming_and_only_factors_after_it() -> 
     low_rank: dict[str, tuple[int, ...]] = {f"module.{target}.lora_A.weight": (2, WIDTH) for target in TARGETS}
     low_rank |= {f"module.{target}.lora_B.weight": (WIDTH, 2) for target in TARGETS}
     for number, state in enumerate(run.states[:-1]):
-        down = run.method.instruct(state, number, -1)
+        down = run.bench.broadcast(state, number)
         expected = head | (masked if number < 2 else low_rank)
         assert {name: array.shape for name, array in down.arrays.items()} == {
             f"model.{name}": shape for name, shape in expected.items()
@@ -128,12 +138,12 @@ def test_the_switch_is_the_best_approximation_of_the_change_and_restores_the_mat
     # Round 2 once more, with a run that never switches: the change that the switch has seen.
     longer = Run(rank=2, alpha=alpha, priming=0.8).play(rounds=2)
     assert not longer.states[-1].primed
-    head = longer.states[-1].inner.parameters
-    np.testing.assert_array_equal(state.inner.parameters["head.weight"], head["head.weight"])
+    head = longer.states[-1].inner.params
+    np.testing.assert_array_equal(state.inner.params["head.weight"], head["head.weight"])
     for target, matrix in matrices(longer).items():
         left, values, right = np.linalg.svd(matrix - start[target])
         best = (left[:, :2] * values[:2]) @ right[:2]
-        b, a = (state.inner.parameters[f"module.{target}.lora_{name}.weight"] for name in "BA")
+        b, a = (state.inner.params[f"module.{target}.lora_{name}.weight"] for name in "BA")
         np.testing.assert_allclose(alpha / 2 * b @ a, best, atol=2e-5)
         np.testing.assert_allclose(b.T @ b, a @ a.T, atol=1e-5)  # the singular values are split evenly
         assert values[2] > 1e-3  # something is lost
@@ -167,7 +177,7 @@ def test_a_state_survives_its_checkpoint_in_both_parts(stop: int) -> None:
     cut = Run().play(rounds=stop)
     assert cut.frozen == whole.frozen[:stop]
     again = Run()
-    state = again.method.thaw(Message.from_bytes(cut.frozen[-1]))
+    state = unpack(SLoRAState, Message.from_bytes(cut.frozen[-1]))
     assert state.primed == (stop >= 2)
     again.play(state=state, first_round=stop)
     assert again.frozen == whole.frozen[stop:]
@@ -182,27 +192,27 @@ def test_without_priming_it_is_lora_by_fedavg() -> None:
     plain = Run(priming=0.0)
     table = {"method": "fedavg", "train": "lora", "rank": 2, "alpha_lora": 6.0, "rounds": 5, "lr": 0.3}
     plain.stage = Recipe.parse({"data": {"dataset": "x"}, "stages": [table | {"batch_size": "full"}]}).stages[0]
-    plain.method = build(plain.stage, plain.method.setting)
+    plain.bench = Bench(plain.stage, plain.context)
     plain.play()
-    for name, value in plain.states[-1].parameters.items():
-        np.testing.assert_array_equal(run.states[-1].inner.parameters[name], value, err_msg=name)
+    for name, value in plain.states[-1].params.items():
+        np.testing.assert_array_equal(run.states[-1].inner.params[name], value, err_msg=name)
     np.testing.assert_array_equal(run.features[-1], plain.features[-1])
-    published = run.method.published(run.states[-1], run.federation.counts)
+    published = run.published(5)
     assert published.bytes == 5 * 3 * 4 * 4 * (2 * 8 + 8 * 2)  # rounds, clients, bytes, matrices
     again = Run(priming=0.0)
-    again.play(state=again.method.thaw(Message.from_bytes(run.frozen[1])), first_round=2)
+    again.play(state=unpack(SLoRAState, Message.from_bytes(run.frozen[1])), first_round=2)
     assert again.frozen == run.frozen[2:]
 
 
 def test_after_the_switch_lora_is_what_trains() -> None:
     run = Run(lr=0.03).play()
     assert [state.primed for state in run.states] == [False, False, True, True, True, True]
-    after, end = run.states[2].inner.parameters, run.states[-1].inner.parameters
+    after, end = run.states[2].inner.params, run.states[-1].inner.params
     for name, value in after.items():
         assert np.abs(end[name] - value).max() > 1e-5, name
     losses = []
-    for state, features in zip(run.states[1:], run.features, strict=True):
-        scores = run.method.head(state).scores(features).astype(np.float64)
+    for head, features in zip(run.heads, run.features, strict=True):
+        scores = head.scores(features).astype(np.float64)
         logs = scores - np.log(np.exp(scores).sum(axis=1, keepdims=True))
         losses.append(-logs[np.arange(N), Y].mean())
     assert losses[1] < losses[0]  # priming learns
@@ -215,10 +225,9 @@ def test_after_the_switch_lora_is_what_trains() -> None:
 def test_the_published_cost_by_hand(keys: dict[str, Any], per_round: int) -> None:
     """Eq. 7: two rounds of a third of four 8 × 8 matrices, three rounds of their factors of rank 2."""
     run = Run(**keys).play()
-    published = run.method.published(run.states[-1], run.federation.counts)
+    published = run.published(5)
     assert published.bytes == per_round * 4 * (2 * 4 * NNZ + 3 * 4 * (2 * 8 + 8 * 2))
-    early = run.method.published(run.states[1], run.federation.counts)
-    assert early.bytes == per_round * 4 * 4 * NNZ
+    assert run.published(1).bytes == per_round * 4 * 4 * NNZ
     assert published.forward_passes == 5 * 3 * N
 
 

@@ -23,15 +23,19 @@ from torch.nn import functional
 from headstart.backbones import Backbone, load_backbone
 from headstart.config.recipe import Model, Recipe
 from headstart.core.message import Message
+from headstart.core.reply import Reply
 from headstart.data import Federation
-from headstart.engine import Body, local, rounds
+from headstart.engine import round as engine_round
+from headstart.engine.body import Body
+from headstart.engine.client import ClientRuntime, sender_of
 from headstart.errors import HeadstartError, MessageError
 from headstart.heads import LinearHead
-from headstart.methods import Reply
 from headstart.modules import plain_state
 from headstart.records.directory import RunDirectory
 from headstart.report import write_report
 from headstart.runner import Result, run
+from headstart.solvers.cohort import Cohort
+from tests.helpers import drawing
 from tests.runner.test_stages import _light, metrics_of, out_of, same_bits, with_interruptions  # noqa: F401 (a fixture among them)
 
 LOW = {"name": "low", "dataset": "digits", "classes": [0, 1, 2, 3, 4], "partition": {"kind": "iid", "clients": 4}}
@@ -71,19 +75,44 @@ class Stage:
     """What a stage did: its method, the server's state before and after every round, and every answer."""
 
     method: Any
-    store: Any
+    channel: Any
+    client_states: Any
     ledger: Any
     states: list[Any] = field(default_factory=list)
-    sampled: list[list[int]] = field(default_factory=list)
+    drawn: list[list[int]] = field(default_factory=list)
     replies: list[list[Reply]] = field(default_factory=list)
 
-    def head(self, task: int = 0, at: int = -1) -> LinearHead:
-        head: LinearHead = self.method.head(self.states[at], task)
+    def head(self, task: int = 0, at: int = -1, own: Any = None) -> LinearHead:
+        """The head of the model after a round, which is in the body from then on."""
+        head: LinearHead = self.method.load(self.method.model(self.states[at], task), task, own)
         return head
+
+    def vectors(self, at: int) -> dict[str, dict[str, np.ndarray]]:
+        """The model after a round, and what the server remembers: what is a task's own under names that end in it."""
+        state, found = self.states[at], dict[str, dict[str, np.ndarray]]()
+        ends = ["", *(f"@{name}" for name in self.method.names)]
+        for end, part in zip(ends, (state.common, *state.tasks), strict=True):
+            for what, values in {"model": part.params, **part.memory}.items():
+                found.setdefault(what, {}).update({f"{name}{end}": value for name, value in values.items()})
+        return found
+
+    def params(self, at: int) -> dict[str, np.ndarray]:
+        """The model after a round."""
+        return self.vectors(at)["model"]
 
     def updates(self, round: int = 0) -> dict[int, Message]:
         """What each client sent in a round."""
         return {int(reply.clients[0]): reply.message for reply in self.replies[round]}
+
+    def broadcast(self, task: int) -> Message:
+        """What a client of a task was sent in the first round."""
+        message: Message = self.method.broadcast(self.states[0], 0, -1, task)
+        return message
+
+    def add(self, total: Any, reply: Reply) -> None:
+        """Add a reply of the first round to a total, as the server does."""
+        client, message = int(reply.clients[0]), self.broadcast(reply.task)
+        self.channel.add(total, reply, sender_of(self.method, client, 0, reply.task, message))
 
 
 @dataclass
@@ -110,34 +139,34 @@ def watch(recipe: Recipe, out: Path | None = None, **keys: Any) -> Watched:
         bodies.append(Body(*arguments, **keys))
         return bodies[-1]
 
-    def play(method: Any, stage: Any, federation: Any, source: Any, *rest: Any) -> Any:
-        seed, ledger, store, after_round, *more = rest
-        seen = Stage(method, store, ledger, [method.open()])
+    def play(server: Any, clients: Any, costs: Any, seed: Any, after_round: Any, first_round: int) -> None:
+        seen = Stage(server.method, server.channel, clients.states, costs.ledger, [server.state])
         stages.append(seen)
-        answer, sample = method.answer, rounds._sample
+        draw = engine_round.draw
 
-        def heard(*arguments: Any) -> list[Reply]:
-            replies: list[Reply] = answer(*arguments)
-            seen.replies[-1] += replies
-            return replies
+        class Heard(ClientRuntime):
+            def answer(self, cohort: Cohort, message: Message) -> list[Reply]:
+                replies = super().answer(cohort, message)
+                seen.replies[-1] += replies
+                return replies
 
         def drawn(*arguments: Any) -> Any:
-            clients = sample(*arguments)
+            asked = draw(*arguments)
             seen.replies.append([])
-            seen.sampled.append(clients.tolist())
-            return clients
+            seen.drawn.append(asked.tolist())
+            return asked
 
-        def after(number: int, state: Any) -> None:
+        def after(number: int, state: Any) -> Any:
             seen.states.append(state)
-            after_round(number, state)
+            return after_round(number, state)
 
+        heard = replace(clients, runtime=Heard(server.method, server.channel))
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(method, "answer", heard, raising=False)
-            patch.setattr(rounds, "_sample", drawn)
-            return local.play(method, stage, federation, source, seed, ledger, store, after, *more)
+            patch.setattr(engine_round, "draw", drawn)
+            engine_round.play_rounds(server, heard, costs, seed, after, first_round)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("headstart.runner.run_recipe.play", play)
+        patch.setattr("headstart.runner.run_stage.play_rounds", play)
         patch.setattr("headstart.runner.run_recipe.Body", made)
         result = run(recipe, out, on_metrics=lambda line: lines.append(json.loads(json.dumps(line))), **keys)
     return Watched(result, bodies[0], stages, lines)
@@ -151,16 +180,6 @@ def digits(*stages: dict[str, Any], tasks: Any = (LOW, HIGH)) -> Recipe:
 
 def head_stage(method: str, **keys: Any) -> dict[str, Any]:
     return HEAD | METHODS[method] | {"method": method} | keys
-
-
-def sampling(patch: pytest.MonkeyPatch, *asked: list[int]) -> None:
-    """Rounds with these clients, over and over, as far as there are so many."""
-    patch.setattr(
-        rounds, "_sample",
-        lambda method, stage, seed, number, per_round, federation, present: np.array(
-            [client for client in asked[number % len(asked)] if client < federation.n_clients]
-        ),
-    )  # fmt: skip
 
 
 def same_head(left: LinearHead, right: LinearHead) -> None:
@@ -217,7 +236,7 @@ def pixels(backbone: Backbone, watched: Watched, split: str, rows: np.ndarray) -
 
 def task_features(watched: Watched, stage: Stage, task: int, at: int = -1) -> np.ndarray:
     """Features of a task's test examples by the model after a round."""
-    stage.method.place(stage.states[at], task)
+    stage.head(task, at)
     assert watched.body.backbone is not None
     with torch.no_grad():
         rows = watched.federation.examples_of(task, "test")
@@ -290,7 +309,7 @@ def test_the_head_of_the_first_task_is_that_of_the_task_alone(
 ) -> None:
     """Clients and batches are drawn by number, and those of the first task have the same ones."""
     if rounds:
-        sampling(monkeypatch, *rounds)
+        drawing(monkeypatch, *rounds)
     both, alone = watch(digits(head_stage(method))), watch(digits(head_stage(method), tasks=[LOW]))
     for at in range(5):
         same_head(both.stages[0].head(0, at), alone.stages[0].head(0, at))
@@ -325,16 +344,16 @@ def test_an_mlp_for_each_task(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("method", ["fedadam", "fedavgm", "scaffold", "feddyn"])
 def test_a_task_that_nobody_was_drawn_for_stays_as_it_is(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    sampling(monkeypatch, [0, 1, 4, 5], [2, 3], [4, 6])
-    _, first, second, third, _ = watch(digits(head_stage(method))).stages[0].states
+    drawing(monkeypatch, [0, 1, 4, 5], [2, 3], [4, 6])
+    stage = watch(digits(head_stage(method))).stages[0]
 
-    def of(state: Any, task: str) -> dict[str, np.ndarray]:
-        vectors = {"model": state.parameters, **state.memory}
+    def of(at: int, task: str) -> dict[str, np.ndarray]:
+        vectors = stage.vectors(at)
         return {f"{what}.{n}": v for what, each in vectors.items() for n, v in each.items() if n.endswith(f"@{task}")}
 
-    same_vectors(of(first, "high"), of(second, "high"))
-    same_vectors(of(second, "low"), of(third, "low"))
-    for before, after, task in ((first, second, "low"), (second, third, "high")):
+    same_vectors(of(1, "high"), of(2, "high"))
+    same_vectors(of(2, "low"), of(3, "low"))
+    for before, after, task in ((1, 2, "low"), (2, 3, "high")):
         moved = [name for name, value in of(before, task).items() if not np.array_equal(value, of(after, task)[name])]
         assert moved == list(of(before, task))
 
@@ -344,10 +363,10 @@ def test_the_first_step_of_a_task_is_its_optimisers_first_whenever_it_comes(
     method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Adam with its bias corrected: the first step has the length of the server's rate, in every direction."""
-    sampling(monkeypatch, [0, 1], [0, 1, 4, 5])
+    drawing(monkeypatch, [0, 1], [0, 1, 4, 5])
     stage = watch(digits(head_stage(method, bias_correction=True, tau=1e-12, server_lr=0.25))).stages[0]
     for task, round in (("low", 0), ("high", 1)):
-        before, after = stage.states[round].parameters, stage.states[round + 1].parameters
+        before, after = stage.params(round), stage.params(round + 1)
         moved = np.abs(after[f"head.bias@{task}"] - before[f"head.bias@{task}"])
         np.testing.assert_allclose(moved, 0.25, rtol=1e-6)
 
@@ -355,7 +374,7 @@ def test_the_first_step_of_a_task_is_its_optimisers_first_whenever_it_comes(
 def test_an_optimiser_goes_on_from_its_checkpoint_though_a_task_was_not_drawn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sampling(monkeypatch, [0, 1], [4, 5], [0, 5])
+    drawing(monkeypatch, [0, 1], [4, 5], [0, 5])
     recipe = digits(head_stage("fedadam", bias_correction=True))
     run(recipe, tmp_path / "whole")
     assert with_interruptions(recipe, tmp_path / "often") > 1
@@ -387,7 +406,7 @@ def test_what_a_client_of_one_task_sends_holds_nothing_of_another() -> None:
             mine, other = ("low", "high") if client < 4 else ("high", "low")
             assert f"update.head.weight@{mine}" in message.arrays
             assert not [name for name in message.arrays if name.endswith(f"@{other}")]
-            down = stage.method.instruct(stage.states[0], 0, -1, int(client >= 4))
+            down = stage.broadcast(int(client >= 4))
             assert not [name for name in down.arrays if name.endswith(f"@{other}")]
             assert stage.ledger.bytes_down[client] == 4 * len(down.to_bytes())
             assert stage.ledger.bytes_up[client] == 4 * len(message.to_bytes())
@@ -405,7 +424,7 @@ def test_the_papers_count_is_of_what_a_client_of_a_task_sends() -> None:
 @pytest.mark.parametrize("per_round", [1, 2, 3, 4, 5, 6, 7])
 def test_a_round_draws_as_many_from_each_task_in_turn(per_round: int) -> None:
     stage = watch(digits(head_stage("fedavg", clients_per_round=per_round))).stages[0]
-    for number, clients in enumerate(stage.sampled):
+    for number, clients in enumerate(stage.drawn):
         low, high = (sum((client < 4) == first for client in clients) for first in (True, False))
         assert len(set(clients)) == low + high == per_round
         if per_round < 7:
@@ -414,29 +433,26 @@ def test_a_round_draws_as_many_from_each_task_in_turn(per_round: int) -> None:
         else:
             assert (low, high) == (4, 3)
     if 1 < per_round < 7:
-        assert len({tuple(clients) for clients in stage.sampled}) > 1
+        assert len({tuple(clients) for clients in stage.drawn}) > 1
 
 
 def test_whom_a_task_sends_does_not_depend_on_the_other_tasks() -> None:
     crowd = HIGH | {"name": "crowd", "partition": {"kind": "iid", "clients": 30}}
     stage = head_stage("fedavg", clients_per_round=4)
     drawn = [
-        [
-            [client for client in clients if client < 4]
-            for clients in watch(digits(stage, tasks=tasks)).stages[0].sampled
-        ]
+        [[client for client in clients if client < 4] for clients in watch(digits(stage, tasks=tasks)).stages[0].drawn]
         for tasks in ((LOW, HIGH), (LOW, crowd))
     ]
     assert drawn[0] == drawn[1]
     third = watch(digits(stage | {"clients_per_round": 6}, tasks=(LOW, HIGH, crowd))).stages[0]
-    assert [[client for client in clients if client < 4] for clients in third.sampled] == drawn[0]
+    assert [[client for client in clients if client < 4] for clients in third.drawn] == drawn[0]
 
 
 def test_by_default_a_round_draws_from_all_clients_alike() -> None:
     crowd = HIGH | {"partition": {"kind": "iid", "clients": 40}}
     stage = head_stage("fedavg", clients_per_round=20, sampling="clients", rounds=10)
     low = [
-        sum(client < 4 for client in clients) for clients in watch(digits(stage, tasks=(LOW, crowd))).stages[0].sampled
+        sum(client < 4 for client in clients) for clients in watch(digits(stage, tasks=(LOW, crowd))).stages[0].drawn
     ]
     assert max(low) < 8
     assert len(set(low)) > 1
@@ -444,8 +460,8 @@ def test_by_default_a_round_draws_from_all_clients_alike() -> None:
 
 def test_a_closed_form_that_draws_from_tasks_hears_everybody_once() -> None:
     stage = watch(digits({"method": "fedncm", "clients_per_round": 2, "sampling": "tasks"})).stages[0]
-    assert sorted(client for clients in stage.sampled for client in clients) == list(range(7))
-    assert [sum(client < 4 for client in clients) for clients in stage.sampled] == [1, 1, 1, 1]
+    assert sorted(client for clients in stage.drawn for client in clients) == list(range(7))
+    assert [sum(client < 4 for client in clients) for clients in stage.drawn] == [1, 1, 1, 1]
 
 
 # --------------------------------------------------------------------------------------------------------- hidden tasks
@@ -455,10 +471,11 @@ def test_a_closed_form_that_draws_from_tasks_hears_everybody_once() -> None:
 def test_to_hide_the_task_changes_no_model(method: str) -> None:
     stage = head_stage(method, clients_per_round=4)
     plain, hidden = (watch(digits(stage | {"hide_task": hide})) for hide in (False, True))
-    for one, other in zip(plain.stages[0].states, hidden.stages[0].states, strict=True):
-        same_vectors(one.parameters, other.parameters)
-        for what in one.memory:
-            same_vectors(one.memory[what], other.memory[what])
+    for at in range(5):
+        one, other = (each.stages[0].vectors(at) for each in (plain, hidden))
+        assert one.keys() == other.keys()
+        for what in one:
+            same_vectors(one[what], other[what])
     assert [figures(line) for line in plain.lines] == [figures(line) for line in hidden.lines]
     if method != "local-only":
         assert plain.lines[-1]["bytes_up"] < hidden.lines[-1]["bytes_up"]
@@ -494,9 +511,9 @@ def test_one_sum_over_all_clients_gives_the_means_of_all_tasks() -> None:
             for name, array in message.arrays.items():
                 total[name] = total.get(name, 0) + float(weight) * array.astype(np.float64)  # type: ignore[arg-type]
         weights = dict(zip(("low", "high"), total.pop("present"), strict=True))
-        for name, value in stage.states[round].parameters.items():
+        for name, value in stage.params(round).items():
             mean = total[f"update.{name}"] / weights[name.partition("@")[2]]
-            np.testing.assert_allclose(stage.states[round + 1].parameters[name], value + mean, rtol=0, atol=1e-12)
+            np.testing.assert_allclose(stage.params(round + 1)[name], value + mean, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -504,16 +521,18 @@ def test_one_sum_over_all_clients_gives_the_means_of_all_tasks() -> None:
 )  # fmt: skip
 def test_a_client_of_no_task_or_of_several_is_refused(present: Any) -> None:
     stage = watch(digits(head_stage("fedavg", hide_task=True, rounds=1))).stages[0]
-    reply, state = stage.replies[0][0], stage.states[0]
+    reply, total = stage.replies[0][0], stage.channel.total()
     arrays = {name: array for name, array in reply.message.arrays.items() if name != "present"}
     if isinstance(present, list):
         arrays["present"] = np.array(present, np.float32)
     elif present is not None:
         arrays["present"] = present
     with pytest.raises(MessageError, match=r"no task, or more than one|'present'"):
-        stage.method.fold(state, replace(reply, message=Message(arrays, reply.message.scalars)))
-    assert not state.sums
-    assert not state.tallies
+        stage.add(total, replace(reply, message=Message(arrays, reply.message.scalars)))
+    assert not total.sums
+    assert not total.weights
+    stage.add(total, reply)
+    assert total.weights
 
 
 def test_an_update_without_the_other_tasks_is_refused_where_tasks_are_hidden() -> None:
@@ -521,15 +540,17 @@ def test_an_update_without_the_other_tasks_is_refused_where_tasks_are_hidden() -
     reply = stage.replies[0][0]
     arrays = {name: array for name, array in reply.message.arrays.items() if not name.endswith("@high")}
     with pytest.raises(MessageError, match=r"'update\.head\.weight@high' is missing"):
-        stage.method.fold(stage.states[0], replace(reply, message=Message(arrays, reply.message.scalars)))
+        stage.add(stage.channel.total(), replace(reply, message=Message(arrays, reply.message.scalars)))
 
 
 # -------------------------------------------------------------------------------------------------------- a shared body
 
 
-def by_hand(watched: Watched, recipe: Recipe, client: int, rate: float, pull: float = 0.0) -> dict[str, np.ndarray]:
-    """One step of SGD by a client on all of its examples, by torch alone: the update of every parameter."""
-    assert pull == 0.0, "the first step starts at the anchor, where there is no pull"
+def by_hand(watched: Watched, recipe: Recipe, client: int, rate: float) -> dict[str, np.ndarray]:
+    """One step of SGD by a client on all of its examples, by torch alone: the update of every parameter.
+
+    It starts at the centre of a proximal term, which has no gradient there.
+    """
     task = int(client >= 3)
     backbone, stage = pretrained(recipe), watched.stages[0]
     backbone.body.requires_grad_(True)
@@ -551,14 +572,14 @@ def by_hand(watched: Watched, recipe: Recipe, client: int, rate: float, pull: fl
 def test_the_body_is_the_mean_over_all_clients_and_a_head_over_those_of_its_task(
     vit: Tiny, method: str, weighting: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sampling(monkeypatch, [0, 2, 3, 4])
+    drawing(monkeypatch, [0, 2, 3, 4])
     tasks = ABC | {"train_examples": 21}, DE | {"train_examples": 22}  # seven examples each, and eleven
     keys = {"rounds": 1, "batch_size": "full", "train": "all", "weighting": weighting}
     recipe = vit(BODY | keys | {"method": method}, tasks=tasks)
     seen = watch(recipe)
     assert seen.federation.sizes.tolist() == [7, 7, 7, 11, 11]
     updates = {client: by_hand(seen, recipe, client, BODY["lr"]) for client in (0, 2, 3, 4)}
-    before, after = (state.parameters for state in seen.stages[0].states)
+    before, after = (seen.stages[0].params(at) for at in (0, 1))
     for name, value in after.items():
         about = [client for client, update in updates.items() if name in update]
         assert about == ([0, 2, 3, 4] if name.startswith("body.") else [0, 2] if name.endswith("@abc") else [3, 4])
@@ -588,7 +609,7 @@ def test_a_shared_body_is_written_without_a_head(vit: Tiny, tmp_path: Path) -> N
     seen = watch(recipe, tmp_path / "out")
     arrays = load_file(tmp_path / "out" / "model" / "model.safetensors")
     assert set(arrays) == set(pretrained(recipe).core.state_dict())
-    for name, value in seen.stages[0].states[-1].parameters.items():
+    for name, value in seen.stages[0].params(-1).items():
         if name.startswith("body."):
             np.testing.assert_array_equal(arrays[name.removeprefix("body.")], value.astype(np.float32))
     assert json.loads((tmp_path / "out" / "model" / "classes.json").read_text()) == {
@@ -601,7 +622,7 @@ def test_a_shared_body_is_written_without_a_head(vit: Tiny, tmp_path: Path) -> N
 
 
 def only_the_second_task(patch: pytest.MonkeyPatch) -> None:
-    sampling(patch, [3, 4])
+    drawing(patch, [3, 4])
 
 
 def test_training_one_task_changes_the_features_of_another_where_they_share_a_body(
@@ -624,7 +645,7 @@ def test_training_one_task_leaves_the_others_alone_with_fedyolo(
     recipe = vit(YOLO | {"train": kind} | SIZES[kind])
     seen = watch(recipe)
     (stage,) = seen.stages
-    first, last = stage.states[0].parameters, stage.states[-1].parameters
+    first, last = stage.params(0), stage.params(-1)
     same_vectors({n: v for n, v in first.items() if "@abc" in n}, {n: v for n, v in last.items() if "@abc" in n})
     np.testing.assert_array_equal(task_features(seen, stage, 0, 0), task_features(seen, stage, 0))
     assert np.abs(task_features(seen, stage, 1, 0) - task_features(seen, stage, 1)).max() > 1e-3
@@ -648,8 +669,7 @@ def test_fedyolo_leaves_the_backbone_as_it_was(vit: Tiny, kind: str, hide: bool)
 
 def final(stage: Stage, task: str) -> dict[str, np.ndarray]:
     """Parameters of a task at the end of a stage, under plain names."""
-    parameters = stage.states[-1].parameters
-    return {n.partition("@")[0]: v.astype(np.float32) for n, v in parameters.items() if n.endswith(f"@{task}")}
+    return {n.partition("@")[0]: v.astype(np.float32) for n, v in stage.params(-1).items() if n.endswith(f"@{task}")}
 
 
 @pytest.mark.parametrize("kind", SIZES)
@@ -677,7 +697,7 @@ def test_every_task_has_a_file_with_its_module_and_head(vit: Tiny, kind: str, tm
 
 
 def test_every_task_starts_from_the_same_module_and_another_head(vit: Tiny) -> None:
-    start = watch(vit(YOLO | {"rounds": 1})).stages[0].states[0].parameters
+    start = watch(vit(YOLO | {"rounds": 1})).stages[0].params(0)
     modules = [name for name in start if name.startswith("module.") and name.endswith("@abc")]
     assert modules
     for name in modules:
@@ -686,9 +706,9 @@ def test_every_task_starts_from_the_same_module_and_another_head(vit: Tiny) -> N
 
 
 def test_a_round_of_fedyolo_is_the_mean_over_the_clients_of_a_task(vit: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    sampling(monkeypatch, [0, 1, 3])
+    drawing(monkeypatch, [0, 1, 3])
     (stage,) = watch(vit(YOLO | {"rounds": 1})).stages
-    before, after = (state.parameters for state in stage.states)
+    before, after = (stage.params(at) for at in (0, 1))
     for name, value in after.items():
         senders = [0, 1] if name.endswith("@abc") else [3]
         mean = np.mean(
@@ -701,7 +721,7 @@ def test_a_round_of_fedyolo_is_the_mean_over_the_clients_of_a_task(vit: Tiny, mo
 def test_only_a_tasks_module_and_head_travel(vit: Tiny) -> None:
     seen = watch(vit(YOLO))
     (stage,) = seen.stages
-    shapes = {name: value.shape for name, value in stage.states[0].parameters.items()}
+    shapes = {name: value.shape for name, value in stage.params(0).items()}
     up = np.zeros(5, np.int64)
     for round in range(2):
         for client, message in stage.updates(round).items():
@@ -711,7 +731,7 @@ def test_only_a_tasks_module_and_head_travel(vit: Tiny) -> None:
             assert {name.split(".")[1] for name in expected} == {"module", "head"}
             up[client] += len(message.to_bytes())
     assert up.tolist() == stage.ledger.bytes_up.tolist()
-    down = [2 * len(stage.method.instruct(stage.states[0], 0, -1, task).to_bytes()) for task in (0, 1)]
+    down = [2 * len(stage.broadcast(task).to_bytes()) for task in (0, 1)]
     assert stage.ledger.bytes_down.tolist() == [down[0]] * 3 + [down[1]] * 2
     assert seen.lines[-1]["bytes_up"] == up.sum()
     # The paper's count, one way: two rounds, three clients of one task and two of the other, four bytes a parameter.
@@ -738,20 +758,19 @@ def test_a_later_stage_goes_on_from_each_tasks_module(vit: Tiny, hide: bool) -> 
     personal = {"method": "personalise", "update": "lora", "epochs": 0, "augment": "none"}
     seen = watch(vit(YOLO, YOLO | {"rounds": 1, "hide_task": hide}, personal))
     first, second, third = seen.stages
-    start = second.states[0].parameters
+    start = second.params(0)
     for task in ("abc", "de"):
         for name, value in final(first, task).items():
             np.testing.assert_array_equal(start[f"{name}@{task}"], value)
     for number, task in enumerate(("abc", "de")):
-        model = third.method.model(third.states[0], number)
-        same_vectors({name: value.astype(np.float32) for name, value in model.items()}, final(second, task))
+        same_vectors(third.method.own(lambda name, value: value, number), final(second, task))
 
 
 def test_a_closed_form_after_fedyolo_reads_each_task_with_its_own_module(vit: Tiny) -> None:
     seen = watch(vit(YOLO, {"method": "fedncm"}))
     train = seen.federation.dataset.train
     for task in (0, 1):
-        seen.stages[0].method.place(seen.stages[0].states[-1], task)
+        seen.stages[0].head(task)
         rows = seen.federation.examples_of(task, "train")
         assert seen.body.backbone is not None
         with torch.no_grad():
@@ -876,9 +895,9 @@ PERSONAL = {"method": "personalise", "epochs": 2, "batch_size": 4, "lr": 0.1, "a
 def own_heads(seen: Watched, stage: Stage, task: int) -> Iterator[tuple[int, LinearHead, dict[str, np.ndarray]]]:
     clients = seen.federation.clients_of(task)
     for client in range(clients.start, clients.stop):
-        own = stage.method.own(lambda name, start, c=client: stage.store.read(name, start, np.array([c])), task)
+        own = stage.method.own(lambda name, start, c=client: stage.client_states.read(name, start, np.array([c])), task)
         values = {name: value[0] for name, value in own.items()}
-        yield client, stage.method.head(stage.states[-1], task, values), values
+        yield client, stage.head(task, own=values), values
 
 
 @pytest.mark.parametrize(
@@ -909,7 +928,7 @@ def test_personalisation_starts_at_the_global_model_and_forgets_by_the_paper(
         labels = seen.federation.dataset.test.labels[rows] - seen.federation.class_starts[task]
         for _, head, values in own_heads(seen, stage, task):
             source = stage if update != "head" else seen.stages[0]
-            source.method.place(source.states[-1], task, {n: v for n, v in values.items() if not n.startswith("head.")})
+            source.head(task, own={n: v for n, v in values.items() if not n.startswith("head.")})
             with torch.no_grad():
                 features = pixels(seen.body.backbone, seen, "test", rows).numpy()
             whole.append((head.scores(features).argmax(axis=1) == labels).mean())
@@ -997,9 +1016,9 @@ def test_blocks_that_are_computed_once_change_no_result(vit: Tiny, kind: str, mo
     monkeypatch.setattr(Body, "attach", without)
     plain = watch(recipe)
     assert prefixes[0] is not None
-    one, other = (each.stages[0].states[-1].parameters for each in (cached, plain))
+    one, other = (each.stages[0].params(-1) for each in (cached, plain))
     assert set(one) == set(other)
-    start = cached.stages[0].states[0].parameters
+    start = cached.stages[0].params(0)
     for name in one:
         np.testing.assert_allclose(one[name], other[name], rtol=2e-3, atol=2e-5, err_msg=name)
     assert max(np.abs(one[name] - start[name]).max() for name in one) > 0.01

@@ -10,14 +10,15 @@ import torch
 
 from headstart.config.recipe import Recipe
 from headstart.core.ledger import Ledger
+from headstart.core.params import Params
+from headstart.core.update import Total
 from headstart.data import Dataset, Examples, Federation
-from headstart.engine.local import play
-from headstart.engine.store import ClientStore
+from headstart.engine.client_states import ClientStates
 from headstart.heads import LinearHead
-from headstart.methods import Setting, build
-from headstart.methods.training import Tally, TrainingState
 from headstart.solvers.cohort import Cohort
-from headstart.solvers.heads import HeadSolver, Objective, batches, learning_rate
+from headstart.solvers.heads import HeadSolver, batches
+from headstart.solvers.objective import Objective, learning_rate
+from tests.helpers import Bench, context_of, play
 
 C, D = 3, 4
 RNG = np.random.default_rng(0)
@@ -36,15 +37,19 @@ def stage_of(**keys: Any) -> Any:
     return Recipe.parse({"data": {"dataset": "x"}, "stages": [full]}).stages[0]
 
 
+def bench_of(head: LinearHead | None = START, **keys: Any) -> Bench:
+    """A stage of the three clients, from the head given."""
+    stage = stage_of(**keys)
+    return Bench(stage, context_of(stage, C, D, clients=K, examples=N, head=head))
+
+
 def federated(tmp_path: Path, **keys: Any) -> Head:
     """What headstart computes."""
-    stage = stage_of(**keys)
     examples = Examples("features", X, (), np.arange(N), Y)
     federation = Federation(Dataset("x", ("a", "b", "c"), examples, examples), WHO, None, ("0", "1", "2"))
-    method = build(stage, Setting(C, D, (0, 0), K, N, START))
-    store = ClientStore(tmp_path, K, method.kept_shapes, None)
-    state = play(method, stage, federation, X, (0, 0), Ledger.open(K), store, lambda *_: None)
-    return state.parameters["head.weight"], state.parameters["head.bias"]
+    bench = bench_of(**keys)
+    state = play(bench, federation, X, Ledger.open(K), ClientStates(tmp_path, K, bench.method.client_state))
+    return state.params["head.weight"], state.params["head.bias"]
 
 
 def gradient(head: Head, client: int | None) -> Head:
@@ -195,13 +200,13 @@ MEANS = [
 
 def stepped(**keys: Any) -> tuple[float, float]:
     """A problem of two parameters, both 1 at the start, after the two mean updates above."""
-    method: Any = build(stage_of(**keys), Setting(1, 1, (0, 0)))
-    state = method.open()
-    state = TrainingState({"head.weight": np.array([[1.0]]), "head.bias": np.array([1.0])}, state.memory)
-    for mean in MEANS:
-        tallies = {"": Tally(clients=1, weight=1.0, effort=1.0, replies=1)}
-        state = method.close(replace(state, sums={"update": mean, "statistics": {}}, tallies=tallies))
-    return float(state.parameters["head.weight"][0, 0]), float(state.parameters["head.bias"][0])
+    stage = stage_of(**keys)
+    bench = Bench(stage, context_of(stage, 1, 1))
+    state = replace(bench.init(), params=Params({"head.weight": np.array([[1.0]]), "head.bias": np.array([1.0])}))
+    for number, mean in enumerate(MEANS):
+        total = Total({f"update.{name}": value for name, value in mean.items()}, {"update": 1.0})
+        state = bench.method.server_update(state, total, number)
+    return float(state.params["head.weight"][0, 0]), float(state.params["head.bias"][0])
 
 
 def test_fedavg_by_hand() -> None:
@@ -266,12 +271,10 @@ def test_local_sgd_is_torch_sgd_on_the_same_batches(clip: float | None, decay: f
     stage = stage_of(method="fedavg", batch_size=4, local_epochs=2, momentum=0.7, lr=0.2, temperature=0.5, **keys)
     some = cohort(0, 1, 2)
     plan = batches(some, stage, 1, (7, 0))
-    begin = {
-        "head.weight": torch.tensor(START.weight).expand(K, C, D),
-        "head.bias": torch.tensor(START.bias).expand(K, C),
-    }
-    drift = {name: pull * torch.ones_like(value) for name, value in begin.items()}
-    objective = Objective(torch.full((K,), pull), drift) if pull else Objective()
+    weights, biases = torch.tensor(START.weight).expand(K, C, D), torch.tensor(START.bias).expand(K, C)
+    begin = Params({"head.weight": weights, "head.bias": biases})
+    correction = {name: pull * torch.ones_like(value) for name, value in begin.items()}
+    objective = Objective(np.full(K, pull), correction) if pull else Objective()
     found = HeadSolver(stage, (7, 0), begin)(begin, some, 1, objective)
     assert found.steps.tolist() == [2 * 2, 2 * 3, 2 * 4]  # ⌈5/4⌉, ⌈9/4⌉ and ⌈14/4⌉ batches, twice
     for k in range(K):
@@ -287,8 +290,8 @@ def test_local_sgd_is_torch_sgd_on_the_same_batches(clip: float | None, decay: f
                 for parameter, first in ((weight, START.weight), (bias, START.bias)):
                     parameter.grad += pull * (parameter.detach() - torch.tensor(first)) + pull
                 sgd.step()
-        np.testing.assert_allclose(found.parameters["head.weight"][k], weight.detach(), rtol=1e-4, atol=1e-6)
-        np.testing.assert_allclose(found.parameters["head.bias"][k], bias.detach(), rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(found.params["head.weight"][k], weight.detach(), rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(found.params["head.bias"][k], bias.detach(), rtol=1e-4, atol=1e-6)
 
 
 def test_every_example_is_seen_once_an_epoch_in_an_order_of_the_clients_own() -> None:
@@ -327,15 +330,14 @@ def test_fedyolo_warms_up_by_default_and_decays_as_its_paper_says() -> None:
 
 @pytest.mark.parametrize("method", ["feddyn", "scaffold"])
 def test_what_a_client_keeps_never_travels(method: str) -> None:
-    stage = stage_of(method=method)
-    built: Any = build(stage, Setting(C, D, (0, 0), K, N, START))
-    before = {name: RNG.normal(size=(1, *shape)).astype(np.float32) for name, shape in built.kept_shapes.items()}
-    rows = np.flatnonzero(WHO == 1)
-    one = Cohort(np.array([1]), X, rows, Y[rows], WHO[rows], np.array([True]), lambda name, _: before[name])
-    (reply,) = built.answer(one, built.instruct(built.open(), 0, -1))
+    bench = bench_of(method=method)
+    shapes = bench.method.client_state
+    before = {name: RNG.normal(size=(1, *shape)).astype(np.float32) for name, shape in shapes.items()}
+    one = replace(cohort(1), state=lambda name, _: before[name])
+    (reply,) = bench.answer(one, bench.broadcast(bench.init()))
     data = reply.message.to_bytes()
-    assert set(reply.kept) == set(before)
-    for name, array in reply.kept.items():
+    assert set(reply.state) == set(before)
+    for name, array in reply.state.items():
         assert not np.array_equal(array, before[name][0])
         assert array.tobytes() not in data
         assert before[name].tobytes() not in data
@@ -343,15 +345,14 @@ def test_what_a_client_keeps_never_travels(method: str) -> None:
 
 @pytest.mark.parametrize(("init", "expected"), [("previous", START.weight), ("zeros", np.zeros((C, D)))])
 def test_where_a_head_starts(init: str, expected: np.ndarray) -> None:
-    built: Any = build(stage_of(method="fedavg", head_init=init), Setting(C, D, (0, 0), K, N, START))
-    np.testing.assert_array_equal(built.open().parameters["head.weight"], expected)
+    state = bench_of(method="fedavg", head_init=init).init()
+    np.testing.assert_array_equal(state.params["head.weight"], expected)
 
 
 def test_a_random_head_has_torchs_bounds_and_a_masked_class_can_be_learned() -> None:
-    random: Any = build(stage_of(method="fedavg", head_init="random"), Setting(20, 100, (0, 0), K, N, None))
-    weight = random.open().parameters["head.weight"]
+    stage = stage_of(method="fedavg", head_init="random")
+    weight = Bench(stage, context_of(stage, 20, 100, clients=K, examples=N)).init().params["head.weight"]
     assert np.abs(weight).max() <= 0.1
     assert weight.std() == pytest.approx(0.1 / 3**0.5, rel=0.05)
     masked = LinearHead(START.weight, np.array([0, -np.inf, 1], np.float32))
-    built: Any = build(stage_of(method="fedavg"), Setting(C, D, (0, 0), K, N, masked))
-    assert built.open().parameters["head.bias"].tolist() == [0, 0, 1]
+    assert bench_of(masked, method="fedavg").init().params["head.bias"].tolist() == [0, 0, 1]

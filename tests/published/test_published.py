@@ -2,7 +2,6 @@
 
 import csv
 import json
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +23,7 @@ from headstart.modules import attach
 from headstart.published import Found, Row, published, reproduce, rows, select, why_not
 from headstart.published.formulas import FORMULAS
 from headstart.published.tables import HERE
+from tests.command import Command
 
 BY_ID = {row.id: row for row in rows()}
 
@@ -232,14 +232,8 @@ def test_what_is_missing_is_told(tiny: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert why_not(BY_ID["mezo/4/slora/comm"]) is None
 
 
-def _headstart(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "headstart.cli", *arguments], cwd=cwd, capture_output=True, text=True, check=False
-    )
-
-
-def test_the_command(tmp_path: Path) -> None:
-    listed = _headstart("reproduce", "--list", cwd=tmp_path)
+def test_the_command(tmp_path: Path, command: Command) -> None:
+    listed = command("reproduce", "--list", cwd=tmp_path)
     assert listed.returncode == 0, listed.stderr
     lines = listed.stdout.splitlines()
     assert len(lines) == len(rows())
@@ -247,7 +241,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert "fedyolo/3/vit-l/adapter: 417,984 parameters; by formula" in lines
     assert "fedncm/2/flowers/fedncm: not at hand; flowers102 is not in HEADSTART_DATA" in lines
     assert not any(line.endswith("; runs") for line in lines)
-    done = _headstart("reproduce", "fedyolo/3/vit-l", "fedncm/D/lp", "--out", "out", cwd=tmp_path)
+    done = command("reproduce", "fedyolo/3/vit-l", "fedncm/D/lp", "--out", "out", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert (
         "fedyolo/3/vit-l/adapter: 520,484 parameters; published 417,984 parameters, difference +102,500" in done.stdout
@@ -256,7 +250,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
         f"reproduce.{e}" for e in ("html", "csv", "md", "tex")
     }
-    wrong = _headstart("reproduce", "fedyolo/4", cwd=tmp_path)
+    wrong = command("reproduce", "fedyolo/4", cwd=tmp_path)
     assert wrong.returncode == 2
     assert "'fedyolo/4' is no published row or table; nearest: fedyolo/3" in wrong.stderr
     assert not (tmp_path / "runs").exists()

@@ -2,7 +2,6 @@
 
 import http.client
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -49,7 +48,7 @@ def going_on(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
     recipe = folder.parent / "long.toml"
     recipe.write_text(Recipe.parse(LONG).to_toml())
     command = [sys.executable, "-m", "headstart.cli", "run", str(recipe), "--out", str(folder)]
-    process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     try:
         until((folder / "metrics.jsonl").is_file)
         yield process

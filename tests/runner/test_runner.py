@@ -17,10 +17,10 @@ import pytest
 from safetensors.numpy import load_file
 
 import headstart
+from headstart.channel.channel import UpdateChannel
 from headstart.config.recipe import Recipe
-from headstart.engine.store import ClientStore
+from headstart.engine.client_states import ClientStates
 from headstart.errors import HeadstartError, MessageError
-from headstart.methods.training import TrainingMethod
 from headstart.records import RunDirectory
 from headstart.report.tables import remarks
 from headstart.runner import run
@@ -154,11 +154,11 @@ def test_resuming_gives_the_same_bits(
     run(recipe, tmp_path / "whole")
     saved, save = [0], RunDirectory.save_checkpoint
 
-    def stop(self: RunDirectory, *arguments: Any) -> None:
+    def stop(self: RunDirectory, *arguments: Any, **keys: Any) -> None:
         if saved[0] == stop_after:
             raise KeyboardInterrupt  # the round's metrics are written, its checkpoint is not
         saved[0] += 1
-        save(self, *arguments)
+        save(self, *arguments, **keys)
 
     with monkeypatch.context() as patch:
         patch.setattr(RunDirectory, "save_checkpoint", stop)
@@ -181,16 +181,16 @@ def test_a_crash_between_what_clients_keep_and_the_checkpoint_loses_nothing(
 ) -> None:
     recipe = recipe_of(TRAIN | {"method": "scaffold", "momentum": 0.0, "rounds": 6})
     run(recipe, tmp_path / "whole")
-    committed, commit = [0], ClientStore.commit
+    committed, commit = [0], ClientStates.commit
 
-    def stop(self: ClientStore) -> None:
+    def stop(self: ClientStates) -> None:
         commit(self)
         committed[0] += 1
         if committed[0] == 3:
             raise KeyboardInterrupt  # the third round's state is on disk, its checkpoint is not
 
     with monkeypatch.context() as patch:
-        patch.setattr(ClientStore, "commit", stop)
+        patch.setattr(ClientStates, "commit", stop)
         with pytest.raises(KeyboardInterrupt):
             run(recipe, tmp_path / "cut")
     resumed = run(recipe, tmp_path / "cut", resume=True)
@@ -298,16 +298,16 @@ def test_too_few_usable_answers_stop_the_run_and_leave_a_good_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = recipe_of(TRAIN | {"method": "fedavg", "rounds": 5, "min_replies": 5})
-    fold, folded = TrainingMethod.fold, [0]
+    add, added = UpdateChannel.add, [0]
 
-    def sometimes(self: Any, state: Any, reply: Any) -> Any:
-        folded[0] += 1
-        if folded[0] > 14:  # six replies a round: the third round gets two good ones
+    def sometimes(self: UpdateChannel, total: Any, reply: Any, sender: Any) -> None:
+        added[0] += 1
+        if added[0] > 14:  # six replies a round: the third round gets two good ones
             raise MessageError("array 'update.weight' holds NaN or infinity")
-        return fold(self, state, reply)
+        add(self, total, reply, sender)
 
     with monkeypatch.context() as patch:
-        patch.setattr(TrainingMethod, "fold", sometimes)
+        patch.setattr(UpdateChannel, "add", sometimes)
         with pytest.raises(HeadstartError, match=r"fedavg, round 3: 2 of 6 clients .* min_replies = 5; .* NaN"):
             run(recipe, tmp_path / "run")
     assert [line["round"] for line in lines(tmp_path / "run")] == [1, 2]
@@ -424,7 +424,7 @@ def test_every_bar_is_over_before_the_next_begins(tmp_path: Path, monkeypatch: p
         yield lambda steps: None
         open_bars[0] -= 1
 
-    monkeypatch.setattr("headstart.engine.rounds.progress", counting)
+    monkeypatch.setattr("headstart.engine.round.progress", counting)
     monkeypatch.setattr(import_module("headstart.backbones.extract"), "progress", counting)
     part = {"train_examples": 20, "test_examples": 10, "partition": {"kind": "iid", "clients": 2}}
     table = {
@@ -450,17 +450,17 @@ def rounds_in(path: Path) -> list[dict[str, str]]:
 
 def test_every_round_says_who_was_asked_what_it_moved_and_who_was_left_out(tmp_path: Path) -> None:
     recipe = recipe_of({"method": "fedncm"}, TRAIN | {"method": "fedavg", "rounds": 3, "clients_per_round": 2})
-    fold = TrainingMethod.fold
+    add = UpdateChannel.add
 
-    def picky(self: Any, state: Any, reply: Any) -> Any:
-        if state.round == 1 and int(reply.clients[0]) == asked[1][0]:
+    def picky(self: UpdateChannel, total: Any, reply: Any, sender: Any) -> None:
+        if sender.round == 1 and int(reply.clients[0]) == asked[1][0]:
             raise MessageError("it is Monday")
-        return fold(self, state, reply)
+        add(self, total, reply, sender)
 
     order = [np.random.default_rng([0x0DE, 0, 1, number]).permutation(20)[:2] for number in range(3)]
     asked = [sorted(each.tolist()) for each in order]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TrainingMethod, "fold", picky)
+        patch.setattr(UpdateChannel, "add", picky)
         run(recipe, tmp_path / "run")
     rows = rounds_in(tmp_path / "run")
     assert [row["client"] for row in rows if row["stage"] == "0"] == [f"client-{client}" for client in range(20)]

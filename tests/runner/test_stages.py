@@ -2,7 +2,6 @@
 
 import csv
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -22,9 +21,9 @@ from headstart.backbones import Backbone, load_backbone
 from headstart.config.recipe import Model, Recipe
 from headstart.core.message import Message
 from headstart.data import Examples, Federation, federation
+from headstart.engine.client import ClientRuntime
 from headstart.errors import HeadstartError
 from headstart.heads import HiddenLayers, LinearHead
-from headstart.methods.training import TrainingMethod
 from headstart.records import RunDirectory
 from headstart.report import write_report
 from headstart.runner import Result, run
@@ -75,9 +74,9 @@ def digits(*stages: dict[str, Any], **partition: Any) -> Recipe:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _light() -> Iterator[None]:
-    """One thread, data that are read once, no reports, and no compiler, which a small body does not earn back."""
-    threads, load, loaded = torch.get_num_threads(), federation.load_dataset, {}
+def _light(no_report: None) -> Iterator[None]:
+    """Data that are read once, no reports, and no compiler, which a small body does not earn back."""
+    load, loaded = federation.load_dataset, {}
 
     def once(data: Any, seed: int) -> Any:
         key = f"{data!r} {seed}"
@@ -86,10 +85,7 @@ def _light() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(federation, "load_dataset", once)
         patch.setitem(sys.modules, "openvino", None)
-        patch.setattr("headstart.runner.run_recipe.write_report", lambda *arguments: None)
-        torch.set_num_threads(1)
         yield
-        torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
@@ -161,11 +157,11 @@ def with_interruptions(recipe: Recipe, out: Path, every: int = 2) -> int:
     while True:
         saved = [0]
 
-        def stop(self: RunDirectory, *arguments: Any, saved: list[int] = saved) -> None:
+        def stop(self: RunDirectory, *arguments: Any, saved: list[int] = saved, **keys: Any) -> None:
             saved[0] += 1
             if saved[0] == every:
                 raise KeyboardInterrupt  # the round's metrics are written, its checkpoint is not
-            save(self, *arguments)
+            save(self, *arguments, **keys)
 
         with pytest.MonkeyPatch.context() as patch, torch.random.fork_rng():
             torch.manual_seed(stops)
@@ -238,8 +234,7 @@ def test_a_process_killed_in_the_middle_of_body_training_resumes_to_the_same_bit
     path, out = tmp_path / "recipe.toml", tmp_path / "killed"
     path.write_text(recipe.to_toml())
     command = [sys.executable, "-m", "headstart.cli", "run", str(path), "--out", str(out)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment)
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and process.poll() is None:
         if (out / "metrics.jsonl").exists() and (out / "metrics.jsonl").read_text().count("\n") >= 2:
@@ -248,7 +243,7 @@ def test_a_process_killed_in_the_middle_of_body_training_resumes_to_the_same_bit
         time.sleep(0.005)
     assert process.wait() == -signal.SIGKILL, "the run ended before it could be killed"
     assert 2 <= len(metrics_of(out)) < 5
-    subprocess.run([*command, "--resume"], check=True, stdout=subprocess.DEVNULL, env=environment)
+    subprocess.run([*command, "--resume"], check=True, stdout=subprocess.DEVNULL)
     run(recipe, tmp_path / "whole")
     for name in ("model", "head"):
         same_bits(tmp_path / "whole" / "model" / f"{name}.safetensors", out / "model" / f"{name}.safetensors")
@@ -540,14 +535,14 @@ def test_centralised_training_of_a_body_is_sgd_over_all_examples(kind: str, tmp_
 
 def with_slow_answers(patch: pytest.MonkeyPatch, seconds: Callable[[Cohort], float]) -> None:
     """A clock that only answers move."""
-    now, answer = [0.0], TrainingMethod.answer
+    now, answer = [0.0], ClientRuntime.answer
 
-    def slow(self: Any, cohort: Cohort, message: Message) -> Any:
+    def slow(self: ClientRuntime, cohort: Cohort, message: Message) -> Any:
         replies = answer(self, cohort, message)
         now[0] += seconds(cohort)
         return replies
 
-    patch.setattr(TrainingMethod, "answer", slow)
+    patch.setattr(ClientRuntime, "answer", slow)
     patch.setattr("headstart.engine.local.time", SimpleNamespace(monotonic=lambda: now[0]))
 
 

@@ -2,10 +2,9 @@
 
 import csv
 import json
-import subprocess
-import sys
 from pathlib import Path
 from statistics import mean, stdev
+from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from headstart.config.recipe import Recipe
 from headstart.errors import HeadstartError, RecipeError
 from headstart.runner import run
 from headstart.runner.sweep import compared, expand, sweep
+from tests.command import Command
 
 TABLE: dict[str, Any] = {
     "name": "digits",
@@ -95,14 +95,13 @@ def test_a_sweep_runs_each_once_and_goes_on_where_it_was_cut(tmp_path: Path) -> 
         sweep(other, tmp_path, lambda point, summary: None)
 
 
-def test_the_command_compares_recipes_and_writes_tables(tmp_path: Path) -> None:
+def test_the_command_compares_recipes_and_writes_tables(tmp_path: Path, command: Command) -> None:
     for name, method in (("one", "fedncm"), ("two", "fed3r")):
         (tmp_path / f"{name}.toml").write_text(
             f'name = "{name}"\n[data]\ndataset = "digits"\n[data.partition]\nkind = "iid"\nclients = 4\n'
             f'[model]\nbackbone = "features"\n[[stages]]\nmethod = "{method}"\n'
         )
-    command = [sys.executable, "-m", "headstart.cli", "compare", "one.toml", "two.toml", "--set", "seed=[0, 1]"]
-    done = subprocess.run([*command, "--out", "all"], cwd=tmp_path, capture_output=True, text=True)
+    done = command("compare", "one.toml", "two.toml", "--set", "seed=[0, 1]", "--out", "all", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     with (tmp_path / "all" / "compare.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
@@ -118,16 +117,15 @@ def test_the_command_compares_recipes_and_writes_tables(tmp_path: Path) -> None:
     assert r"$\pm$" in tex
 
 
-def test_another_comparison_does_not_write_over_the_tables_of_the_first(tmp_path: Path) -> None:
+def test_another_comparison_does_not_write_over_the_tables_of_the_first(tmp_path: Path, command: Command) -> None:
     (tmp_path / "one.toml").write_text(
         'name = "one"\n[data]\ndataset = "digits"\n[data.partition]\nkind = "iid"\nclients = 4\n'
         '[model]\nbackbone = "features"\n[[stages]]\nmethod = "fedcof"\n'
     )
 
-    def compare(*settings: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "headstart.cli", "compare", "one.toml", "--out", "all"]
-        command += [each for setting in settings for each in ("--set", setting)]
-        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    def compare(*settings: str) -> CompletedProcess[str]:
+        flags = [word for setting in settings for word in ("--set", setting)]
+        return command("compare", "one.toml", "--out", "all", *flags, cwd=tmp_path)
 
     assert compare("seed=[0, 1]").returncode == 0
     files = {path: path.read_bytes() for path in (tmp_path / "all").rglob("*") if path.is_file()}

@@ -19,6 +19,8 @@ from headstart.runner import run
 from headstart.runner.trackers import Name, Steps, tracker, trackers
 from tests.export.test_export import headstart
 
+pytestmark = pytest.mark.usefixtures("no_report")
+
 ALL: list[Name] = ["tensorboard", "mlflow", "wandb"]
 
 Points = dict[str, dict[int, float]]

@@ -1,7 +1,6 @@
 """What a stage trains of a body: what its features depend on; a gradient that is missing is an error."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -9,7 +8,7 @@ from torch import Tensor, nn
 
 from headstart.config.recipe import Recipe
 from headstart.errors import HeadstartError
-from headstart.methods import Setting, build
+from tests.helpers import Bench, context_of
 from tests.methods.test_bodies import HEAD, SEED, C, D, N, Plain, Run, backbone_of, bits, pixels_backbone
 
 
@@ -43,7 +42,7 @@ def test_a_body_whose_features_have_no_gradient_is_refused(tmp_path: Path) -> No
     with pytest.raises(HeadstartError, match="no parameter of tiny has a gradient; set train to 'head'"):
         Run(tmp_path, backbone_of(Frozen()), previous=HEAD)
     run = Run(tmp_path, backbone_of(Frozen()), previous=HEAD, train="head").play()
-    assert run.state.parameters["head.weight"].shape == (3, D)
+    assert run.state.params["head.weight"].shape == (3, D)
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedmezo", "distmezo"])
@@ -51,5 +50,5 @@ def test_a_body_without_parameters_has_nothing_to_check(method: str) -> None:
     table = {"method": method, "train": "all", "rounds": 1, "lr": 0.1}
     stage = Recipe.parse({"data": {"dataset": "x"}, "stages": [table]}).stages[0]
     backbone = pixels_backbone()
-    built: Any = build(stage, Setting(C, backbone.dim, SEED, 1, N, None, backbone))
-    assert built.network.trained.keys() == {"head.weight", "head.bias"}
+    bench = Bench(stage, context_of(stage, C, backbone.dim, SEED, 1, N, backbone=backbone))
+    assert bench.method.network.trained.keys() == {"head.weight", "head.bias"}

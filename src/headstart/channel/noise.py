@@ -22,17 +22,14 @@ from dataclasses import dataclass, replace
 from math import sqrt
 
 import numpy as np
-from scipy import linalg, special
+from scipy import special
 
 from headstart.config.stage import CountNoise
+from headstart.core.params import Seed
 from headstart.core.statistics import ClientStatistics, Floats, Ints, Moments
-from headstart.errors import HeadstartError
 
 _STATISTICS, _COUNTS = 0xD9, 0xC0
 _LARGEST_COUNT = 2**31 - 1  # what travels as int32
-
-Seed = tuple[int, ...] | None
-"""What noise is drawn from; None: the operating system's generator."""
 
 
 class SystemGenerator:
@@ -134,34 +131,12 @@ class StatisticsNoise:
         return self.deviation * self.bound**2 * sqrt(2 * dim * times)
 
 
-def present(statistics: ClientStatistics) -> tuple[ClientStatistics, Ints]:
-    """The rows with a count of 1 or more, and their places; a class below that is taken for absent."""
-    kept = np.flatnonzero(statistics.counts >= 1)
-    rows = replace(statistics, labels=statistics.labels[kept], counts=statistics.counts[kept])
-    return replace(rows, sums=statistics.sums[kept]), kept
-
-
-def solvable(total: ClientStatistics, floor: float) -> ClientStatistics:
-    """Of a noisy total [C rows], what a solve can use: classes with a positive count, and a possible Gram matrix.
-
-    Without noise, the Gram matrix less Σ_c N_c μ_c μ_cᵀ is the scatter within the classes, which has no negative
-    eigenvalue. Here its eigenvalues are raised to ``floor``, below which they are noise: the Gram matrix, the one with
-    a column of ones, and the scatter itself are then all positive semi-definite.
-    """
-    total, _ = present(total)
-    if not len(total.labels):
-        raise HeadstartError("the noise hides every class; raise privacy.epsilon, or have more examples")
-    if total.moments is None or total.moments.ndim != 2:
-        return total
-    between = (total.sums / total.counts[:, None]).T @ total.sums
-    values, vectors = linalg.eigh(total.moments - between)
-    return replace(total, moments=between + (vectors * np.maximum(values, floor)) @ vectors.T)
-
-
-def generators_of(seed: Seed, task: int, clients: Ints | None = None) -> list[np.random.Generator | SystemGenerator]:
-    """The server's generator of a task, or one for each client."""
+def generators_of(
+    seed: Seed, task: int, clients: Ints | None = None, round: int = 0
+) -> list[np.random.Generator | SystemGenerator]:
+    """The server's generator of a task in a round (from 0), or one for each client."""
     if clients is None:
-        return [generator_of(seed, _STATISTICS, task)]
+        return [generator_of(seed, _STATISTICS, task, *([0, round] if round else []))]
     return [generator_of(seed, _STATISTICS, task, 1 + int(client)) for client in clients]
 
 
@@ -186,7 +161,7 @@ def blur_counts(
             counts[mine] += rng.laplace(0, 1 / noise.epsilon, stop - start)
     blurred = np.rint(np.clip(counts, 0, _LARGEST_COUNT)).astype(np.int64)
     means = statistics.sums / statistics.counts[:, None]
-    sent, kept = present(replace(statistics, counts=blurred, sums=means * blurred[:, None]))
+    sent, kept = replace(statistics, counts=blurred, sums=means * blurred[:, None]).present()
     return sent, owners[kept]
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from headstart.combiners.combiner import State
-from headstart.core.params import Shapes, Vectors, added, zeros
+from headstart.core.params import Params, Shapes
 from headstart.core.statistics import Floats
 
 
@@ -28,19 +28,19 @@ class Adam:
         """The second moment starts at τ²; at zero where the bias of that start is corrected."""
         start = 0.0 if self.bias_correction else self.tau**2
         return {
-            "first": zeros(shapes),
-            "second": {name: np.full(shape, start) for name, shape in shapes.items()},
+            "first": Params.zeros(shapes),
+            "second": Params({name: np.full(shape, start) for name, shape in shapes.items()}),
             # Counted for each parameter: a task that nobody was drawn for has taken fewer steps than there were rounds.
-            "steps": {name: np.zeros(()) for name in shapes},
+            "steps": Params({name: np.zeros(()) for name in shapes}),
         }
 
-    def update(self, parameters: Vectors, mean: Vectors, state: State) -> tuple[Vectors, State]:
+    def update(self, params: Params, mean: Params, state: State) -> tuple[Params, State]:
         """One adaptive step."""
-        first = {name: self.beta1 * state["first"][name] + (1 - self.beta1) * delta for name, delta in mean.items()}
-        second = {name: self.second_moment(state["second"][name], delta) for name, delta in mean.items()}
-        steps = {name: np.asarray(state["steps"][name] + 1) for name in mean}
-        moved = {}
-        for name, value in parameters.items():
+        first = state["first"] * self.beta1 + mean * (1 - self.beta1)
+        second = Params({name: self.second_moment(state["second"][name], delta) for name, delta in mean.items()})
+        steps = Params({name: np.asarray(state["steps"][name] + 1) for name in mean})
+        moved = Params()
+        for name, value in params.items():
             one = 1 - self.beta1 ** float(steps[name]) if self.bias_correction else 1.0
             two = 1 - self.beta2 ** float(steps[name]) if self.bias_correction else 1.0
             moved[name] = value + self.lr * ((first[name] / one) / (np.sqrt(second[name] / two) + self.tau))
@@ -68,10 +68,10 @@ class Adagrad:
 
     def init(self, shapes: Shapes) -> State:
         """The second moment starts at τ²."""
-        return {"second": {name: np.full(shape, self.tau**2) for name, shape in shapes.items()}}
+        return {"second": Params({name: np.full(shape, self.tau**2) for name, shape in shapes.items()})}
 
-    def update(self, parameters: Vectors, mean: Vectors, state: State) -> tuple[Vectors, State]:
+    def update(self, params: Params, mean: Params, state: State) -> tuple[Params, State]:
         """One Adagrad step."""
-        second = {name: state["second"][name] + delta**2 for name, delta in mean.items()}
-        scaled = {name: delta / (np.sqrt(second[name]) + self.tau) for name, delta in mean.items()}
-        return added(parameters, scaled, self.lr), {"second": second}
+        second = Params({name: state["second"][name] + delta**2 for name, delta in mean.items()})
+        scaled = Params({name: delta / (np.sqrt(second[name]) + self.tau) for name, delta in mean.items()})
+        return params + scaled * self.lr, {"second": second}

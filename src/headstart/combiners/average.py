@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from headstart.combiners.combiner import State
-from headstart.core.params import Shapes, Vectors, added
+from headstart.core.params import Params, Shapes
 
 
 @dataclass(frozen=True)
@@ -18,6 +18,6 @@ class Average:
         """Nothing."""
         return {}
 
-    def update(self, parameters: Vectors, mean: Vectors, state: State) -> tuple[Vectors, State]:
+    def update(self, params: Params, mean: Params, state: State) -> tuple[Params, State]:
         """x ← x + η Δ̄."""
-        return added(parameters, mean, self.lr), {}
+        return params + mean * self.lr, {}

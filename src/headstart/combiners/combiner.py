@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from headstart.core.params import Shapes, Vectors
+from headstart.core.params import Params, Shapes
 
-State = dict[str, Vectors]
+State = dict[str, Params]
 """The state of a server optimiser, by name: one array per parameter each."""
 
 
@@ -14,7 +14,7 @@ class Combiner(Protocol):
     """A step of the server along the mean update of a round."""
 
     def init(self, shapes: Shapes) -> State:
-        """What it remembers before the first round."""
+        """The state before the first round."""
 
-    def update(self, parameters: Vectors, mean: Vectors, state: State) -> tuple[Vectors, State]:
+    def update(self, params: Params, mean: Params, state: State) -> tuple[Params, State]:
         """New parameters and state; of some of the parameters at a time where there are several tasks."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from headstart.combiners.combiner import State
-from headstart.core.params import Shapes, Vectors, added, zeros
+from headstart.core.params import Params, Shapes
 
 
 @dataclass(frozen=True)
@@ -17,9 +17,9 @@ class Momentum:
 
     def init(self, shapes: Shapes) -> State:
         """No velocity."""
-        return {"momentum": zeros(shapes)}
+        return {"momentum": Params.zeros(shapes)}
 
-    def update(self, parameters: Vectors, mean: Vectors, state: State) -> tuple[Vectors, State]:
+    def update(self, params: Params, mean: Params, state: State) -> tuple[Params, State]:
         """v ← β v + Δ̄; x ← x + η v."""
-        momentum = added(mean, state["momentum"], self.beta)
-        return added(parameters, momentum, self.lr), {"momentum": momentum}
+        momentum = mean + state["momentum"] * self.beta
+        return params + momentum * self.lr, {"momentum": momentum}

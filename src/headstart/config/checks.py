@@ -69,37 +69,16 @@ def contradictions(table: Mapping[str, Any]) -> list[str]:
         train = stage.get(key, default)
         if train in ("body", "all") and not has_body and not stage.get("compute"):
             problems.append(f"stages.{number}.{key}: the data are features, there is no body to train; use 'head'")
-        if stage.get("method") == "fedbabu" and train == "all":
-            problems.append(f"stages.{number}.train: fedbabu's head stays as it is; use 'body'")
-        if stage.get("method") == "fedbabu" and train == "head" and stage.get("head") != "mlp":
-            problems.append(
-                f"stages.{number}.train: fedbabu trains what is below the head; with 'head' alone, set head to 'mlp', "
-                "whose hidden layers are what is below"
-            )
-        splits = ("fedper", "fedrep", "lg-fedavg")
-        if stage.get("method") in splits and train == "body":
-            problems.append(f"stages.{number}.train: {stage['method']} trains a head too; use 'all'")
-        if stage.get("head") == "mlp" and stage.get("head_init") == "zeros":
-            problems.append(f"stages.{number}.head_init: an MLP of zeros has no gradient; use 'random'")
-        if stage.get("method") == "centralised" and {"clients_per_round", "participation"} & stage.keys():
-            problems.append(f"stages.{number}: centralised has no clients to sample from")
+        if kind is not None:
+            problems += [f"stages.{number}{problem}" for problem in _unlike(stage, kind, train, bool(tasks))]
         for one, other in (("clients_per_round", "participation"), ("local_epochs", "local_steps")):
             if {one, other} <= stage.keys():
                 problems.append(f"stages.{number}: set {one} or {other}, not both")
-        if stage.get("share") and (tasks or stage.get("method") in ("local-only", "centralised", *splits)):
-            problems.append(f"stages.{number}.share: a server that trains on a share is for one task and one model")
-        elif stage.get("share") and stage.get("share_train") == "body" and train == "head":
-            problems.append(f"stages.{number}.share_train: no body is trained; use 'all'")
-        roles = [getattr(kind, role, "") for role in ("representation", "classifier")]
-        if stage.get("keep") == "best" and ("personal" in roles or stage.get("method") == "ditto"):
-            problems.append(f"stages.{number}.keep: personal models are those of the last round; use 'last'")
-        if stage.get("keep") == "best" and stage.get("method") == "slora":
-            problems.append(f"stages.{number}.keep: slora's first rounds train other parameters; use 'last'")
-        if stage.get("method") == "scaffold" and stage.get("momentum"):
-            problems.append(f"stages.{number}.momentum: scaffold is defined for plain local SGD; leave it 0")
+        if stage.get("head") == "mlp" and stage.get("head_init") == "zeros":
+            problems.append(f"stages.{number}.head_init: an MLP of zeros has no gradient; use 'random'")
         if kind and "combine" in kind.model_fields:
             values = {name: field.default for name, field in kind.model_fields.items()} | stage
-            problems += [f"stages.{number}.{problem}" for problem in _unprotected(values, kind.silent, bool(tasks))]
+            problems += [f"stages.{number}.{problem}" for problem in _unprotected(values, kind, bool(tasks))]
         if stage.get("secure") and kind and "secure" in kind.model_fields:
             problems += [f"stages.{number}.{problem}" for problem in _unsummed(stage, kind, bool(tasks))]
         if kind and issubclass(kind, ClosedForm):
@@ -120,10 +99,39 @@ def _unread(data: Mapping[str, Any]) -> list[str]:
     return problems
 
 
+def _unlike(stage: Mapping[str, Any], kind: type[Any], train: Any, tasks: bool) -> list[str]:
+    """What a method does not do, by what it says of itself; problems begin with the key they are about."""
+    method, problems = stage["method"], []
+    body, head = (getattr(kind, role, "shared") for role in ("representation", "classifier"))
+    personal = "personal" in (body, head)
+    if head == "frozen" and train == "all":
+        problems.append(f".train: {method}'s head stays as it is; use 'body'")
+    if head == "frozen" and train == "head" and stage.get("head") != "mlp":
+        problems.append(
+            f".train: {method} trains what is below the head; with 'head' alone, set head to 'mlp', whose hidden "
+            "layers are what is below"
+        )
+    if personal and body != head and train == "body":
+        problems.append(f".train: {method} trains a head too; use 'all'")
+    if kind.pooled and {"clients_per_round", "participation"} & stage.keys():
+        problems.append(f": {method} has no clients to sample from")
+    if stage.get("share") and (tasks or not kind.communicates or personal):
+        problems.append(".share: a server that trains on a share is for one task and one model")
+    elif stage.get("share") and stage.get("share_train") == "body" and train == "head":
+        problems.append(".share_train: no body is trained; use 'all'")
+    if stage.get("keep") == "best" and (personal or getattr(kind, "twin", False)):
+        problems.append(".keep: personal models are those of the last round; use 'last'")
+    if stage.get("keep") == "best" and getattr(kind, "phased", False):
+        problems.append(f".keep: {method}'s first rounds train other parameters; use 'last'")
+    if stage.get("momentum") and getattr(kind, "plain_sgd", False):
+        problems.append(f".momentum: {method} is defined for plain local SGD; leave it 0")
+    return problems
+
+
 def _unsummed(stage: Mapping[str, Any], kind: type[Any], tasks: bool) -> list[str]:
     """Why the server of a stage cannot do with sums over clients."""
     problems, method = [], stage["method"]
-    if kind.silent or kind.pools:
+    if not kind.communicates:
         problems.append(f"secure: with {method} nothing travels; leave it out")
     if method == "fedcof" and stage.get("covariance", "estimated") == "estimated" and "secure_group" not in stage:
         problems.append(
@@ -136,6 +144,8 @@ def _unsummed(stage: Mapping[str, Any], kind: type[Any], tasks: bool) -> list[st
         problems.append(
             f"combine: {stage['combine']} looks at each client's update, which secure sums hide; use 'mean'"
         )
+    if stage.get("compress"):
+        problems.append("compress: in a secure sum, masked values are 8 bytes whatever they were; leave it out")
     share = stage.get("secure_threshold", 1.0)
     if isinstance(share, float) and 0 < share <= 2 / 3:
         problems.append(
@@ -168,35 +178,34 @@ def _unhidden(stage: Mapping[str, Any]) -> list[str]:
     return problems
 
 
-def _unprotected(stage: Mapping[str, Any], silent: bool, tasks: bool) -> list[str]:
-    """Why a training stage, given with its defaults, cannot withstand or hide single clients as it is asked to."""
+def _unprotected(stage: Mapping[str, Any], kind: type[Any], tasks: bool) -> list[str]:
+    """Why a training stage, given with its defaults, cannot withstand or hide single clients as it is asked to.
+
+    Robust means, largest norms and noise are for the block `update`: what else a method sends is not covered.
+    """
     method, problems, privacy = stage["method"], [], stage["privacy"]
     robust = {"combine": stage["combine"] in ("median", "trimmed-mean"), "max_norm": stage["max_norm"] is not None}
-    unlimited = {
-        "scaffold": "scaffold's control variates are averaged too, and nothing limits those",
-        "fednova": "fednova scales updates by the steps that clients say they took, and nothing limits those",
-    }
-    for key in [key for key, asked in {**robust, "privacy": privacy is not None}.items() if asked]:
-        if silent:
+    others = [block for block in (*kind.sends, *kind.numbers) if block != "update"]
+    given = {**robust, "privacy": privacy is not None, "compress": stage["compress"] is not None}
+    for key in [key for key, asked in given.items() if asked]:
+        if not kind.communicates:
             problems.append(f"{key}: with {method} no update travels that this could apply to; leave it out")
-        elif key in robust and method in unlimited:
-            problems.append(f"{key}: {unlimited[method]}; use another method")
-    if robust["combine"] and method == "feddyn":
-        problems.append("combine: feddyn's dual variables add up to the mean of the updates only; use 'mean'")
+        elif others and key != "compress":
+            verb = "hides" if key == "privacy" else "limits"
+            problems.append(f"{key}: {method} sends {others[0]!r}, too, and nothing {verb} that; use another method")
+    if robust["combine"] and "update" in kind.accumulates.values():
+        problems.append(f"combine: what {method}'s clients accumulate adds up to the mean of the updates; use 'mean'")
     if robust["combine"] and stage["hide_task"]:
         problems.append("combine: with hide_task the server needs no more than sums; use 'mean'")
-    if privacy is None or silent:
+    if privacy is None or not kind.communicates:
         return problems
-    uncovered = {
-        "scaffold": "scaffold sends control variates too, and nothing hides those",
-        "fednova": "fednova's clients say how many steps they took, and nothing hides that",
-        "feddyn": "feddyn's server adds up the updates of all rounds, and with them their noise",
-        **dict.fromkeys(
-            ("fedper", "fedrep", "lg-fedavg", "ditto"), f"{method} leaves a model with each client that nothing hides"
-        ),
-    }
-    if method in uncovered:
-        problems.append(f"privacy: {uncovered[method]}; use another method")
+    if "update" in kind.accumulates.values():
+        problems.append(
+            f"privacy: {method}'s server adds up the updates of all rounds, and with them their noise; use another "
+            "method"
+        )
+    if kind.twin or "personal" in (kind.representation, kind.classifier):
+        problems.append(f"privacy: {method} leaves a model with each client that nothing hides; use another method")
     if robust["combine"]:
         problems.append("combine: privacy hides a client in a sum; use 'mean'")
     if stage["weighting"] != "uniform":

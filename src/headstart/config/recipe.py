@@ -5,7 +5,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import tomli_w
 from pydantic import (
@@ -152,6 +152,8 @@ class Recipe(Table):
     """Instead of data: several tasks, each with its own, on one backbone."""
     model: Model = Model()
     stages: Annotated[tuple[Stage, ...], Field(strict=False)]
+    _stages: ClassVar[dict[str, Any]] = {}
+    """The stages that the recipe was built with."""
 
     @classmethod
     def parse(cls, table: Mapping[str, Any]) -> Recipe:
@@ -159,6 +161,9 @@ class Recipe(Table):
         from headstart.config.checks import contradictions, sentences
 
         load_plugins()
+        if cls._stages != dict(STAGES):  # a method was registered since
+            cls.model_rebuild(force=True)
+            cls._stages = dict(STAGES)
         table = _on_features(table)
         problems = contradictions(table)
         try:

@@ -1,8 +1,13 @@
-"""The stages of a recipe: one table per method, with the defaults of its keys."""
+"""The families of stages: what the tables of a recipe have in common, with the defaults of their keys.
+
+The stage of a method is a subclass of one of them, beside the method, in its file of `headstart.methods`.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
+from importlib import import_module
 from importlib.metadata import entry_points
 from math import ceil
 from typing import Annotated, Any, ClassVar, Literal
@@ -19,7 +24,7 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, core_schema
 
-from headstart.core.plan import Plan, Role
+from headstart.core.plan import FROZEN, Plan, Role
 
 Auto = Literal["auto"]
 MODULES = ("lora", "adapter", "vpt")
@@ -48,12 +53,16 @@ class Privacy(Table):
 
 
 class _Stage(Table):
-    pools: ClassVar[bool] = False
+    pooled: ClassVar[bool] = False
     """Whether one machine holds everybody's examples."""
-    silent: ClassVar[bool] = False
-    """Whether nothing travels from round to round."""
+    communicates: ClassVar[bool] = True
+    """Whether anything travels from round to round."""
     one_task: ClassVar[bool] = False
     """Whether the method is defined for a single task only."""
+    trains: ClassVar[bool] = True
+    """Whether the model is trained, round after round, rather than computed."""
+    personalises: ClassVar[bool] = False
+    """Whether clients make the model their own, an epoch a round."""
     method: str
     head_init: Literal["previous", "zeros", "random"] = "previous"
     """Where a trained head starts from; a closed-form head is computed and starts from nothing."""
@@ -70,6 +79,16 @@ class _Stage(Table):
     def protected(self) -> bool:
         """Whether noise or secure sums hide what a client sends."""
         return getattr(self, "privacy", None) is not None or getattr(self, "secure", False)
+
+    @property
+    def needs_shared_body(self) -> bool:
+        """Whether it starts only from a body that all clients have in common."""
+        return False
+
+    @property
+    def needs_all_examples(self) -> bool:
+        """Whether it is evaluated on examples of everybody."""
+        return False
 
 
 class _Sampled(_Stage):
@@ -98,15 +117,6 @@ class _Sampled(_Stage):
         return max(3, ceil(self.secure_threshold * clients))
 
 
-class ClosedFormStage(_Sampled):
-    """Statistics of the clients' features, each client heard once, and a head that the server computes from them."""
-
-    rounds: PositiveInt | None = None
-    """None: as many as it takes to hear every client once."""
-    privacy: Privacy | None = None
-    """Hides any one example of any client, in what it sends or in the head."""
-
-
 class CountNoise(Table):
     """Noise on the counts alone (FedCOF paper, appendix I): an experiment on robustness, not differential privacy.
 
@@ -119,37 +129,36 @@ class CountNoise(Table):
     epsilon: PositiveFloat
 
 
-class FedNCMStage(ClosedFormStage):
-    """Nearest class mean (Legate et al., NeurIPS 2023)."""
+class ClosedFormStage(_Sampled):
+    """Statistics of the clients' features, each client heard once, and a head that the server computes from them."""
 
-    method: Literal["fedncm"]
-    distance: Literal["cosine", "euclidean"] = "cosine"
+    rounds: PositiveInt | None = None
+    """None: as many as it takes to hear every client once."""
+    privacy: Privacy | None = None
+    """Hides any one example of any client, in what it sends or in the head."""
+    trains: ClassVar[bool] = False
+    plan: ClassVar[Plan] = FROZEN
+    train: ClassVar[Literal["head"]] = "head"
+    keep: ClassVar[Literal["last"]] = "last"
+    patience: ClassVar[None] = None
+    share: ClassVar[float] = 0.0
+    norm_statistics: ClassVar[Literal["aggregate"]] = "aggregate"
+    augment: ClassVar[Literal["none"]] = "none"
+    module_settings: ClassVar[dict[str, Any]] = {}
+    hide_task: ClassVar[bool] = False
+
+    @property
+    def noise_on_counts(self) -> CountNoise | None:
+        """Noise on the counts alone."""
+        return None
+
+    def rounds_for(self, n_clients: int) -> int:
+        """Rounds to hear so many clients, once each."""
+        every = -(-n_clients // self.sampled(n_clients))
+        return every if self.rounds is None else min(self.rounds, every)
 
 
-class Fed3RStage(ClosedFormStage):
-    """Federated recursive ridge regression (Fanì et al., ICML 2024)."""
-
-    method: Literal["fed3r"]
-    ridge: NonNegativeFloat | Auto = "auto"
-    """"auto": generalised cross-validation on the server; the papers use 0.01."""
-    bias: bool = True
-    """True: a ones column, as the official code; False: as in the FedCOF paper. With privacy there is none, except for
-    random features: a bias that goes with shortened features does not go with those that the head is used on."""
-    random_features: NonNegativeInt = 0
-    """So many random Fourier features of the unit-length features; 0 for none."""
-    random_features_width: PositiveFloat = 1.0
-    """Width of the Gaussian kernel that the random features approximate."""
-
-
-class FedCOFStage(ClosedFormStage):
-    """Covariances estimated from class means (Goswami et al., 2025)."""
-
-    method: Literal["fedcof"]
-    shrinkage: NonNegativeFloat | Auto = "auto"
-    """"auto": follows the estimated within-class variance; the papers use 1 (0.1 for MobileNetV2)."""
-    means_per_client: PositiveInt = 1
-    covariance: Literal["estimated", "full", "diagonal", "spherical"] = "estimated"
-    count_noise: CountNoise | None = None
+Part = Literal["head", "body", "all", "lora", "adapter", "vpt"]
 
 
 class _Optimiser(_Stage):
@@ -166,6 +175,11 @@ class _Optimiser(_Stage):
     """Scores are divided by it: heads with rows of length one need less than 1."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """Arithmetic of the body where it trains; parameters stay in float32."""
+
+    def rounds_for(self, n_clients: int) -> int:
+        """As many as the recipe says, however many clients there are."""
+        rounds: int = getattr(self, "rounds")  # noqa: B009 (of a subclass)
+        return rounds
 
     @property
     def plan(self) -> Plan:
@@ -187,9 +201,6 @@ class _SGD(_Optimiser):
     model, in training too; or none, every batch being normalised by its own, in evaluation too."""
     augment: Literal["flip", "none"] = "flip"
     """Random horizontal flips where the body trains on images."""
-
-
-Part = Literal["head", "body", "all", "lora", "adapter", "vpt"]
 
 
 class _Rounds(_Sampled, _Optimiser):
@@ -225,10 +236,28 @@ class _Rounds(_Sampled, _Optimiser):
     """The module sits in the last so many blocks, and what comes before is computed once (not where images are flipped:
     set augment to "none"); None: in all of them."""
 
+    @property
+    def module_settings(self) -> dict[str, Any]:
+        """What the module is made by, where one is trained."""
+        keys = {"lora": ("rank", "alpha_lora"), "adapter": ("bottleneck",), "vpt": ("tokens",)}.get(self.train)
+        return {key: getattr(self, key) for key in (*keys, "blocks")} if keys else {}
+
 
 class TrainingStage(_Rounds, _SGD):
     """Local SGD on the clients, an average on the server, round after round."""
 
+    sends: ClassVar[tuple[str, ...]] = ("update",)
+    """What a client sends, one array per shared parameter each."""
+    numbers: ClassVar[tuple[str, ...]] = ()
+    """Numbers that a client sends beside them."""
+    accumulates: ClassVar[Mapping[str, str]] = {}
+    """Kinds of client state that add up what was sent, and of which of `sends`."""
+    twin: ClassVar[bool] = False
+    """Whether a client has a copy of its own of what is shared, too."""
+    plain_sgd: ClassVar[bool] = False
+    """Whether the method is defined for local SGD without momentum only."""
+    phased: ClassVar[bool] = False
+    """Whether its first rounds train other parameters than its last."""
     local_epochs: PositiveInt | None = None
     """Passes over the local examples; 1 unless local_steps says otherwise."""
     local_steps: PositiveInt | None = None
@@ -250,32 +279,13 @@ class TrainingStage(_Rounds, _SGD):
     """Largest norm of a client's update; a longer one is shortened to it."""
     privacy: Privacy | None = None
     """Hides any one client (DP-FedAvg): needs weighting = "uniform"."""
+    compress: Literal["int8"] | None = None
+    """Updates travel as whole numbers of eight bits, a quarter of the bytes, rounded at random: right on average."""
 
 
-class FedAvgStage(TrainingStage):
-    """Local SGD, then the mean (McMahan et al., AISTATS 2017)."""
+class AdaptiveStage(TrainingStage):
+    """An adaptive optimiser on the server."""
 
-    method: Literal["fedavg"]
-    server_lr: PositiveFloat = 1.0
-
-
-class FedProxStage(TrainingStage):
-    """FedAvg with a pull towards the global model (Li et al., MLSys 2020)."""
-
-    method: Literal["fedprox"]
-    mu: NonNegativeFloat = 0.01
-    server_lr: PositiveFloat = 1.0
-
-
-class FedAvgMStage(TrainingStage):
-    """FedAvg with momentum on the server (Hsu et al., 2019)."""
-
-    method: Literal["fedavgm"]
-    server_lr: PositiveFloat = 1.0
-    server_momentum: float = Field(default=0.9, ge=0, lt=1)
-
-
-class _Adaptive(TrainingStage):
     server_lr: PositiveFloat = 0.01
     beta1: float = Field(default=0.9, ge=0, lt=1)
     beta2: float = Field(default=0.99, ge=0, lt=1)
@@ -285,142 +295,49 @@ class _Adaptive(TrainingStage):
     """False: Reddi et al.; true, with beta2 = 0.999 and tau = 1e-8: Adam of torch, as FLSim and the FedNCM paper."""
 
 
-class FedAdamStage(_Adaptive):
-    """Adam on the mean update (Reddi et al., ICLR 2021)."""
+class ZerothOrderStage(_Rounds):
+    """Slopes along random directions instead of gradients; batch norm and dropout as in evaluation."""
 
-    method: Literal["fedadam"]
-
-
-class FedYogiStage(_Adaptive):
-    """Yogi on the mean update (Reddi et al., ICLR 2021)."""
-
-    method: Literal["fedyogi"]
-
-
-class FedAdagradStage(TrainingStage):
-    """Adagrad on the mean update (Reddi et al., ICLR 2021)."""
-
-    method: Literal["fedadagrad"]
-    server_lr: PositiveFloat = 0.01
-    tau: PositiveFloat = 1e-3
-
-
-class FedDynStage(TrainingStage):
-    """A dynamic regulariser that aligns local and global optima (Acar et al., ICLR 2021)."""
-
-    method: Literal["feddyn"]
-    alpha_dyn: PositiveFloat = 0.01
-    adaptive: bool = True
-    """Divide alpha by a client's share of the examples, as the official code does."""
-
-
-class ScaffoldStage(TrainingStage):
-    """Control variates against client drift, option II (Karimireddy et al., ICML 2020)."""
-
-    method: Literal["scaffold"]
-    server_lr: PositiveFloat = 1.0
-
-
-class FedNovaStage(TrainingStage):
-    """Updates normalised by the local steps behind them (Wang et al., NeurIPS 2020)."""
-
-    method: Literal["fednova"]
-    mu: NonNegativeFloat = 0.0
-    server_momentum: float = Field(default=0.0, ge=0, lt=1)
-
-
-class CentralisedStage(TrainingStage):
-    """The oracle: one machine holds everybody's examples; a round is so many epochs over all of them."""
-
-    pools: ClassVar[bool] = True
-    silent: ClassVar[bool] = True
     one_task: ClassVar[bool] = True
-    method: Literal["centralised"]
+    norm_statistics: ClassVar[Literal["freeze"]] = "freeze"
+    hide_task: ClassVar[bool] = False
+    share: ClassVar[float] = 0.0
+    privacy: ClassVar[None] = None
+    combine: ClassVar[Literal["mean"]] = "mean"
+    max_norm: ClassVar[None] = None
+    compress: ClassVar[None] = None
+    augment: ClassVar[Literal["none"]] = "none"
+    sends: ClassVar[tuple[str, ...]] = ("update",)
+    numbers: ClassVar[tuple[str, ...]] = ()
+    accumulates: ClassVar[Mapping[str, str]] = {}
+    twin: ClassVar[bool] = False
+    share_train: ClassVar[Literal["all"]] = "all"
+    train: Literal["head", "body", "all", "lora", "adapter"]
+    lr: PositiveFloat = 1e-4
+    epsilon: PositiveFloat = 1e-3
+    """How far a probe goes along a direction, both ways."""
+    num_directions: PositiveInt = 1
+    """Directions, and so scalars, of a step."""
 
 
-class FedYoloStage(TrainingStage):
-    """A module and a head for each task on one frozen transformer, averaged per task (Zhang et al., 2023)."""
+class LocalStage(_SGD):
+    """Every client by itself: it makes the model its own, an epoch a round, and nothing travels."""
 
-    method: Literal["fedyolo"]
-    train: Literal["lora", "adapter", "vpt"] = "lora"
-    rounds: PositiveInt = 150
-    batch_size: PositiveInt | Literal["full"] = 32
-    momentum: float = Field(default=0.9, ge=0, lt=1)
-    schedule: Literal["constant", "step", "cosine"] = "cosine"
-    warmup_rounds: NonNegativeInt | Auto = "auto"
-    """The paper warms up and does not say for how long; "auto": for a tenth of the rounds."""
-    weighting: Literal["examples", "uniform"] = "uniform"
-
-
-class FedBABUStage(TrainingStage):
-    """The body under a head that stays as it starts; clients fine-tune afterwards (Oh et al., ICLR 2022)."""
-
-    classifier: ClassVar[Role] = "frozen"
-    method: Literal["fedbabu"]
-    train: Part = "body"
-    """What is trained below the head: the body, a module, or, with "head", the hidden layers of an MLP."""
-    mu: NonNegativeFloat = 0.0
-    """Pull towards the global model: FedProx+BABU where it is not 0."""
-
-
-class FedPerStage(TrainingStage):
-    """The body is averaged, every client keeps a head of its own (Arivazhagan et al., 2019)."""
-
-    classifier: ClassVar[Role] = "personal"
-    method: Literal["fedper"]
-    train: Part = "all"
-
-
-class FedRepStage(TrainingStage):
-    """As FedPer, but each client trains its head first, then the body (Collins et al., ICML 2021)."""
-
-    classifier: ClassVar[Role] = "personal"
-    method: Literal["fedrep"]
-    train: Part = "all"
-    head_epochs: NonNegativeInt = 10
-    """Epochs on the head, before local_epochs on the body."""
-
-
-class LGFedAvgStage(TrainingStage):
-    """The head is averaged, every client keeps a body of its own (Liang et al., 2020)."""
-
-    representation: ClassVar[Role] = "personal"
-    method: Literal["lg-fedavg"]
-    train: Part = "all"
-
-
-class PerFedAvgStage(TrainingStage):
-    """A model that one step of a client makes good, first-order variant (Fallah et al., NeurIPS 2020)."""
-
-    method: Literal["per-fedavg"]
-    train: Part = "all"
-    inner_lr: PositiveFloat = 0.01
-    """Of the step whose result the meta step looks at."""
-
-
-class DittoStage(TrainingStage):
-    """FedAvg, and beside it a model of each client's own that is pulled towards the global one (Li et al., 2021)."""
-
-    method: Literal["ditto"]
-    train: Part = "all"
-    lambda_ditto: NonNegativeFloat = 1.0
-    """Strength of the pull."""
-
-
-class LocalOnlyStage(TrainingStage):
-    """Every client trains for itself, and nothing travels."""
-
-    silent: ClassVar[bool] = True
+    communicates: ClassVar[bool] = False
+    personalises: ClassVar[bool] = True
     representation: ClassVar[Role] = "personal"
     classifier: ClassVar[Role] = "personal"
-    method: Literal["local-only"]
-    train: Part = "all"
-
-
-class PersonaliseStage(_SGD):
-    """Every client makes the model that it is handed its own, and nothing travels: fine-tuned, or a computed head."""
-
-    silent: ClassVar[bool] = True
+    privacy: ClassVar[None] = None
+    secure: ClassVar[bool] = False
+    secure_group: ClassVar[None] = None
+    sampling: ClassVar[Literal["clients"]] = "clients"
+    combine: ClassVar[Literal["mean"]] = "mean"
+    max_norm: ClassVar[None] = None
+    compress: ClassVar[None] = None
+    sends: ClassVar[tuple[str, ...]] = ()
+    numbers: ClassVar[tuple[str, ...]] = ()
+    accumulates: ClassVar[Mapping[str, str]] = {}
+    twin: ClassVar[bool] = False
     local_epochs: ClassVar[int] = 1
     local_steps: ClassVar[None] = None
     schedule: ClassVar[Literal["constant"]] = "constant"
@@ -430,123 +347,42 @@ class PersonaliseStage(_SGD):
     patience: ClassVar[None] = None
     hide_task: ClassVar[bool] = False
     share: ClassVar[float] = 0.0
-    representation: ClassVar[Role] = "personal"
-    classifier: ClassVar[Role] = "personal"
-    method: Literal["personalise"]
-    update: Part = "all"
-    """What a client changes; a module is the one that an earlier stage has left on the body."""
-    epochs: NonNegativeInt = 5
-    """Of fine-tuning; the model is evaluated after each, and before the first."""
-    compute: Literal["fedncm", "fed3r", "fedcof"] | None = None
-    """Instead of fine-tuning: a head in closed form from the client's own examples, blended with the one it has."""
-    blend: Annotated[float, Field(ge=0, le=1)] | Auto = "auto"
-    """Share of the computed head; "auto": each client chooses by cross-validation on its own examples."""
-    without_head: bool = False
-    """Evaluate without the head too, by the nearest mean of a client's own classes, before the first epoch and after
-    the last."""
-    forgetting: bool = False
-    """Evaluate every client's model on the whole test split too, before the first epoch and after the last."""
-    batch_size: PositiveInt | Literal["full"] = 50
-    lr: PositiveFloat = 1e-3
-    momentum: float = Field(default=0.9, ge=0, lt=1)
+    share_train: ClassVar[Literal["all"]] = "all"
+    head: ClassVar[None] = None
+    """Whatever head there is."""
+    hidden: ClassVar[int] = 0
+    module_settings: ClassVar[dict[str, Any]] = {}
+    """Those of the module that there is."""
 
     @property
     def train(self) -> Part:
         """What changes."""
-        return "head" if self.compute else self.update
+        raise NotImplementedError
 
     @property
     def rounds(self) -> int:
-        """A round is an epoch; a head is computed in one."""
-        return 1 if self.compute else self.epochs
+        """A round is an epoch."""
+        raise NotImplementedError
 
     def sampled(self, n_clients: int) -> int:
         """Everybody."""
         return n_clients
 
-
-class SLoRAStage(TrainingStage):
-    """Sparse fine-tuning, whose low-rank part LoRA then starts from (Babakniya et al., 2023)."""
-
-    one_task: ClassVar[bool] = True
-    method: Literal["slora"]
-    train: Literal["lora"] = "lora"
-    rank: PositiveInt = 16
-    alpha_lora: PositiveFloat = 32.0
-    density: float = Field(default=0.1, gt=0, le=1)
-    """Share of the entries that priming trains."""
-    priming: float = Field(default=0.2, ge=0, lt=1)
-    """Share of the rounds that prime: one at least, or none where it is 0."""
-    server_lr: PositiveFloat = 1.0
+    def survivors(self, clients: int) -> int:
+        """Nothing is added up."""
+        return clients
 
 
-class ZerothOrderStage(_Rounds):
-    """Slopes along random directions instead of gradients; batch norm and dropout as in evaluation."""
-
-    one_task: ClassVar[bool] = True
-    norm_statistics: ClassVar[Literal["freeze"]] = "freeze"
-    hide_task: ClassVar[bool] = False
-    share: ClassVar[float] = 0.0
-    train: Literal["head", "body", "all", "lora", "adapter"]
-    lr: PositiveFloat = 1e-4
-    epsilon: PositiveFloat = 1e-3
-    """How far a probe goes along a direction, both ways."""
-    num_directions: PositiveInt = 1
-    """Directions, and so scalars, of a step."""
-
-
-class FedMeZOStage(ZerothOrderStage):
-    """One seed and a few scalars per round (thesis, chapter 4)."""
-
-    method: Literal["fedmezo"]
-    batch_size: PositiveInt | Literal["full"] = "full"
-    """Examples of each client that a round looks at: all of them, or so many."""
-
-
-class DistMeZOStage(ZerothOrderStage):
-    """Every client takes MeZO steps of its own, with seeds of its own; then the mean of the weights."""
-
-    method: Literal["distmezo"]
-    local_steps: PositiveInt = 10
-    server_lr: PositiveFloat = 1.0
-
-
-Training = TrainingStage | PersonaliseStage
+Training = TrainingStage | LocalStage
 """Local SGD."""
 Rounds = Training | ZerothOrderStage
 """Anything that is trained round after round."""
 ClosedForm = ClosedFormStage
-FAMILIES = (ClosedFormStage, TrainingStage, ZerothOrderStage)
+FAMILIES = (ClosedFormStage, TrainingStage, ZerothOrderStage, LocalStage)
 """What the stage of another method is a subclass of."""
 
 
-STAGES: dict[str, type[ClosedForm] | type[Training] | type[ZerothOrderStage]] = {
-    "fedncm": FedNCMStage,
-    "fed3r": Fed3RStage,
-    "fedcof": FedCOFStage,
-    "fedavg": FedAvgStage,
-    "fedprox": FedProxStage,
-    "fedavgm": FedAvgMStage,
-    "fedadam": FedAdamStage,
-    "fedyogi": FedYogiStage,
-    "fedadagrad": FedAdagradStage,
-    "feddyn": FedDynStage,
-    "scaffold": ScaffoldStage,
-    "fednova": FedNovaStage,
-    "centralised": CentralisedStage,
-    "slora": SLoRAStage,
-    "fedyolo": FedYoloStage,
-    "fedbabu": FedBABUStage,
-    "fedper": FedPerStage,
-    "fedrep": FedRepStage,
-    "lg-fedavg": LGFedAvgStage,
-    "per-fedavg": PerFedAvgStage,
-    "ditto": DittoStage,
-    "local-only": LocalOnlyStage,
-    "personalise": PersonaliseStage,
-    "fedmezo": FedMeZOStage,
-    "distmezo": DistMeZOStage,
-}
+STAGES: dict[str, type[ClosedForm] | type[Rounds]] = {}
 """The stage of every method; `headstart.register` adds to it."""
 
 
@@ -555,6 +391,8 @@ class _ByMethod:
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         stages = {name: handler.generate_schema(stage) for name, stage in STAGES.items()}
+        if not stages:  # before any method is registered
+            return core_schema.any_schema()
         return core_schema.tagged_union_schema(stages, discriminator="method")
 
 
@@ -563,6 +401,7 @@ Stage = Annotated[ClosedForm | Rounds, _ByMethod()]
 
 @cache
 def load_plugins() -> None:
-    """Import what installed packages name under the entry point group `headstart`: they register their methods."""
+    """Import what registers methods: our own, and what installed packages name under the entry point `headstart`."""
+    import_module("headstart.methods")
     for plugin in entry_points(group="headstart"):
         plugin.load()

@@ -6,8 +6,10 @@ import re
 import resource
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +24,43 @@ class Published:
     bytes: int
     forward_passes: int
     formula: str
+
+
+@dataclass(frozen=True, eq=False)
+class CostFacts:
+    """What a paper's count of the cost of one task depends on."""
+
+    stage: Any
+    """The table of the recipe."""
+    n_classes: int
+    dim: int
+    """Length of the vectors that are summed, or of the features."""
+    clients: int
+    """All clients, heard or not."""
+    rounds: int
+    """That were played."""
+    counts: Ints
+    """[K, C] Examples of each class, of the clients that were heard."""
+    rows: int = 0
+    """Class means that were heard, where the server keeps them apart."""
+    shared: float = 0.0
+    """Parameters that a client shares."""
+
+    @property
+    def examples(self) -> int:
+        """Of all clients that were heard."""
+        return int(self.counts.sum())
+
+    @property
+    def per_round(self) -> int:
+        """Clients of a round."""
+        count: int = self.stage.sampled(self.clients)
+        return count
+
+
+Cost = Callable[[CostFacts], Published]
+COSTS: dict[str, Cost] = {}
+"""The papers' counts, by method; `headstart.register` adds to it."""
 
 
 @dataclass

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -19,8 +20,11 @@ Array = npt.NDArray[np.generic]
 Scalar = str | int | float | bool
 
 # In the order in which safetensors lays arrays out.
-_DTYPE_NAMES = {"int64": "I64", "float64": "F64", "float32": "F32", "int32": "I32", "uint8": "U8", "bool": "BOOL"}
+_DTYPE_NAMES = {
+    "int64": "I64", "float64": "F64", "float32": "F32", "int32": "I32", "int8": "I8", "uint8": "U8", "bool": "BOOL",
+}  # fmt: skip
 _DTYPES = {short: np.dtype(name) for name, short in _DTYPE_NAMES.items()}
+_NAMED = {name: np.dtype(name) for name in _DTYPE_NAMES}
 _METADATA = "__metadata__"
 _SCALARS = "scalars"
 
@@ -71,14 +75,15 @@ class Message:
     @property
     def nbytes(self) -> int:
         """Length of `to_bytes()`, without making the bytes."""
-        return layout_nbytes({n: (str(a.dtype), a.shape) for n, a in self.arrays.items()}, self._metadata())
+        layout = tuple((name, array.dtype, array.shape) for name, array in self.arrays.items())
+        return _cached_nbytes(layout, json.dumps(dict(self.scalars), allow_nan=False) if self.scalars else None)
 
     def array(self, name: str, dtype: str, shape: tuple[int | None, ...]) -> Array:
         """The array of that name, checked: present, of this dtype and shape (None is any length), finite."""
         array = self.arrays.get(name)
         if array is None:
             raise MessageError(f"array {name!r} is missing")
-        if str(array.dtype) != dtype:
+        if array.dtype != _NAMED[dtype]:
             raise MessageError(f"array {name!r} is {array.dtype}, not {dtype}")
         if len(array.shape) != len(shape) or any(b not in (None, a) for a, b in zip(array.shape, shape, strict=True)):
             wanted = "[" + ", ".join("any" if size is None else str(size) for size in shape) + "]"
@@ -87,8 +92,22 @@ class Message:
             raise MessageError(f"array {name!r} holds NaN or infinity")
         return array
 
+    def whole_number(self, name: str, largest: int) -> int:
+        """A scalar that counts something, from 1 on, checked."""
+        value = self.scalars.get(name)
+        if type(value) is not int or not 1 <= value <= largest:  # True is an int, too
+            raise MessageError(f"a client says {name} = {value!r:.40}; a whole number from 1 to {largest} was expected")
+        return value
+
     def _metadata(self) -> dict[str, str] | None:
         return {_SCALARS: json.dumps(dict(self.scalars), allow_nan=False)} if self.scalars else None
+
+
+@lru_cache(maxsize=4096)
+def _cached_nbytes(layout: tuple[tuple[str, np.dtype[Any], tuple[int, ...]], ...], scalars: str | None) -> int:
+    """Of messages with arrays of the same names, dtypes and shapes, and the same scalars."""
+    named = {name: (str(dtype), shape) for name, dtype, shape in layout}
+    return layout_nbytes(named, None if scalars is None else {_SCALARS: scalars})
 
 
 def layout_nbytes(layout: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str] | None = None) -> int:

@@ -7,8 +7,8 @@ stage found it, bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from headstart.core.params import Shapes
@@ -30,6 +30,8 @@ class Plan:
     hidden: Role
     head: Role
     statistics: Role
+    still: frozenset[str] = frozenset()
+    """Parts that are personal and do not train: each client's own is loaded, and stays as it is."""
 
     @property
     def changes_features(self) -> bool:
@@ -38,10 +40,30 @@ class Plan:
 
     def role(self, name: str) -> Role:
         """The role of a parameter by its name."""
-        part = "hidden" if name.startswith("head.hidden.") else name.partition(".")[0]
-        role: Role = getattr(self, part)
+        role: Role = getattr(self, part_of(name))
         return role
 
-    def trained(self, shapes: Mapping[str, tuple[int, ...]]) -> Shapes:
-        """The parameters that change."""
+    def trains(self, name: str) -> bool:
+        """Whether a parameter changes, by its name."""
+        return self.role(name) != "frozen" and part_of(name) not in self.still
+
+    def on_top_of(self, personal: Iterable[str], norm_statistics: str) -> Plan:
+        """Parts that are each client's own already stay so, and move where this plan trains them."""
+        still = {part for part in personal if getattr(self, part) == "frozen"}
+        roles: dict[str, Role] = dict.fromkeys(still, "personal")
+        if "body" in still and norm_statistics == "aggregate":
+            roles["statistics"] = "personal"
+        return replace(self, **roles, still=frozenset(still))
+
+    def loaded(self, shapes: Mapping[str, tuple[int, ...]]) -> Shapes:
+        """The parameters that are not frozen."""
         return {name: shape for name, shape in shapes.items() if self.role(name) != "frozen"}
+
+
+def part_of(name: str) -> str:
+    """The part of the model that a parameter belongs to."""
+    return "hidden" if name.startswith("head.hidden.") else name.partition(".")[0]
+
+
+FROZEN = Plan("frozen", "frozen", "frozen", "frozen", "frozen")
+"""Nothing is trained: a head is computed."""

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import cache
 from math import inf
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
-from scipy import sparse
+from scipy import linalg, sparse
 
 from headstart.core.message import Message, layout_nbytes
 from headstart.errors import HeadstartError, MessageError
@@ -36,6 +36,8 @@ class ClientStatistics:
 
     labels: [R] the class of each row; counts: [R] examples behind it; sums: [R, d] sum of their features;
     moments: the Gram matrix XᵀX [d, d], or its diagonal [d], of all the examples; None where no method asked.
+    longest: no feature vector behind them is longer, where they were clipped. noise_floor: the largest eigenvalue that
+    noise alone gives the Gram matrix, where there is noise.
     """
 
     n_classes: int
@@ -43,6 +45,8 @@ class ClientStatistics:
     counts: Ints
     sums: Features
     moments: Floats | None = None
+    longest: float | None = None
+    noise_floor: float | None = None
 
     @classmethod
     def empty(cls, n_classes: int, dim: int, moments: Moments | None = None) -> ClientStatistics:
@@ -65,6 +69,8 @@ class ClientStatistics:
             np.concatenate([each.counts for each in everyone]),
             np.concatenate([each.sums for each in everyone if len(each.sums)] or [self.sums]),
             np.sum(moments, axis=0) if moments else None,
+            everyone[-1].longest,
+            everyone[-1].noise_floor,
         )
 
     def pooled(self) -> ClientStatistics:
@@ -74,7 +80,51 @@ class ClientStatistics:
         np.add.at(counts, segments, self.counts)
         order = np.argsort(segments, kind="stable")
         sums, _ = _segment_sums(self.sums, order, segments[order], len(present))
-        return ClientStatistics(self.n_classes, present, counts, sums, self.moments)
+        return replace(self, labels=present, counts=counts, sums=sums)
+
+    def present(self) -> tuple[ClientStatistics, Ints]:
+        """The rows with a count of 1 or more, and their places: with noise, a class below that counts as absent."""
+        kept = np.flatnonzero(self.counts >= 1)
+        return replace(self, labels=self.labels[kept], counts=self.counts[kept], sums=self.sums[kept]), kept
+
+    def solvable(self) -> ClientStatistics:
+        """What a solve can use: as they are, or, of noisy ones, classes with a positive count and a possible Gram
+        matrix.
+
+        Without noise, the Gram matrix less Σ_c N_c μ_c μ_cᵀ is the scatter within the classes, which has no negative
+        eigenvalue. With noise its eigenvalues are raised to ``noise_floor``, below which they are noise: the Gram
+        matrix, the one with a column of ones, and the scatter itself are then all positive semi-definite.
+        """
+        if self.noise_floor is None:
+            return self
+        total, _ = self.present()
+        if not len(total.labels):
+            raise HeadstartError("the noise hides every class; raise privacy.epsilon, or have more examples")
+        if total.moments is None or total.moments.ndim != 2:
+            return total
+        between = (total.sums / total.counts[:, None]).T @ total.sums
+        values, vectors = linalg.eigh(total.moments - between)
+        return replace(total, moments=between + (vectors * np.maximum(values, self.noise_floor)) @ vectors.T)
+
+    def vector(self) -> dict[str, Floats]:
+        """Counts and sums of every class, present or not, and the second moments: what a secure sum adds."""
+        total = self.pooled()
+        counts, sums = np.zeros(self.n_classes), np.zeros((self.n_classes, self.dim))
+        counts[total.labels], sums[total.labels] = total.counts, total.sums
+        moments = total.moments
+        if moments is not None and moments.ndim == 2:
+            moments = moments[np.triu_indices(self.dim)]
+        return {"counts": counts, "sums": sums} | ({} if moments is None else {"moments": moments})
+
+    @classmethod
+    def from_vector(cls, values: Mapping[str, Floats], moments: Moments | None, every_class: bool) -> ClientStatistics:
+        """As the statistics of one client with everybody's examples, from the sum of what `vector` made."""
+        counts = np.rint(values["counts"]).astype(np.int64)
+        labels = np.arange(len(counts)) if every_class else np.flatnonzero(counts > 0)
+        second = values.get("moments")
+        if second is not None and moments == "full":
+            second = unpacked(second, values["sums"].shape[1])
+        return cls(len(counts), labels, counts[labels], values["sums"][labels], second)
 
     def to_message(self) -> Message:
         """What travels: present classes only; class sums in float32.
@@ -171,6 +221,28 @@ class ClientStatistics:
         roots = np.sqrt(squares)
         if self.moments.ndim == 2 and (np.abs(self.moments) > np.outer(roots, roots)).any():
             raise MessageError("the Gram matrix has an entry larger than its diagonal allows: no features have it")
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What the clients of a closed form say of their features."""
+
+    n_classes: int
+    dim: int
+    """Length of the vectors that are summed."""
+    moments: Moments | None = None
+    rows: bool = False
+    """Whether the server keeps every client's rows, instead of adding them up."""
+    by_row: bool = False
+    """Whether the head depends on every client's rows, and not on their sums alone."""
+    means_per_client: int = 1
+    """Rows that a client may send of a class."""
+    longest: float = inf
+    """No vector that is summed is longer, whatever the features."""
+
+    def empty(self) -> ClientStatistics:
+        """Nothing heard yet."""
+        return ClientStatistics.empty(self.n_classes, self.dim, self.moments)
 
 
 def summarise(

@@ -30,7 +30,7 @@ class Federation:
     tasks: tuple[str, ...] = (ONE_TASK,)
     client_starts: tuple[int, ...] = (0,)
     class_starts: tuple[int, ...] = (0,)
-    announced: Ints | None = None
+    remote_sizes: Ints | None = None
     """[K] training examples of clients that hold them elsewhere, as they say."""
 
     @classmethod
@@ -85,7 +85,7 @@ class Federation:
             nothing = Examples(kind, source, (), np.zeros(0, np.int64), np.zeros(0, np.int64))
             dataset = Dataset("the clients' own data", classes, nothing, nothing)
         nobody = np.full(len(dataset.train), UNUSED)
-        return cls(dataset, nobody, None, names, announced=sizes)
+        return cls(dataset, nobody, None, names, remote_sizes=sizes)
 
     @classmethod
     def _joined(cls, parts: list[Federation], tasks: list[str]) -> Federation:
@@ -166,16 +166,16 @@ class Federation:
     @property
     def unused(self) -> int:
         """Training examples that no client holds."""
-        if self.announced is not None:
+        if self.remote_sizes is not None:
             return 0
         return int(np.count_nonzero(self.owners == UNUSED))
 
     @cached_property
     def counts(self) -> Ints:
-        """Training examples [K, C] of each class at each client; all in one class where they are announced, since of
+        """Training examples [K, C] of each class at each client; all in one class where they are remote, since of
         which classes they are is the clients' own business."""
-        if self.announced is not None:
-            return np.eye(1, len(self.dataset.classes), dtype=np.int64) * self.announced[:, None]
+        if self.remote_sizes is not None:
+            return np.eye(1, len(self.dataset.classes), dtype=np.int64) * self.remote_sizes[:, None]
         held = self.owners >= 0
         n_classes = len(self.dataset.classes)
         keys = self.owners[held] * n_classes + self.dataset.train.labels[held]

@@ -40,8 +40,8 @@ def serve(grid: Grid, context: Context) -> None:
     import numpy as np
 
     from headstart.data import Federation
-    from headstart.engine.flower import Nodes
-    from headstart.runner import conduct
+    from headstart.engine.grid import Nodes
+    from headstart.runner import run_federation
 
     check_guarded("superlink")
     config = context.run_config
@@ -49,14 +49,14 @@ def serve(grid: Grid, context: Context) -> None:
     names = tuple(name.strip() for name in str(config["nodes"]).split(","))
     out = Path(str(config["out"]))
     nodes = Nodes(grid, recipe, {name: number for number, name in enumerate(names)})
-    nodes.present(len(names), float(str(config.get("wait") or "inf")))
+    nodes.available(len(names), float(str(config.get("wait") or "inf")))
     if not nodes.said:
         raise HeadstartError(f"none of the nodes came: {', '.join(names)}")
     sizes = np.array([nodes.said.get(number, {"examples": 0})["examples"] for number in range(len(names))])
     dim = next(iter(nodes.said.values()))["dim"]
     federation = Federation.apart(recipe, names, sizes, dim, str(config.get("test") or "") or None)
     resume = (out / "recipe.toml").is_file()
-    conduct(recipe, federation, out, resume, lambda line: print(line, flush=True), nodes)
+    run_federation(recipe, federation, out, resume, lambda line: print(line, flush=True), nodes)
 
 
 @client.query()
@@ -67,8 +67,8 @@ def answer(message: Message, context: Context) -> Message:
     optionally `recipe` (a file: the node takes part in this recipe only).
     """
     from headstart.data import Federation
-    from headstart.engine.flower import refuse, respond, run_of
     from headstart.engine.node import Node
+    from headstart.engine.respond import refuse, respond, run_of
 
     config = context.node_config
     try:
@@ -108,9 +108,9 @@ def simulate(
     from flwr.simulation import run_simulation
 
     from headstart.data import Federation
-    from headstart.engine.flower import Nodes
+    from headstart.engine.grid import Nodes
     from headstart.records import RunDirectory
-    from headstart.runner import conduct
+    from headstart.runner import run_federation
 
     if out is not None and not resume:
         RunDirectory.check_free(Path(out))
@@ -125,9 +125,9 @@ def simulate(
         @server.main()
         def main(grid: Grid, context: Context) -> None:
             nodes = Nodes(grid, recipe, {name: number for number, name in enumerate(federation.names)})
-            nodes.present(federation.n_clients)
+            nodes.available(federation.n_clients)
             path = Path(out) if out is not None else None
-            found.append(conduct(recipe, federation, path, resume, on_metrics, nodes, folder))
+            found.append(run_federation(recipe, federation, path, resume, on_metrics, nodes, folder))
 
         @client.query()
         def answer(message: Message, context: Context) -> Message:
@@ -146,8 +146,8 @@ def simulate(
 def simulated(text: str, folder: Path, message: Message, context: Context) -> Message:
     """The answer of a simulated node."""
     from headstart.data import Federation
-    from headstart.engine.flower import respond
     from headstart.engine.node import Node
+    from headstart.engine.respond import respond
 
     key = text, str(folder)
     if key not in _NODES:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from headstart.config.recipe import Model
-from headstart.config.stage import MODULES, Rounds, Stage
+from headstart.config.stage import MODULES, Stage
+from headstart.core.plan import Plan
 from headstart.core.statistics import Features
 from headstart.data import Dataset
 from headstart.data.examples import Examples, Ints, Joined
@@ -189,39 +190,44 @@ class Body:
 
     # --------------------------------------------------------------------------------------------------------- modules
 
-    def attach(self, stage: Stage, seed: tuple[int, ...]) -> Attached | None:
-        """The module that a stage trains: the one an earlier stage left on the body, or a new one."""
+    def attach(self, stage: Stage, plan: Plan, seed: tuple[int, ...]) -> Attached | None:
+        """The module that a stage trains, or that clients have values of their own for: the one an earlier stage left
+        on the body, or a new one."""
         self._inputs.clear()
         self._prefix = None
-        if not isinstance(stage, Rounds) or stage.train == "head":
+        if not plan.changes_features:
             return None
-        names = {"lora": ("rank", "alpha_lora"), "adapter": ("bottleneck",), "vpt": ("tokens",)}.get(stage.train, ())
-        keys = [key for key in (*names, "blocks") if names and hasattr(stage, key)]
-        settings = {key: value for key in keys if (value := getattr(stage, key)) is not None}
         here = self._attached[0] if self._attached else None
-        changed = here is not None and any(here.settings.get(key) != getattr(stage, key) for key in keys)
-        if here is not None and (here.kind != stage.train or changed or stage.method == "slora"):
-            key = "update" if stage.method == "personalise" else "train"
+        kind = stage.train if not plan.still else here.kind if here and plan.module != "frozen" else "all"
+        settings = stage.module_settings
+        changed = here is not None and any(here.settings.get(key) != value for key, value in settings.items())
+        if here is not None and (here.kind != kind or changed or stage.method == "slora"):
+            key = "update" if stage.personalises else "train"
             raise HeadstartError(
                 f"stages.{seed[1]}.{key}: an earlier stage left a {here.kind} on the body; go on with it as it is, "
                 "train the head, or set start to a stage before it"
             )
-        if stage.train in MODULES and here is None:
-            if stage.method == "personalise":
-                raise HeadstartError(f"stages.{seed[1]}.update: no earlier stage left a {stage.train} on the body")
-            self._attach(Module(stage.train, settings, ()), seed[0] * 1000 + seed[1])
+        if kind in MODULES and here is None:
+            if stage.personalises:
+                raise HeadstartError(f"stages.{seed[1]}.update: no earlier stage left a {kind} on the body")
+            made = {key: value for key, value in settings.items() if value is not None}
+            self._attach(Module(kind, made, ()), seed[0] * 1000 + seed[1])
         if self._attached is None:
             return None
         attached = self._attached[1]
-        flips = getattr(stage, "augment", "none") == "flip" and self.backbone and self.backbone.kind == "image"
-        if attached.depth and stage.train in MODULES and not flips and stage.method != "slora":
-            from headstart.backbones import Prefix
-            from headstart.modules.blocks import blocks_of
-
-            assert self.backbone is not None
-            blocks = blocks_of(self.backbone.core)
-            self._prefix = Prefix(self.backbone, blocks[: attached.depth], blocks[attached.depth])
+        flips = stage.augment == "flip" and self.backbone and self.backbone.kind == "image"
+        if attached.depth and kind in MODULES and not flips and stage.method != "slora":
+            self._cache_prefix(attached.depth)
         return attached
+
+    def _cache_prefix(self, depth: int) -> None:
+        """What comes before the first block with a module is computed once."""
+        from headstart.backbones import Prefix
+        from headstart.modules.blocks import blocks_of
+
+        assert self.backbone is not None
+        blocks = blocks_of(self.backbone.core)
+        self._prefix = Prefix(self.backbone, blocks[:depth], blocks[depth])
 
     def _attach(self, module: Module, seed: int = 0) -> None:
         from headstart.modules import attach

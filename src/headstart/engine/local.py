@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from headstart.channel.fixed import BITS, from_fixed, to_fixed
-from headstart.config.stage import ClosedForm, Rounds
-from headstart.core.ledger import Ledger
 from headstart.core.message import Message
-from headstart.core.statistics import Features, Ints
+from headstart.core.reply import Failure, GroupReply, Reply
+from headstart.core.statistics import Features
 from headstart.data import Federation
-from headstart.engine.rounds import AfterRound, Bools, Heard, Question, Summed, play_rounds, shared_examples
-from headstart.engine.store import ClientStore
-from headstart.methods import Method, Reply
+from headstart.engine.client import ClientRuntime
+from headstart.engine.client_states import ClientStates
+from headstart.engine.round import AnyReply
+from headstart.engine.server import Bools, Request
+from headstart.errors import HeadstartError
 from headstart.solvers.cohort import Cohort
 
 if TYPE_CHECKING:  # closed-form methods do not wait for torch
@@ -32,77 +33,68 @@ _COHORT_EXAMPLES = 16384
 _COHORT_BYTES = 256 << 20
 
 
-def play(
-    method: Method[Any],
-    stage: ClosedForm | Rounds,
-    federation: Federation,
-    source: Source,
-    seed: tuple[int, ...],
-    ledger: Ledger,
-    store: ClientStore,
-    after_round: AfterRound,
-    state: Any = None,
-    first_round: int = 0,
-    handed_over: Ints | None = None,
-) -> Any:
-    """Play the rounds of a stage with clients in this process."""
-    server = shared_examples(stage, federation, source, seed) if isinstance(stage, Rounds) and stage.share else None
-    clients = LocalClients(method, federation, source, store)
-    about = (seed, ledger, store, after_round, state, first_round, handed_over, server)
-    return play_rounds(method, stage, federation, clients, *about)
-
-
 @dataclass(frozen=True, eq=False)
 class LocalClients:
     """The clients of a federation whose examples are all here.
 
-    source: features, or what a body that trains reads; store: what the clients keep.
+    source: features, or what a body that trains reads; states: what stays with the clients.
     """
 
-    method: Method[Any]
+    runtime: ClientRuntime
     federation: Federation
     source: Source
-    store: ClientStore
+    states: ClientStates
 
-    def present(self) -> Bools:
+    def available(self) -> Bools:
         """Everybody."""
         return np.ones(self.federation.n_clients, np.bool_)
 
-    def ask(self, question: Question) -> Iterator[Heard]:
-        """Cohort by cohort. Where clients catch up, a cohort is told what the one that knows least has to be told."""
-        for first, last, cohort in self._cohorts(question):
-            asked, since = time.monotonic(), question.since[first:last]
-            for reply in self.method.answer(cohort, question.messages[first + int(since.argmin())]):
-                yield Heard(reply.clients, reply, (time.monotonic() - asked) / len(cohort.clients))
+    def send(self, request: Request) -> Iterator[AnyReply]:
+        """Cohort by cohort, or the sum of all of them."""
+        if not request.threshold:
+            yield from self._ask(request)
+            return
+        try:
+            yield self._sum(request)
+        except HeadstartError as error:
+            yield Failure(request.clients, str(error))
 
-    def add_up(self, question: Question, threshold: int, shapes: Mapping[str, tuple[int, ...]]) -> Summed:
+    def _ask(self, request: Request) -> Iterator[Reply]:
+        """Where clients catch up, a cohort is told what the one that knows least has to be told."""
+        for first, last, cohort in self._cohorts(request):
+            asked, since = time.monotonic(), request.since[first:last]
+            for reply in self.runtime.answer(cohort, request.messages[first + int(since.argmin())]):
+                yield replace(reply, seconds=(time.monotonic() - asked) / len(cohort.clients))
+
+    def _sum(self, request: Request) -> GroupReply:
         """The same numbers as the protocol gives, client by client, without its keys and masks: nothing leaves here.
 
         Bytes are those of the masked values; what the protocol sends beside them is not counted.
         """
         total: dict[str, npt.NDArray[np.int64]] = {}
-        count = len(question.clients)
+        count, states = len(request.clients), {}
         nbytes, passes = np.zeros(count, np.int64), np.zeros(count, np.int64)
-        for place in range(count):
-            (heard,) = self.ask(question.part(np.array([place])))
-            assert heard.reply is not None
-            values = to_fixed(self.method.summand(heard.reply, question.round), count, BITS)
+        for place, client in enumerate(request.clients.tolist()):
+            (reply,) = self._ask(request.part(np.array([place])))
+            values = to_fixed(self.runtime.vector(reply, request.messages[place]), count, BITS)
             total = {name: total[name] + value if total else value for name, value in values.items()}
-            nbytes[place] = Message(values).nbytes
-            passes[place] = heard.reply.forward_passes[0]
-            self.keep(heard.reply)
+            nbytes[place], passes[place] = Message(values).nbytes, reply.forward_passes[0]
+            states[client] = reply.state
         found = {name: from_fixed(value, BITS) for name, value in total.items()}
-        return Summed(question.clients, {}, found, nbytes, np.zeros(count, np.int64), passes, np.zeros(0, np.int64))
+        none = np.zeros(count, np.int64)
+        return GroupReply(request.clients, request.clients, found, nbytes, none, passes, states)
 
-    def keep(self, reply: Reply) -> None:
-        """Into the store."""
-        if reply.kept:
-            self.store.write(int(reply.clients[0]), reply.kept)
+    def commit(self, reply: AnyReply) -> None:
+        """Into the files of the states."""
+        states = reply.state if isinstance(reply, GroupReply) else {int(reply.clients[0]): getattr(reply, "state", {})}
+        for client, state in states.items():
+            self.states.write(client, state)
 
-    def _cohorts(self, question: Question) -> Iterator[tuple[int, int, Cohort]]:
+    def _cohorts(self, request: Request) -> Iterator[tuple[int, int, Cohort]]:
         """The clients in order, cut into cohorts of one task that fit into memory, with their places."""
-        clients, sizes = question.clients, self.federation.sizes
-        load = np.cumsum(sizes[clients] / _COHORT_EXAMPLES + self.method.bytes_per_client / _COHORT_BYTES)
+        clients, sizes = request.clients, self.federation.sizes
+        memory = self.runtime.memory_per_client
+        load = np.cumsum(sizes[clients] / _COHORT_EXAMPLES + memory / _COHORT_BYTES)
         tasks = self.federation.tasks_of(clients)
         cuts = np.flatnonzero(np.diff(np.floor(load)) + np.diff(tasks)) + 1
         for first, last in zip([0, *cuts], [*cuts, len(clients)], strict=True):
@@ -110,5 +102,22 @@ class LocalClients:
             rows, owners = self.federation.rows_of(part)
             task = int(tasks[first])
             labels = self.federation.dataset.train.labels[rows] - self.federation.class_starts[task]
-            kept = partial(self.store.read, clients=part)
-            yield first, last, Cohort(part, self.source, rows, labels, owners, question.new[first:last], kept, task)
+            read = partial(self.states.read, clients=part)
+            yield first, last, Cohort(part, self.source, rows, labels, owners, request.new[first:last], read, task)
+
+
+def shared_examples(share: float, federation: Federation, source: Source, seed: tuple[int, ...]) -> Cohort:
+    """What clients have given to the server: a share of each one's examples, at least one, as those of one client."""
+    rng = np.random.default_rng([0x5A4E, *seed])
+    given = []
+    for client in range(federation.n_clients):
+        rows, _ = federation.rows_of(np.array([client]))
+        given.append(rng.permutation(rows)[: max(1, round(share * len(rows)))])
+    rows = np.sort(np.concatenate(given))
+    server = np.array([federation.n_clients])
+    owners, labels = np.repeat(server, len(rows)), federation.dataset.train.labels[rows]
+
+    def nothing(name: str, start: npt.NDArray[np.float32] | None) -> npt.NDArray[np.float32]:
+        raise AssertionError("nothing stays with a server as it does with a client")
+
+    return Cohort(server, source, rows, labels, owners, np.array([False]), nothing)

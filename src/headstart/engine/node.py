@@ -21,39 +21,41 @@ from filelock import FileLock
 from scipy.special import log_softmax
 
 from headstart.config.recipe import Recipe
-from headstart.config.stage import ClosedForm, PersonaliseStage, Rounds
+from headstart.config.stage import ClosedForm, Rounds
 from headstart.core.files import temporaries, write_atomically, write_json
 from headstart.core.message import Message, Scalar
+from headstart.core.reply import ClientState, Reply
 from headstart.core.statistics import Ints
 from headstart.data import Federation
-from headstart.engine.begin import Begin, digest
 from headstart.engine.body import Body
-from headstart.engine.rounds import rounds_of
-from headstart.engine.store import ClientStore
+from headstart.engine.client import ClientRuntime
+from headstart.engine.client_states import ClientStates
+from headstart.engine.setup import StageSetup, digest, plan_of
 from headstart.errors import HeadstartError, MessageError
-from headstart.heads import LinearHead
-from headstart.methods import Reply
 from headstart.solvers.cohort import Cohort
 
-Kept = Sequence[tuple[int, int, Mapping[str, tuple[int, ...]]]]
-"""Of this stage, and of those that it goes on from: the stage's number, the slot that holds what the client kept, -1
-for none, and the names and shapes of it."""
+StatesInUse = Sequence[tuple[int, int, Mapping[str, tuple[int, ...]]]]
+"""Of this stage, and of those that it goes on from: the stage's number, the slot that holds the client's state, -1 for
+none, and the names and shapes of it."""
+
+WRITTEN: ClientState = {"": np.zeros(0, np.float32)}
+"""In the place of a state that a node has written to its own disk."""
 
 
-class ForgottenError(MessageError):
+class StateLostError(MessageError):
     """The node does not have what it was sent, or kept, before."""
 
 
 @dataclass(frozen=True, eq=False)
-class Asked:
-    """A question as a client hears it."""
+class NodeRequest:
+    """A request as a node receives it."""
 
     session: str
     """The server's process: what an earlier one was told does not count."""
     client: int
-    begin: str
+    setup: str
     """The digest of what the client was told of the stage."""
-    kept: Kept
+    states: StatesInUse
     new: bool
     message: Message
     done: int = 0
@@ -62,22 +64,27 @@ class Asked:
     @property
     def digest(self) -> str:
         """The same for the same question, whichever process of the server asks."""
-        facts = json.dumps([self.client, self.begin, self.kept, self.new, self.done])
+        facts = json.dumps([self.client, self.setup, self.states, self.new, self.done])
         return digest(facts.encode() + self.message.to_bytes())
 
 
 @dataclass(frozen=True, eq=False)
 class _Stage:
     stage: ClosedForm | Rounds
-    begin: Begin
-    method: Any
+    setup: StageSetup
+    runtime: ClientRuntime
     body: Body
     source: Any
 
     @property
+    def method(self) -> Any:
+        """The method of the stage."""
+        return self.runtime.method
+
+    @property
     def rounds(self) -> int:
         """Rounds of the stage, as the recipe has them."""
-        return rounds_of(self.stage, sum(clients for _, _, clients, _ in self.begin.tasks))[0]
+        return self.stage.rounds_for(sum(clients for _, _, clients, _ in self.setup.tasks))
 
 
 class Node:
@@ -90,27 +97,26 @@ class Node:
         self.recipe, self.federation, self.folder, self.alone = recipe, federation, folder, alone
         self._stage: tuple[str, _Stage] | None = None
 
-    def introduction(self) -> dict[str, Any]:
+    def node_info(self) -> dict[str, Any]:
         """What a server has to know before the first stage."""
         train = self.federation.dataset.train
         dim = train.features().shape[1] if train.kind == "features" else 1
         examples = int(self.federation.sizes.sum())
-        guarded = [privacy for stage in self.recipe.stages if (privacy := getattr(stage, "privacy", None))]
-        if any(privacy.noise == "client" for privacy in guarded):  # how many there are is not to be known
+        if any(stage.privacy and stage.privacy.noise == "client" for stage in self.recipe.stages):  # is not to be known
             examples = min(examples, 1)
         return {"examples": examples, "dim": dim}
 
-    def remember(self, begin: bytes) -> str:
-        """Keep what a stage begins with; returns its digest."""
-        name = digest(begin)
-        path = self._begin(name)
+    def remember(self, setup: bytes) -> str:
+        """Keep what a stage starts from; returns its digest."""
+        name = digest(setup)
+        path = self._setup(name)
         with self._locked():
             if not path.is_file():
-                write_atomically(path, lambda file: file.write_bytes(begin))
+                write_atomically(path, lambda file: file.write_bytes(setup))
         return name
 
-    def _begin(self, name: str) -> Path:
-        return self.folder / f"begin-{name[:32]}.safetensors"
+    def _setup(self, name: str) -> Path:
+        return self.folder / f"setup-{name[:32]}.safetensors"
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
@@ -135,70 +141,66 @@ class Node:
                 raise HeadstartError(f"the node is client {own} of this run, and is asked as client {client}")
             yield
 
-    def answer(self, asked: Asked) -> Reply:
+    def answer(self, asked: NodeRequest) -> Reply:
         """What the client says; what it wants to keep is on disk when this returns."""
         with self._as(asked.client):
-            if getattr(self._load(asked).stage, "secure", False):
+            if self._load(asked).stage.secure:
                 raise HeadstartError("in this stage clients are added up; nothing is sent that is not masked")
             return self._once(asked)
 
-    def _once(self, asked: Asked) -> Reply:
+    def _once(self, asked: NodeRequest) -> Reply:
         """The answer to a question; on a machine of its own, the one answer of the client to this round."""
         if not self.alone:
             return self._answer(asked)
         stage, number = self._load(asked), asked.message.scalars.get("round")
         if type(number) is not int or not 0 <= number < stage.rounds:
             raise HeadstartError(f"the stage has {stage.rounds} rounds, from 0; the server asks for round {number!r}")
-        path = self._answered(stage.begin.number)
+        path = self._answered(stage.setup.number)
         record = Message.from_bytes(path.read_bytes()) if path.is_file() else Message(scalars={"round": -1})
         if record.scalars.get("question") != asked.digest:
-            last, once = int(record.scalars["round"]), stage.method.hears_once
+            last, once = int(record.scalars["round"]), stage.method.one_shot
             if number <= last or (once and last >= 0):
                 what = "this stage" if once else f"round {last}"
                 raise HeadstartError(f"the node has answered {what} before, and answers no other question for it")
             reply = self._answer(asked)
             facts: dict[str, Scalar] = {"question": asked.digest, "round": number, "task": reply.task}
-            facts |= {"passes": int(reply.forward_passes[0]), "kept": bool(reply.kept)}
+            facts |= {"passes": int(reply.forward_passes[0]), "kept": bool(reply.state)}
             record = Message({"answer": np.frombuffer(reply.message.to_bytes(), np.uint8)}, facts)
             write_atomically(path, lambda file: file.write_bytes(record.to_bytes()), private=True)
         answer, passes = Message.from_bytes(record.arrays["answer"].tobytes()), int(record.scalars["passes"])
-        kept = {"": np.zeros(0, np.float32)} if record.scalars["kept"] else {}  # it is in the store
+        state = WRITTEN if record.scalars["kept"] else {}
         sizes = np.array([answer.nbytes]), np.array([passes])
-        return Reply(np.array([asked.client]), answer, *sizes, kept, int(record.scalars["task"]))
+        return Reply(np.array([asked.client]), answer, *sizes, state, int(record.scalars["task"]))
 
     def _answered(self, number: int) -> Path:
         """The last question of a stage that was answered, with the answer and, once a sum is open, its survivors."""
         return self.folder / f"answered-{number}.safetensors"
 
-    def _answer(self, asked: Asked) -> Reply:
+    def _answer(self, asked: NodeRequest) -> Reply:
         stage = self._load(asked)
         number, here = np.array([asked.client]), 0 if self.alone else asked.client
         rows, _ = self.federation.rows_of(np.array([here]))
         if not len(rows):
             raise HeadstartError("there are no training examples here")
-        first = 0 if self.alone else self.federation.class_starts[stage.begin.task]
+        first = 0 if self.alone else self.federation.class_starts[stage.setup.task]
         labels = self.federation.dataset.train.labels[rows] - first
-        store = self._store(stage, asked)
-        place = np.array([here])
-        kept = partial(store.read, clients=place)
+        states = self._states(asked)
+        read = partial(states.read, clients=np.array([here]))
         owners = np.full(len(rows), asked.client)
-        cohort = Cohort(number, stage.source, rows, labels, owners, np.array([asked.new]), kept, stage.begin.task)
-        message = asked.message
-        if stage.method.catches_up:
-            message = self._caught_up(stage, asked)
-        replies: list[Reply] = stage.method.answer(cohort, message)
-        (reply,) = replies
-        if reply.kept:
-            store.write(here, reply.kept)
-            store.commit()
+        cohort = Cohort(number, stage.source, rows, labels, owners, np.array([asked.new]), read, stage.setup.task)
+        message = self._caught_up(stage, asked) if stage.method.replays else asked.message
+        (reply,) = stage.runtime.answer(cohort, message)
+        if reply.state:
+            states.write(here, reply.state)
+            states.commit()
         return reply
 
-    def add(self, asked: Asked, told: Message) -> tuple[dict[str, Any], Message]:
+    def add(self, asked: NodeRequest, told: Message) -> tuple[dict[str, Any], Message]:
         """The next exchange of a secure sum; what the client must not lose is on disk before anybody hears of it."""
         with self._as(asked.client):
             return self._add(asked, told)
 
-    def _add(self, asked: Asked, told: Message) -> tuple[dict[str, Any], Message]:
+    def _add(self, asked: NodeRequest, told: Message) -> tuple[dict[str, Any], Message]:
         from headstart.channel.secure import SecureClient
 
         path = self.folder / f"secret-{asked.client}.safetensors"
@@ -208,7 +210,7 @@ class Node:
             client = SecureClient(*self._sum(asked, told))
             answer = client.keys()
         elif not path.is_file():
-            raise ForgottenError("the node no longer has its keys of this sum")
+            raise StateLostError("the node no longer has its keys of this sum")
         else:
             saved = Message.from_bytes(path.read_bytes())
             client = SecureClient.from_message(saved)
@@ -218,8 +220,8 @@ class Node:
                 answer = client.share(told)
             elif step == "masked":
                 reply, stage = self._once(asked), self._load(asked)
-                answer = client.mask(told, stage.method.summand(reply, int(asked.message.scalars["round"])))
-                facts = {"passes": int(reply.forward_passes[0]), "kept": bool(reply.kept)}
+                answer = client.mask(told, stage.runtime.vector(reply, asked.message))
+                facts = {"passes": int(reply.forward_passes[0]), "kept": bool(reply.state)}
                 about["question"] = asked.digest
             else:
                 answer = client.reveal(told)
@@ -232,7 +234,7 @@ class Node:
         write_atomically(path, lambda file: file.write_bytes(state.to_bytes()), private=True)
         return facts, answer
 
-    def _sum(self, asked: Asked, told: Message) -> tuple[bytes, int, int, int, int]:
+    def _sum(self, asked: NodeRequest, told: Message) -> tuple[bytes, int, int, int, int]:
         """Session, number, clients, threshold and bits of a sum that the node's recipe allows."""
         try:
             session = bytes.fromhex(str(told.scalars["session"]))
@@ -240,7 +242,7 @@ class Node:
         except (KeyError, ValueError) as error:
             raise MessageError(f"the server begins a sum in an unknown way: {error!r}") from None
         stage = self.recipe.stages[self._told(asked).number]
-        if isinstance(stage, PersonaliseStage) or not stage.secure:
+        if not stage.secure:
             raise HeadstartError("the recipe has no secure sums in this stage")
         if threshold != (least := stage.survivors(clients)):
             raise HeadstartError(
@@ -262,7 +264,7 @@ class Node:
         noted = Message({**record.arrays, "survivors": heard}, record.scalars)
         write_atomically(path, lambda file: file.write_bytes(noted.to_bytes()), private=True)
 
-    def examine(self, asked: Asked) -> dict[str, Any]:
+    def evaluate(self, asked: NodeRequest) -> dict[str, Any]:
         """How good the model that the server shows is on the client's test examples: one model after every round.
 
         A server that may show any model learns sums of the test examples, class by class.
@@ -272,27 +274,27 @@ class Node:
             if stage.stage.protected:
                 raise HeadstartError("with privacy or secure sums a node tests no models: its figures would be exact")
             if not self.alone:
-                return self._examine(asked)
+                return self._evaluate(asked)
             if not 0 <= asked.done <= stage.rounds:
                 raise HeadstartError(f"the stage has {stage.rounds} rounds; the server asks after {asked.done}")
-            path = self.folder / f"tested-{stage.begin.number}.json"
+            path = self.folder / f"tested-{stage.setup.number}.json"
             record: dict[str, Any] = {"done": -1}
             if path.is_file():
                 record = json.loads(path.read_text(encoding="utf-8"))
             if asked.done > record["done"]:
-                found = self._examine(asked)
+                found = self._evaluate(asked)
                 record = {"done": asked.done, "question": asked.digest, "found": found}
                 write_json(path, record)
             elif record["question"] != asked.digest:
                 raise HeadstartError(f"the node has tested another model after round {record['done']} of this stage")
             return dict(record["found"])
 
-    def _examine(self, asked: Asked) -> dict[str, Any]:
+    def _evaluate(self, asked: NodeRequest) -> dict[str, Any]:
         """The model that the server shows, with what is the client's own, on the client's test examples."""
         stage, dataset = self._load(asked), self.federation.dataset
-        kept = partial(self._store(stage, asked).read, clients=np.array([0 if self.alone else asked.client]))
-        own = {name: values[0] for name, values in stage.method.own(kept, stage.begin.task).items()}
-        head: LinearHead = stage.method.shown(asked.message, stage.begin.task, own)
+        read = partial(self._states(asked).read, clients=np.array([0 if self.alone else asked.client]))
+        own = {name: values[0] for name, values in stage.method.own(read, stage.setup.task).items()}
+        head = stage.method.load(asked.message, stage.setup.task, own)
         if not len(dataset.test):
             return {"examples": 0, "right": 0, "loss": 0.0, "known": 0}
         changes = not isinstance(stage.source, np.ndarray)
@@ -303,57 +305,60 @@ class Node:
         right = int(np.count_nonzero(scores.argmax(axis=1) == labels))
         return {"examples": len(labels), "right": right, "loss": float(losses.sum()), "known": int(known.sum())}
 
-    def _load(self, asked: Asked) -> _Stage:
+    def _load(self, asked: NodeRequest) -> _Stage:
         """The stage that is asked about; the one before it is forgotten."""
-        key = asked.session + asked.begin
+        key = asked.session + asked.setup
         if self._stage is None or self._stage[0] != key:
-            begin = self._told(asked)
+            setup = self._told(asked)
             self._stage = None  # a body less in memory while the next one is loaded
             owners = {"train": self.federation.owners, "test": self.federation.test_owners}
             body = Body(self.recipe.model, self.federation.dataset, owners=owners)
-            stage, method = begin.method(self.recipe, body, None if self.alone else ())
-            changes = isinstance(stage, Rounds) and stage.plan.changes_features
+            method, channel = setup.method(self.recipe, body, None if self.alone else ())
+            stage = self.recipe.stages[setup.number]
+            changes = plan_of(stage, frozenset(setup.personal)).changes_features
             source: Any = body.inputs() if changes else body.features("train")
-            self._stage = key, _Stage(stage, begin, method, body, source)
+            self._stage = key, _Stage(stage, setup, ClientRuntime(method, channel), body, source)
         return self._stage[1]
 
-    def _told(self, asked: Asked) -> Begin:
+    def _told(self, asked: NodeRequest) -> StageSetup:
         """What the server has told of the stage."""
-        path = self._begin(asked.begin)
+        path = self._setup(asked.setup)
         if not path.is_file():
-            raise ForgottenError("the node no longer has what the stage begins with")
-        begin = Begin.from_message(Message.from_bytes(path.read_bytes()))
-        if type(begin.number) is not int or not 0 <= begin.number < len(self.recipe.stages):
-            raise MessageError(f"the recipe has {len(self.recipe.stages)} stages, from 0, and none {begin.number!r}")
-        return begin
+            raise StateLostError("the node no longer has what the stage starts from")
+        setup = StageSetup.from_message(Message.from_bytes(path.read_bytes()))
+        if type(setup.number) is not int or not 0 <= setup.number < len(self.recipe.stages):
+            raise MessageError(f"the recipe has {len(self.recipe.stages)} stages, from 0, and none {setup.number!r}")
+        return setup
 
-    def _store(self, stage: _Stage, asked: Asked) -> ClientStore:
-        """Where the client finds what it kept, in this stage and in those that it goes on from."""
-        store = None
+    def _states(self, asked: NodeRequest) -> ClientStates:
+        """The client's states, of this stage and of those that it goes on from."""
+        states = None
         count = 1 if self.alone else self.federation.n_clients
         here = 0 if self.alone else asked.client
-        for number, slot, shapes in reversed(asked.kept):
+        for number, slot, shapes in reversed(asked.states):
             slots: Ints = np.full(count, -1)
             slots[here] = slot
             folder = self.folder / f"clients-{number}"
-            if slot >= 0 and not ClientStore.is_there(folder, shapes):
-                raise ForgottenError("the node no longer has what the client kept")
+            if slot >= 0 and not ClientStates.is_there(folder, shapes):
+                raise StateLostError("the node no longer has the client's state")
             from_head = self.recipe.stages[number].head_init == "previous"
 
             def inherits(name: str, from_head: bool = from_head) -> bool:
                 return from_head or not name.startswith("personal.head.")
 
-            store = ClientStore(folder, count, shapes, slots, store, inherits)
-        assert store is not None
-        return store
+            states = ClientStates(folder, count, shapes, slots, states, inherits)
+        assert states is not None
+        return states
 
-    def _caught_up(self, stage: _Stage, asked: Asked) -> Message:
+    def _caught_up(self, stage: _Stage, asked: NodeRequest) -> Message:
         """What the client was told from the start of the stage on; a process that was not there before needs it all."""
-        path = self.folder / f"told-{stage.begin.number}-{asked.client}.safetensors"
+        from headstart.methods.fedmezo import joined
+
+        path = self.folder / f"log-{stage.setup.number}-{asked.client}.safetensors"
         earlier = Message.from_bytes(path.read_bytes()) if path.is_file() and not asked.new else None
         try:
-            message: Message = stage.method.told(earlier, asked.message)
+            message = joined(earlier, asked.message)
         except MessageError as error:
-            raise ForgottenError(str(error)) from None
+            raise StateLostError(str(error)) from None
         write_atomically(path, lambda file: file.write_bytes(message.to_bytes()))
         return message

@@ -20,12 +20,11 @@ from headstart.config.recipe import Data, Recipe
 from headstart.core.files import csv_text, write_text
 from headstart.core.statistics import Ints
 from headstart.data.examples import Examples, Kind, numbered
-from headstart.engine import PRETRAINED, Body
-from headstart.engine.body import Module, Version
+from headstart.engine.body import PRETRAINED, Body, Module, Version
 from headstart.errors import HeadstartError, nearest
 from headstart.export.inputs import read
 from headstart.heads import LinearHead
-from headstart.records import Handed, RunDirectory
+from headstart.records import RunDirectory, StageModel
 
 Arrays = dict[str, npt.NDArray[Any]]
 
@@ -76,10 +75,10 @@ class Model:
             raise HeadstartError("--client and --module: a client's own model has its own module; give one of the two")
         recipe, named = _finished(run)
         last = len(recipe.stages) - 1
-        handed = _handed(run, last)
+        model = _model_of(run, last)
         own: Arrays = {}
         if client is not None:
-            task, own = _client(run, last, handed, client, task, named)
+            task, own = _client(run, last, model, client, task, named)
         if task is None and len(named) > 1 and module is None:
             raise HeadstartError(f"{run} has several tasks: {', '.join(named)}; choose one with --task")
         task = task or next(iter(named))
@@ -100,8 +99,8 @@ class Model:
             part, _, plain = name.partition(".")
             parts[part][plain] = array
         made = made and Module(made.kind, made.settings, (parts["module"],))
-        stage = recipe.stages[handed.body] if handed.body != PRETRAINED else None
-        norm_statistics = getattr(stage, "norm_statistics", "freeze")
+        stage = recipe.stages[model.body] if model.body != PRETRAINED else None
+        norm_statistics = stage.norm_statistics if stage else "freeze"
         _build(body, Version(0 if weights else PRETRAINED, norm_statistics, weights or None, made), file, _width(head))
         data = recipe.data or next(each for each in recipe.tasks if each.name == task)
         retrained = bool(weights) or recipe.model.weights is not None
@@ -165,7 +164,7 @@ def _arrays(path: Path) -> Arrays:
         raise HeadstartError(f"cannot read {path}: {error}") from None
 
 
-def _handed(run: Path, last: int) -> Handed:
+def _model_of(run: Path, last: int) -> StageModel:
     """What the last stage left."""
     try:
         return RunDirectory(run).load_model(last)[0]
@@ -216,14 +215,14 @@ def _width(head: Mapping[str, npt.NDArray[Any]]) -> int:
 
 
 def _client(
-    run: Path, last: int, handed: Handed, client: str, task: str | None, tasks: Iterable[str]
+    run: Path, last: int, model: StageModel, client: str, task: str | None, tasks: Iterable[str]
 ) -> tuple[str, Arrays]:
     """The task of a client, given by its name or number, and what is its own, by the name of the parameter.
 
     Nothing is its own where it has not taken part: it has everybody's model.
     """
-    store = handed.store
-    if store is None or not (store.slots >= 0).any():
+    states = model.states
+    if states is None or not (states.slots >= 0).any():
         raise HeadstartError(f"--client: in {run} no client has a model of its own; leave it out for everybody's")
     with (run / "clients.csv").open(newline="", encoding="utf-8") as file:
         names = [row["client"] for row in csv.DictReader(file) if row["stage"] == str(last)]
@@ -238,8 +237,8 @@ def _client(
     if task not in (None, theirs):
         raise HeadstartError(f"--client {client}: its task is {theirs}, not {task}; leave --task out")
     own: Arrays = {}
-    for name in store.shapes if store.has(number) else ():
+    for name in states.shapes if states.has(number) else ():
         plain, _, of = name.removeprefix("personal.").partition("@")
         if of in ("", theirs):
-            own[plain] = store.read(name, None, np.array([number]))[0]
+            own[plain] = states.read(name, None, np.array([number]))[0]
     return theirs, own

@@ -6,10 +6,11 @@ import json
 from pathlib import Path
 
 from headstart.config.recipe import Recipe
-from headstart.config.stage import FedMeZOStage
-from headstart.engine import Body
+from headstart.core.state import unpack
+from headstart.engine.body import Body
 from headstart.errors import HeadstartError
-from headstart.methods import Setting, build
+from headstart.methods import StageContext, Task, build
+from headstart.methods.fedmezo import FedMeZOStage
 from headstart.records import RunDirectory
 
 
@@ -31,30 +32,29 @@ def replay(path: Path, out: Path) -> list[str]:
     begin = number - 1 if stage.start == "previous" else -1 if stage.start == "pretrained" else stage.start
     head = body.label_words()
     for earlier in range(number):
-        handed, version = directory.load_model(earlier)
+        earlier_model, version = directory.load_model(earlier)
         if version is not None:
             body.remember(earlier, version)
         if earlier == begin:
-            head = handed.heads[0]
-            body.load(handed.body)
+            head = earlier_model.heads[0]
+            body.load(earlier_model.body)
     (final,) = directory.load_model(number)[0].heads
     assert final is not None
     made = final.arrays()
     classes = len(made["weight"])
     dim = body.backbone.dim if body.backbone else made.get("hidden.0.weight", made["weight"]).shape[1]
-    seed = (recipe.seed, number)
-    method = build(
-        stage, Setting(classes, dim, seed, previous=head, backbone=body.backbone, module=body.attach(stage, seed))
-    )
-    state = method.thaw(log)
-    method.place(state)
+    seed, plan = (recipe.seed, number), stage.plan
+    module = body.attach(stage, plan, seed)
+    context = StageContext((Task("default", classes, head=head),), dim, seed, plan, body.backbone, module)
+    method = build(stage, context)
+    rebuilt_head = method.load(method.model(unpack(method.state_type, log)))
     rebuilt = RunDirectory(out)
     (out / "model").mkdir(parents=True, exist_ok=True)
-    changes = stage.plan.changes_features
-    if changes:
-        body.keep(number, stage.norm_statistics, [body.module_values()], stage.plan.body == "shared")
+    if plan.changes_features:
+        body.keep(number, stage.norm_statistics, [body.module_values()], plan.body == "shared")
     named = json.loads((path / "model" / "classes.json").read_text(encoding="utf-8"))
-    rebuilt.save_final(body if changes else None, [method.head(state)], list(named), list(named.values()))
+    trained = body if plan.changes_features else None
+    rebuilt.save_final(trained, [rebuilt_head], list(named), list(named.values()))
     return [
         file.name
         for file in sorted((out / "model").iterdir())

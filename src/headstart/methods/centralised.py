@@ -6,28 +6,36 @@ local epoch a round, this is plain SGD for as many epochs as there are rounds.
 
 from __future__ import annotations
 
-from headstart.config.stage import CentralisedStage
-from headstart.core.ledger import Published
-from headstart.core.message import Message
-from headstart.core.statistics import Ints
-from headstart.methods.training import TrainingMethod, TrainingState, difference
+from typing import ClassVar, Literal
+
+from headstart.config.stage import TrainingStage
+from headstart.core.reply import ClientResult
+from headstart.methods.base import Received
+from headstart.methods.registry import register
+from headstart.methods.training import Training
 from headstart.solvers.cohort import Cohort
-from headstart.solvers.heads import LocalResult, Objective, Stack
+from headstart.solvers.objective import Objective
 
 
-class CentralisedMethod(TrainingMethod[CentralisedStage]):
+class CentralisedStage(TrainingStage):
+    """The oracle: one machine holds everybody's examples; a round is so many epochs over all of them."""
+
+    pooled: ClassVar[bool] = True
+    communicates: ClassVar[bool] = False
+    one_task: ClassVar[bool] = True
+    method: Literal["centralised"]
+
+
+class Centralised(Training[CentralisedStage]):
     """FedAvg's skeleton with one client."""
 
     keeps = ("velocity",)
 
-    def train(
-        self, start: Stack, cohort: Cohort, message: Message, sizes: Ints
-    ) -> tuple[LocalResult, dict[str, Stack], dict[str, Stack]]:
+    def client_update(self, cohort: Cohort, received: Received) -> ClientResult:
         """SGD goes on where the last round stopped."""
-        velocity = self.remembered("velocity", cohort)
-        result = self.solve(start, cohort, int(message.scalars["round"]), Objective(velocity=velocity))
-        return result, {"update": difference(result.parameters, start)}, {"velocity": result.velocity}
+        velocity = self.kept("velocity", cohort)
+        local = self.solve(received.model, cohort, received.round, Objective(velocity=velocity))
+        return self.result(cohort, local, {"velocity": local.velocity}, update=local.params - received.model)
 
-    def published(self, state: TrainingState, counts: Ints) -> Published:
-        """The papers give their oracles' accuracy and no cost."""
-        return Published(0, super().published(state, counts).forward_passes, "nothing travels")
+
+register(CentralisedStage, Centralised)

@@ -7,34 +7,44 @@ In its round a client trains the global model w as in FedAvg, and on the same ba
 
 from __future__ import annotations
 
-import torch
+from dataclasses import replace
+from typing import ClassVar, Literal
 
-from headstart.config.stage import DittoStage
-from headstart.core.message import Message
-from headstart.core.statistics import Ints
-from headstart.methods.training import TrainingMethod, difference
+from pydantic import NonNegativeFloat
+
+from headstart.config.stage import Part, TrainingStage
+from headstart.core.reply import ClientResult
+from headstart.methods.base import Received
+from headstart.methods.registry import register
+from headstart.methods.training import Training
 from headstart.solvers.cohort import Cohort
-from headstart.solvers.heads import LocalResult, Objective, Stack
+from headstart.solvers.objective import Objective
 
 
-class DittoMethod(TrainingMethod[DittoStage]):
-    """FedAvg with a personal copy of everything that is shared."""
+class DittoStage(TrainingStage):
+    """FedAvg, and beside it a model of each client's own that is pulled towards the global one (Li et al., 2021)."""
 
-    copies = True
+    twin: ClassVar[bool] = True
+    method: Literal["ditto"]
+    train: Part = "all"
+    lambda_ditto: NonNegativeFloat = 1.0
+    """Strength of the pull."""
 
-    def train(
-        self, start: Stack, cohort: Cohort, message: Message, sizes: Ints
-    ) -> tuple[LocalResult, dict[str, Stack], dict[str, Stack]]:
-        """The global model first, then the client's own."""
-        round = int(message.scalars["round"])
-        result = self.solve(start, cohort, round, Objective())
-        update = difference(result.parameters, start)
-        mine = {name: torch.from_numpy(value) for name, value in self.own(cohort.kept, cohort.task).items()}
-        pull = torch.full((len(cohort.clients),), self.stage.lambda_ditto)
-        own = self.solve(start | mine, cohort, round, Objective(pull, anchor=start))
-        values = {**own.parameters, **own.statistics}
-        return result, {"update": update}, {"personal": {name: values[name] for name in mine}}
 
-    def passes(self, size: int, steps: int, new: bool) -> int:
-        """Two models are trained."""
-        return super().passes(size, steps, new) * (2 if self.plan.changes_features else 1)
+class Ditto(Training[DittoStage]):
+    """FedAvg with a personal twin of everything that is shared."""
+
+    def client_update(self, cohort: Cohort, received: Received) -> ClientResult:
+        """The global model w first, then the client's own v."""
+        from headstart.solvers.network import tensors
+
+        w, round = received.model, received.round
+        shared = self.solve(w, cohort, round, Objective())
+        update = shared.params - w
+        passes = shared.passes.copy()
+        v = self.solve(w | tensors(self.own(cohort.state)), cohort, round, Objective(self.stage.lambda_ditto, centre=w))
+        personal = (v.params | v.statistics).select(self.personal_shapes)
+        return self.result(cohort, replace(shared, passes=passes + v.passes), {"personal": personal}, update=update)
+
+
+register(DittoStage, Ditto)

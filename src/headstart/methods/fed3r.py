@@ -8,40 +8,61 @@ With ``random_features`` the client first maps its features through random cosin
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import sqrt
+from typing import Literal
 
-import numpy as np
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat
 
-from headstart.config.stage import Fed3RStage
-from headstart.core.ledger import Published
-from headstart.core.statistics import ClientStatistics, Ints
+from headstart.config.stage import Auto, ClosedFormStage
+from headstart.core.statistics import ClientStatistics, Summary
 from headstart.heads import LinearHead, RandomFeatures, ridge_head
-from headstart.methods.base import Heard, Setting, StatisticsMethod
+from headstart.methods.base import StageContext
+from headstart.methods.closed_form import ClosedForm
+from headstart.methods.registry import register
 
 
-class Fed3RMethod(StatisticsMethod):
+class Fed3RStage(ClosedFormStage):
+    """Federated recursive ridge regression (Fanì et al., ICML 2024)."""
+
+    method: Literal["fed3r"]
+    ridge: NonNegativeFloat | Auto = "auto"
+    """"auto": generalised cross-validation on the server; the papers use 0.01."""
+    bias: bool = True
+    """True: a ones column, as the official code; False: as in the FedCOF paper. With privacy there is none, except for
+    random features: a bias that goes with shortened features does not go with those that the head is used on."""
+    random_features: NonNegativeInt = 0
+    """So many random Fourier features of the unit-length features; 0 for none."""
+    random_features_width: PositiveFloat = 1.0
+    """Width of the Gaussian kernel that the random features approximate."""
+
+
+class Fed3R(ClosedForm):
     """Gram matrix and class sums up; a ridge solve as the head."""
 
     moments = "full"
 
-    def __init__(self, stage: Fed3RStage, setting: Setting) -> None:
-        super().__init__(setting, stage.privacy)
-        self.stage = stage
+    def __init__(self, stage: Fed3RStage, context: StageContext) -> None:
+        super().__init__(stage, context)
         self.random: RandomFeatures | None = None
-        # Features are shortened for privacy, but not when the head is used; without a bias, their length is no matter.
-        self.bias = stage.bias and (stage.privacy is None or stage.random_features > 0)
         if stage.random_features:
-            self.dim = stage.random_features
-            self.random = RandomFeatures.draw(setting.dim, self.dim, stage.random_features_width, setting.seed[0])
-            self.transform = self.random
-            self.longest = sqrt(2)
+            self.random = self.transform = RandomFeatures.draw(
+                context.dim, stage.random_features, stage.random_features_width, context.seed[0]
+            )
+
+    @property
+    def summary(self) -> Summary:
+        """Of the random features, where there are any; none of those is longer than √2."""
+        summary = super().summary
+        return replace(summary, dim=self.stage.random_features, longest=sqrt(2)) if self.transform else summary
 
     def solve(self, total: ClientStatistics) -> LinearHead:
-        """The ridge solution, each row scaled to length one with its bias."""
-        return ridge_head(total, self.stage.ridge, self.bias).behind(self.random)
+        """The ridge solution, each row scaled to length one with its bias.
 
-    def published(self, state: Heard, counts: Ints) -> Published:
-        """As the FedCOF paper counts it; half of the symmetric Gram matrix is redundant."""
-        rows = int(np.count_nonzero(counts))
-        total = (rows * self.dim + len(counts) * self.dim**2) * 4
-        return Published(total, int(counts.sum()), "FedCOF paper, appendix H: (P · d + K · d²) · 4 bytes, up")
+        Features that are clipped in training are not when the head is used; without a bias, their length is no matter.
+        """
+        bias = self.stage.bias and (total.longest is None or self.random is not None)
+        return ridge_head(total, self.stage.ridge, bias).behind(self.random)
+
+
+register(Fed3RStage, Fed3R)

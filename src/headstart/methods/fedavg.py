@@ -6,9 +6,24 @@ Travels down: what is trained. Travels up: the client's update and how many exam
 
 from __future__ import annotations
 
-from headstart.config.stage import FedAvgStage
-from headstart.methods.training import TrainingMethod
+from typing import Literal
+
+from pydantic import PositiveFloat
+
+from headstart.config.stage import TrainingStage
+from headstart.methods.registry import register
+from headstart.methods.training import Training
 
 
-class FedAvgMethod(TrainingMethod[FedAvgStage]):
-    """The skeleton itself: x ← x + η_g Σ n_k Δ_k / Σ n_k."""
+class FedAvgStage(TrainingStage):
+    """Local SGD, then the mean (McMahan et al., AISTATS 2017)."""
+
+    method: Literal["fedavg"]
+    server_lr: PositiveFloat = 1.0
+
+
+class FedAvg(Training[FedAvgStage]):
+    """x ← x + η_g Σ n_k Δ_k / Σ n_k: the skeleton itself."""
+
+
+register(FedAvgStage, FedAvg)

@@ -8,8 +8,29 @@ towards the global body: FedProx+BABU.
 
 from __future__ import annotations
 
-from headstart.methods.fedprox import FedProxMethod
+from typing import ClassVar, Literal
+
+from pydantic import NonNegativeFloat
+
+from headstart.config.stage import Part, TrainingStage
+from headstart.core.plan import Role
+from headstart.methods.fedprox import FedProx
+from headstart.methods.registry import register
 
 
-class FedBABUMethod(FedProxMethod):
+class FedBABUStage(TrainingStage):
+    """The body under a head that stays as it starts; clients fine-tune afterwards (Oh et al., ICLR 2022)."""
+
+    classifier: ClassVar[Role] = "frozen"
+    method: Literal["fedbabu"]
+    train: Part = "body"
+    """What is trained below the head: the body, a module, or, with "head", the hidden layers of an MLP."""
+    mu: NonNegativeFloat = 0.0
+    """Pull towards the global model: FedProx+BABU where it is not 0."""
+
+
+class FedBABU(FedProx):
     """FedAvg, or FedProx, under a plan that freezes the head."""
+
+
+register(FedBABUStage, FedBABU)

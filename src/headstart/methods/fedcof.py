@@ -10,49 +10,57 @@ server estimates it and solves as ridge regression would. It has to see each cli
 
 from __future__ import annotations
 
-from headstart.channel.noise import blur_counts
-from headstart.config.stage import FedCOFStage
-from headstart.core.ledger import Published
-from headstart.core.statistics import ClientStatistics, Ints, random_parts
+from dataclasses import replace
+from typing import Literal
+
+from pydantic import NonNegativeFloat, PositiveInt
+
+from headstart.config.stage import Auto, ClosedFormStage, CountNoise
+from headstart.core.statistics import ClientStatistics, Ints, Summary, random_parts
 from headstart.heads import LinearHead, cof_head
 from headstart.heads.cof import MOMENTS_FOR
-from headstart.methods.base import Heard, Setting, StatisticsMethod
+from headstart.methods.base import StageContext
+from headstart.methods.closed_form import ClosedForm
+from headstart.methods.registry import register
 from headstart.solvers.cohort import Cohort
 
 
-class FedCOFMethod(StatisticsMethod):
-    """Class means and counts up; covariances from their spread, then a solve, as the head."""
+class FedCOFStage(ClosedFormStage):
+    """Covariances estimated from class means (Goswami et al., 2025)."""
 
-    keeps_rows = True
-
-    def __init__(self, stage: FedCOFStage, setting: Setting) -> None:
-        super().__init__(setting, stage.privacy)
-        self.stage = stage
-        self.moments = MOMENTS_FOR[stage.covariance]
-        self.means_per_client = stage.means_per_client
+    method: Literal["fedcof"]
+    shrinkage: NonNegativeFloat | Auto = "auto"
+    """"auto": follows the estimated within-class variance; the papers use 1 (0.1 for MobileNetV2)."""
+    means_per_client: PositiveInt = 1
+    covariance: Literal["estimated", "full", "diagonal", "spherical"] = "estimated"
+    count_noise: CountNoise | None = None
 
     @property
-    def by_row(self) -> bool:
-        """Covariances are estimated from how clients differ; the oracles need sums alone."""
-        return self.stage.covariance == "estimated"
+    def noise_on_counts(self) -> CountNoise | None:
+        """As the recipe has it."""
+        return self.count_noise
 
-    def said(self, statistics: ClientStatistics, owners: Ints, cohort: Cohort) -> tuple[ClientStatistics, Ints]:
-        """As any statistics, or with the paper's noise on the counts."""
-        if self.stage.count_noise is None:
-            return super().said(statistics, owners, cohort)
-        return blur_counts(statistics, owners, self.stage.count_noise, self.noise_seed)
+
+class FedCOF(ClosedForm):
+    """Class means and counts up; covariances from their spread, then a solve, as the head."""
+
+    def __init__(self, stage: FedCOFStage, context: StageContext) -> None:
+        super().__init__(stage, context)
+        self.moments = MOMENTS_FOR[stage.covariance]
+
+    @property
+    def summary(self) -> Summary:
+        """Covariances are estimated from how clients' rows differ; the oracles need sums alone."""
+        estimated = self.stage.covariance == "estimated"
+        return replace(super().summary, rows=True, by_row=estimated, means_per_client=self.stage.means_per_client)
 
     def parts(self, cohort: Cohort) -> Ints | None:
         """Random parts of each client's class, each with a mean of its own."""
-        return random_parts(cohort.labels, cohort.owners, self.means_per_client, self.setting.seed)
+        return random_parts(cohort.labels, cohort.owners, self.stage.means_per_client, self.context.seed)
 
     def solve(self, total: ClientStatistics) -> LinearHead:
         """The solve with estimated covariances, each row scaled to length one."""
         return cof_head(total, self.stage.shrinkage, self.stage.covariance)
 
-    def published(self, state: Heard, counts: Ints) -> Published:
-        """Bytes up of the P means; the paper does not charge the counts."""
-        d, means = self.dim, sum(len(heard.labels) for heard in state)
-        extra = {"estimated": 0, "full": d * d, "diagonal": d, "spherical": 1}[self.stage.covariance]
-        what = "P · d" if not extra else f"P (d + {'d²' if extra == d * d else 'd' if extra == d else '1'})"
-        return Published(means * (d + extra) * 4, int(counts.sum()), f"FedCOF paper, appendix H: {what} · 4 bytes, up")
+
+register(FedCOFStage, FedCOF)

@@ -8,30 +8,32 @@ scales each mean to length one. Who holds which example does not change the resu
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal
 
-from headstart.config.stage import FedNCMStage
-from headstart.core.ledger import Published
-from headstart.core.statistics import ClientStatistics, Ints
+from headstart.config.stage import ClosedFormStage
+from headstart.core.statistics import ClientStatistics
 from headstart.heads import LinearHead, ncm_head
-from headstart.methods.base import Heard, Setting, StatisticsMethod
+from headstart.methods.closed_form import ClosedForm
+from headstart.methods.registry import register
 
 
-class FedNCMMethod(StatisticsMethod):
+class FedNCMStage(ClosedFormStage):
+    """Nearest class mean (Legate et al., NeurIPS 2023)."""
+
+    method: Literal["fedncm"]
+    distance: Literal["cosine", "euclidean"] = "cosine"
+
+
+class FedNCM(ClosedForm):
     """Class sums and counts up; class means as the head."""
-
-    def __init__(self, stage: FedNCMStage, setting: Setting) -> None:
-        super().__init__(setting, stage.privacy)
-        self.stage = stage
 
     def solve(self, total: ClientStatistics) -> LinearHead:
         """Class means, scaled to length one unless the distance is Euclidean."""
         head = ncm_head(total, self.stage.distance)
-        if self.noise is None or self.stage.distance == "cosine":
+        if total.longest is None or self.stage.distance == "cosine":
             return head
-        # Distances to means of shortened features are those of features that are shortened, too.
-        return replace(head, longest=self.noise.bound)
+        # Distances to means of clipped features are those of features that are clipped, too.
+        return replace(head, longest=total.longest)
 
-    def published(self, state: Heard, counts: Ints) -> Published:
-        """Appendix A: counted like one round of linear probing; its table prints the compute as 1."""
-        total = 2 * self.setting.n_classes * self.dim * len(counts) * 4
-        return Published(total, int(counts.sum()), "FedNCM paper, appendix A: 2 · C · d · K · 4 bytes, up and down")
+
+register(FedNCMStage, FedNCM)

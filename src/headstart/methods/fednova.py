@@ -7,62 +7,68 @@ authors' code. Travels up: the update, the examples and the number of steps.
 
 from __future__ import annotations
 
+from typing import ClassVar, Literal
+
 import numpy as np
-import torch
+from pydantic import Field, NonNegativeFloat
 
 from headstart.combiners import Combiner, Momentum
-from headstart.config.stage import FedNovaStage
+from headstart.config.stage import TrainingStage
 from headstart.core.message import Message
-from headstart.core.params import Vectors
-from headstart.core.statistics import Ints
+from headstart.core.params import Params
+from headstart.core.reply import ClientResult
+from headstart.core.statistics import Floats, Ints
+from headstart.core.update import Total
 from headstart.errors import MessageError
-from headstart.methods.base import Reply, whole_number
-from headstart.methods.training import Tally, TrainingMethod, TrainingState, difference
+from headstart.methods.base import Received
+from headstart.methods.registry import register
+from headstart.methods.training import Training, TrainingState
 from headstart.solvers.cohort import Cohort
-from headstart.solvers.heads import LocalResult, Objective, Stack, learning_rate
+from headstart.solvers.objective import Objective, learning_rate
+
+# So many times the largest update still fits into float32.
+_MOST_STEPS = 1e7
 
 
-class FedNovaMethod(TrainingMethod[FedNovaStage]):
+class FedNovaStage(TrainingStage):
+    """Updates normalised by the local steps behind them (Wang et al., NeurIPS 2020)."""
+
+    numbers: ClassVar[tuple[str, ...]] = ("steps",)
+    method: Literal["fednova"]
+    mu: NonNegativeFloat = 0.0
+    server_momentum: float = Field(default=0.0, ge=0, lt=1)
+
+
+class FedNova(Training[FedNovaStage]):
     """FedAvg without the bias towards clients that take more steps."""
 
-    def train(
-        self, start: Stack, cohort: Cohort, message: Message, sizes: Ints
-    ) -> tuple[LocalResult, dict[str, Stack], dict[str, Stack]]:
-        """Local SGD, with a proximal pull where μ is not 0."""
-        pull = torch.full((len(cohort.clients),), self.stage.mu) if self.stage.mu else None
-        result = self.solve(start, cohort, int(message.scalars["round"]), Objective(pull))
-        return result, {"update": difference(result.parameters, start)}, {}
+    def client_update(self, cohort: Cohort, received: Received) -> ClientResult:
+        """Local SGD, with a proximal term where μ is not 0; Δ_k / a_k travels, and what τ_eff averages."""
+        local = self.solve(received.model, cohort, received.round, Objective(self.stage.mu))
+        reach = self._reach(local.steps, learning_rate(self.stage, received.round))
+        effective = local.steps if self.stage.mu else reach
+        steps = Params({"": effective.astype(np.float32)})
+        return self.result(cohort, local, update=(local.params - received.model) / reach, steps=steps)
 
-    def factor(self, what: str, weight: float, state: TrainingState, reply: Reply) -> float:
-        """n_k / a_k."""
-        return weight / self._reach(state, reply)
+    def _reach(self, steps: Ints, rate: float) -> Floats:
+        """a_k [M]: the distance, in units of the learning rate, under a constant gradient of 1."""
+        decay, momentum = rate * self.stage.mu, self.stage.momentum
+        # Velocity and distance after a step are linear in those before it: τ steps are a power of one matrix.
+        step = np.array([[momentum, -decay, 1.0], [momentum, 1.0 - decay, 1.0], [0.0, 0.0, 1.0]])
+        return np.array([np.linalg.matrix_power(step, int(count))[1, 2] for count in steps])
 
-    def effort(self, state: TrainingState, reply: Reply) -> float:
-        """What τ_eff averages."""
-        return steps_of(reply) if self.stage.mu else self._reach(state, reply)
+    def check(self, message: Message) -> None:
+        """Steps are more than none."""
+        if not 0 < (steps := float(message.arrays["steps"])) < _MOST_STEPS:
+            raise MessageError(f"a client says that it took {steps:.1e} steps")
 
     def combiner(self) -> Combiner:
         """v ← β v + Δ̄; x ← x + v."""
         return Momentum(1.0, self.stage.server_momentum)
 
-    def step(self, state: TrainingState, mean: Vectors, tally: Tally) -> tuple[Vectors, dict[str, Vectors]]:
+    def server_update(self, state: TrainingState, total: Total, round: int) -> TrainingState:
         """A step along τ_eff Σ p_k Δ_k / a_k."""
-        effective = tally.effort / tally.weight
-        return super().step(state, {name: effective * delta for name, delta in mean.items()}, tally)
-
-    def _reach(self, state: TrainingState, reply: Reply) -> float:
-        """a_k: the distance, in units of the learning rate, under a constant gradient of 1."""
-        rate = learning_rate(self.stage, state.round)
-        pull, momentum = rate * self.stage.mu, self.stage.momentum
-        # Velocity and distance after a step are linear in those before it: τ steps are a power of one matrix.
-        step = np.array([[momentum, -pull, 1.0], [momentum, 1.0 - pull, 1.0], [0.0, 0.0, 1.0]])
-        with np.errstate(over="ignore", invalid="ignore"):
-            distance = float(np.linalg.matrix_power(step, steps_of(reply))[1, 2])
-        if not 0 < distance < 1e12:
-            raise MessageError(f"no {steps_of(reply)} steps end at a distance of {distance:.1e}")
-        return distance
+        return self.step(state, total, total.mean("update") * float(total.mean("steps")[""]))
 
 
-def steps_of(reply: Reply) -> int:
-    """The number of local steps that a client says it took; refused where it cannot be."""
-    return whole_number(reply, "steps", 10**7)
+register(FedNovaStage, FedNova)

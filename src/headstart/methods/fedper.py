@@ -6,9 +6,24 @@ round to round where it was.
 
 from __future__ import annotations
 
-from headstart.config.stage import FedPerStage
-from headstart.methods.training import TrainingMethod
+from typing import ClassVar, Literal
+
+from headstart.config.stage import Part, TrainingStage
+from headstart.core.plan import Role
+from headstart.methods.registry import register
+from headstart.methods.training import Training
 
 
-class FedPerMethod(TrainingMethod[FedPerStage]):
+class FedPerStage(TrainingStage):
+    """The body is averaged, every client keeps a head of its own (Arivazhagan et al., 2019)."""
+
+    classifier: ClassVar[Role] = "personal"
+    method: Literal["fedper"]
+    train: Part = "all"
+
+
+class FedPer(Training[FedPerStage]):
     """FedAvg under a plan that keeps the head personal."""
+
+
+register(FedPerStage, FedPer)

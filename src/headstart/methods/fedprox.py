@@ -5,23 +5,34 @@ Each client minimises its loss + μ/2 ‖w − w_global‖². What travels is Fe
 
 from __future__ import annotations
 
-import torch
+from typing import Any, Literal
 
-from headstart.config.stage import FedBABUStage, FedProxStage
-from headstart.core.message import Message
-from headstart.core.statistics import Ints
-from headstart.methods.training import TrainingMethod, difference
+from pydantic import NonNegativeFloat, PositiveFloat
+
+from headstart.config.stage import TrainingStage
+from headstart.core.reply import ClientResult
+from headstart.methods.base import Received
+from headstart.methods.registry import register
+from headstart.methods.training import Training
 from headstart.solvers.cohort import Cohort
-from headstart.solvers.heads import LocalResult, Objective, Stack
+from headstart.solvers.objective import Objective
 
 
-class FedProxMethod(TrainingMethod[FedProxStage | FedBABUStage]):
+class FedProxStage(TrainingStage):
+    """FedAvg with a pull towards the global model (Li et al., MLSys 2020)."""
+
+    method: Literal["fedprox"]
+    mu: NonNegativeFloat = 0.01
+    server_lr: PositiveFloat = 1.0
+
+
+class FedProx(Training[Any]):
     """FedAvg with a proximal term."""
 
-    def train(
-        self, start: Stack, cohort: Cohort, message: Message, sizes: Ints
-    ) -> tuple[LocalResult, dict[str, Stack], dict[str, Stack]]:
-        """The pull is part of the gradient, so that momentum sees it."""
-        pull = torch.full((len(cohort.clients),), self.stage.mu)
-        result = self.solve(start, cohort, int(message.scalars["round"]), Objective(pull))
-        return result, {"update": difference(result.parameters, start)}, {}
+    def client_update(self, cohort: Cohort, received: Received) -> ClientResult:
+        """The proximal term is part of the gradient, so that momentum sees it."""
+        local = self.solve(received.model, cohort, received.round, Objective(self.stage.mu))
+        return self.result(cohort, local, update=local.params - received.model)
+
+
+register(FedProxStage, FedProx)

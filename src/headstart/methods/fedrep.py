@@ -7,33 +7,49 @@ In its round a client first trains its head for ``head_epochs`` under the body i
 
 from __future__ import annotations
 
-from headstart.config.stage import FedRepStage
-from headstart.core.message import Message
-from headstart.core.statistics import Ints
-from headstart.methods.training import TrainingMethod, difference
+from dataclasses import replace
+from typing import ClassVar, Literal
+
+import numpy as np
+from pydantic import NonNegativeInt
+
+from headstart.config.stage import Part, TrainingStage
+from headstart.core.plan import Role
+from headstart.core.reply import ClientResult
+from headstart.methods.base import Received
+from headstart.methods.registry import register
+from headstart.methods.training import Training
 from headstart.solvers.cohort import Cohort
-from headstart.solvers.heads import LocalResult, Objective, Stack
+from headstart.solvers.objective import Objective
 
 
-class FedRepMethod(TrainingMethod[FedRepStage]):
+class FedRepStage(TrainingStage):
+    """As FedPer, but each client trains its head first, then the body (Collins et al., ICML 2021)."""
+
+    classifier: ClassVar[Role] = "personal"
+    method: Literal["fedrep"]
+    train: Part = "all"
+    head_epochs: NonNegativeInt = 10
+    """Epochs on the head, before local_epochs on the body."""
+
+
+class FedRep(Training[FedRepStage]):
     """Head, then body."""
 
-    def train(
-        self, start: Stack, cohort: Cohort, message: Message, sizes: Ints
-    ) -> tuple[LocalResult, dict[str, Stack], dict[str, Stack]]:
+    def client_update(self, cohort: Cohort, received: Received) -> ClientResult:
         """Two phases, each with a velocity of its own."""
-        round, begin = int(message.scalars["round"]), start
+        start, passes = received.model, np.zeros(len(cohort.clients), np.int64)
         head, body = (
             frozenset(name for name in start if self.plan.role(name) == role) for role in ("personal", "shared")
         )
         if self.stage.head_epochs:
-            fitting = Objective(moves=head, epochs=self.stage.head_epochs, phase=1)
-            fitted = self.solve(start, cohort, round, fitting).parameters
-            begin = start | {name: fitted[name].clone() for name in head}
-        result = self.solve(begin, cohort, round, Objective(moves=body))
-        return result, {"update": difference(result.parameters, start)}, {}
+            fitting = Objective(trains=head, epochs=self.stage.head_epochs, phase=1)
+            fitted = self.solve(start, cohort, received.round, fitting)
+            start = start | {name: fitted.params[name].clone() for name in head}
+            passes = fitted.passes
+        local = self.solve(start, cohort, received.round, Objective(trains=body))
+        local = replace(local, passes=local.passes + passes)
+        return self.result(cohort, local, update=local.params - received.model)
 
-    def passes(self, size: int, steps: int, new: bool) -> int:
-        """The head's epochs are a forward pass each."""
-        head = self.stage.head_epochs * size if self.plan.changes_features else 0
-        return super().passes(size, steps, new) + head
+
+register(FedRepStage, FedRep)

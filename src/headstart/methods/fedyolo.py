@@ -9,17 +9,31 @@ own update, and one sum over all clients gives the same averages.
 
 from __future__ import annotations
 
-from headstart.config.stage import FedYoloStage
-from headstart.core.ledger import Published
-from headstart.core.statistics import Ints
-from headstart.methods.training import TrainingMethod, TrainingState
+from typing import Literal
+
+from pydantic import Field, NonNegativeInt, PositiveInt
+
+from headstart.config.stage import Auto, TrainingStage
+from headstart.methods.registry import register
+from headstart.methods.training import Training
 
 
-class FedYoloMethod(TrainingMethod[FedYoloStage]):
-    """FedAvg's skeleton on modules; that tasks are averaged apart is the skeleton's own rule."""
+class FedYoloStage(TrainingStage):
+    """A module and a head for each task on one frozen transformer, averaged per task (Zhang et al., 2023)."""
 
-    def published(self, state: TrainingState, counts: Ints) -> Published:
-        """The paper counts one direction, and every parameter of a client's module and head."""
-        total = 4 * self.travelling * self.stage.sampled(self.setting.n_clients) * state.round
-        passes = state.round * self.round_passes(counts)
-        return Published(round(total), passes, "FedYolo paper: T · M · P parameters of 4 bytes, one way")
+    method: Literal["fedyolo"]
+    train: Literal["lora", "adapter", "vpt"] = "lora"
+    rounds: PositiveInt = 150
+    batch_size: PositiveInt | Literal["full"] = 32
+    momentum: float = Field(default=0.9, ge=0, lt=1)
+    schedule: Literal["constant", "step", "cosine"] = "cosine"
+    warmup_rounds: NonNegativeInt | Auto = "auto"
+    """The paper warms up and does not say for how long; "auto": for a tenth of the rounds."""
+    weighting: Literal["examples", "uniform"] = "uniform"
+
+
+class FedYolo(Training[FedYoloStage]):
+    """FedAvg on modules; that tasks are averaged apart is a rule for every method."""
+
+
+register(FedYoloStage, FedYolo)

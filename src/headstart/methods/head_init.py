@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import numpy as np
 
-from headstart.config.stage import PersonaliseStage, Rounds
-from headstart.core.params import Shapes, Vectors
+from headstart.config.stage import Rounds
+from headstart.core.params import Params, Shapes
 from headstart.errors import HeadstartError
-from headstart.methods.base import Setting, TaskSetting
+from headstart.methods.base import StageContext, Task
 
 
-def head_shapes(stage: Rounds, task: TaskSetting, dim: int) -> Shapes:
+def head_shapes(stage: Rounds, task: Task, dim: int) -> Shapes:
     """Parameters of a head on features of ``dim``: a linear layer, behind two hidden layers where it is an MLP."""
     n_classes = task.n_classes
-    if isinstance(stage, PersonaliseStage):  # whatever head there is
-        if task.previous is not None:
-            return {f"head.{name}": array.shape for name, array in task.previous.parameters().items()}
+    if stage.personalises:  # whatever head there is
+        if task.head is not None:
+            return {f"head.{name}": array.shape for name, array in task.head.parameters().items()}
         return {"head.weight": (n_classes, dim), "head.bias": (n_classes,)}
     if stage.head == "linear":
         return {"head.weight": (n_classes, dim), "head.bias": (n_classes,)}
@@ -30,25 +30,24 @@ def head_shapes(stage: Rounds, task: TaskSetting, dim: int) -> Shapes:
     }
 
 
-def head_start(stage: Rounds, setting: Setting, task: TaskSetting) -> Vectors:
-    """The head of a task to start from: that of an earlier stage, zeros, or random values."""
-    previous, shapes = task.previous, head_shapes(stage, task, setting.dim)
+def head_start(stage: Rounds, context: StageContext) -> Params:
+    """The head of the context's task to start from: that of an earlier stage, zeros, or random values."""
+    previous, shapes = context.task.head, head_shapes(stage, context.task, context.dim)
     if stage.head_init == "previous" and previous is not None:
         # A class that was masked because nobody had been heard about it may be learned now; a client alone learns
         # those that it has.
-        mask = -np.inf if isinstance(stage, PersonaliseStage) else 0.0
+        mask = -np.inf if stage.personalises else 0.0
         given = previous.parameters()
-        arrays = {f"head.{name}": np.nan_to_num(given[name].astype(np.float64), neginf=mask) for name in given}
-        if {name: array.shape for name, array in arrays.items()} != shapes:
+        arrays = Params({f"head.{n}": np.nan_to_num(a.astype(np.float64), neginf=mask) for n, a in given.items()})
+        if arrays.shapes != shapes:
             raise HeadstartError(
-                f"stages.{setting.seed[1]}.head_init: the earlier stage's head has other layers than this stage's; "
+                f"stages.{context.seed[1]}.head_init: the earlier stage's head has other layers than this stage's; "
                 "set head_init to random, or start to another stage"
             )
         return arrays
     if stage.head_init == "zeros":
-        return {name: np.zeros(shape) for name, shape in shapes.items()}
-    number = [each.name for each in setting.each].index(task.name)
-    rng = np.random.default_rng([0x1417, *setting.seed, number])
+        return Params.zeros(shapes)
+    rng = np.random.default_rng([0x1417, *context.seed, context.number])
     # Torch's own initialisation of a linear layer.
     widths = {name: shapes[name.replace("bias", "weight")][1] for name in shapes}
-    return {name: rng.uniform(-1, 1, shape) / np.sqrt(widths[name]) for name, shape in shapes.items()}
+    return Params({name: rng.uniform(-1, 1, shape) / np.sqrt(widths[name]) for name, shape in shapes.items()})

@@ -7,9 +7,24 @@ let it start from a stage of FedAvg.
 
 from __future__ import annotations
 
-from headstart.config.stage import LGFedAvgStage
-from headstart.methods.training import TrainingMethod
+from typing import ClassVar, Literal
+
+from headstart.config.stage import Part, TrainingStage
+from headstart.core.plan import Role
+from headstart.methods.registry import register
+from headstart.methods.training import Training
 
 
-class LGFedAvgMethod(TrainingMethod[LGFedAvgStage]):
+class LGFedAvgStage(TrainingStage):
+    """The head is averaged, every client keeps a body of its own (Liang et al., 2020)."""
+
+    representation: ClassVar[Role] = "personal"
+    method: Literal["lg-fedavg"]
+    train: Part = "all"
+
+
+class LGFedAvg(Training[LGFedAvgStage]):
     """FedAvg under a plan that keeps the body personal."""
+
+
+register(LGFedAvgStage, LGFedAvg)

@@ -6,42 +6,50 @@ epochs as the rounds that the client was drawn for.
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import ClassVar, Literal, TypeVar
 
-from headstart.config.stage import LocalOnlyStage, PersonaliseStage
-from headstart.core.ledger import Published
-from headstart.core.message import Message
+from headstart.config.stage import LocalStage, Part, TrainingStage
 from headstart.core.params import Shapes
-from headstart.core.statistics import Ints
-from headstart.methods.base import Setting
-from headstart.methods.training import TrainingMethod, TrainingState
+from headstart.core.plan import Role
+from headstart.core.reply import ClientResult
+from headstart.methods.base import Received, StageContext
+from headstart.methods.registry import register
+from headstart.methods.training import Training
 from headstart.solvers.cohort import Cohort
-from headstart.solvers.heads import LocalResult, Objective, Stack
+from headstart.solvers.objective import Objective
 
-StageT = TypeVar("StageT", bound=LocalOnlyStage | PersonaliseStage)
+StageT = TypeVar("StageT", bound=TrainingStage | LocalStage)
 
 
-class LocalOnlyMethod(TrainingMethod[StageT]):
+class LocalOnlyStage(TrainingStage):
+    """Every client trains for itself, and nothing travels."""
+
+    communicates: ClassVar[bool] = False
+    representation: ClassVar[Role] = "personal"
+    classifier: ClassVar[Role] = "personal"
+    method: Literal["local-only"]
+    train: Part = "all"
+
+
+class LocalOnly(Training[StageT]):
     """FedAvg under a plan that keeps everything personal."""
 
-    def __init__(self, stage: StageT, setting: Setting) -> None:
+    def __init__(self, stage: StageT, context: StageContext) -> None:
         self.keeps = ("velocity",) if stage.momentum else ()
-        super().__init__(stage, setting)
+        super().__init__(stage, context)
 
-    def kept_with(self, what: str) -> Shapes:
+    @property
+    def kept_with(self) -> Shapes:
         """A velocity for every parameter; statistics have none."""
-        return {name: shape for name, shape in self._mine.items() if name not in self._statistics}
+        return {name: shape for name, shape in self.personal_shapes.items() if name in self.start}
 
-    def train(
-        self, start: Stack, cohort: Cohort, message: Message, sizes: Ints
-    ) -> tuple[LocalResult, dict[str, Stack], dict[str, Stack]]:
+    def client_update(self, cohort: Cohort, received: Received) -> ClientResult:
         """SGD goes on where the client's last round stopped."""
-        velocity = self.remembered("velocity", cohort) if self.keeps else None
-        moves = self.setting.moves
-        only = None if moves is None else frozenset(n for n in start if n.startswith("head.") == (moves == "head"))
-        result = self.solve(start, cohort, int(message.scalars["round"]), Objective(velocity=velocity, moves=only))
-        return result, {}, {"velocity": velocity | result.velocity} if velocity else {}
+        velocity = self.kept("velocity", cohort) if self.keeps else None
+        trains = frozenset(name for name in received.model if self.plan.trains(name)) if self.plan.still else None
+        objective = Objective(velocity=velocity, trains=trains)
+        local = self.solve(received.model, cohort, received.round, objective)
+        return self.result(cohort, local, {"velocity": velocity | local.velocity} if velocity else {})
 
-    def published(self, state: TrainingState, counts: Ints) -> Published:
-        """No paper counts it."""
-        return Published(0, super().published(state, counts).forward_passes, "nothing travels")
+
+register(LocalOnlyStage, LocalOnly)

@@ -8,28 +8,35 @@ epoch takes exactly one.
 
 from __future__ import annotations
 
-from headstart.config.stage import PerFedAvgStage
-from headstart.core.message import Message
-from headstart.core.statistics import Ints
-from headstart.methods.training import TrainingMethod, difference
+from typing import Literal
+
+from pydantic import PositiveFloat
+
+from headstart.config.stage import Part, TrainingStage
+from headstart.core.reply import ClientResult
+from headstart.methods.base import Received
+from headstart.methods.registry import register
+from headstart.methods.training import Training
 from headstart.solvers.cohort import Cohort
-from headstart.solvers.heads import LocalResult, Objective, Stack
+from headstart.solvers.objective import Objective
 
 
-class PerFedAvgMethod(TrainingMethod[PerFedAvgStage]):
+class PerFedAvgStage(TrainingStage):
+    """A model that one step of a client makes good, first-order variant (Fallah et al., NeurIPS 2020)."""
+
+    method: Literal["per-fedavg"]
+    train: Part = "all"
+    inner_lr: PositiveFloat = 0.01
+    """Of the step whose result the meta step looks at."""
+
+
+class PerFedAvg(Training[PerFedAvgStage]):
     """FedAvg with meta steps."""
 
-    def train(
-        self, start: Stack, cohort: Cohort, message: Message, sizes: Ints
-    ) -> tuple[LocalResult, dict[str, Stack], dict[str, Stack]]:
+    def client_update(self, cohort: Cohort, received: Received) -> ClientResult:
         """Gradients at the model after an inner step."""
-        objective = Objective(inner_lr=self.stage.inner_lr)
-        result = self.solve(start, cohort, int(message.scalars["round"]), objective)
-        return result, {"update": difference(result.parameters, start)}, {}
+        local = self.solve(received.model, cohort, received.round, Objective(inner_lr=self.stage.inner_lr))
+        return self.result(cohort, local, update=local.params - received.model)
 
-    def examples_of(self, size: int, steps: int) -> int:
-        """Every step takes two batches, and an epoch has two at least."""
-        half = -(-size // 2)
-        width = half if self.stage.batch_size == "full" else min(self.stage.batch_size, half)
-        epochs, rest = divmod(2 * steps, -(-size // width))
-        return epochs * size + rest * width
+
+register(PerFedAvgStage, PerFedAvg)

@@ -1,132 +1,226 @@
-"""Several tasks for a method that knows one: each by itself, in the same rounds. Nothing is shared between them."""
+"""Several tasks for methods that know one: what belongs to a task is trained by its clients, what is common by all.
+
+Every task has a head and a module of its own; a body that trains is common to all. Where several tasks are together,
+the names of what belongs to one end in `@TASK`; a method sees plain names, one task, and the clients of that part.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from headstart.core.ledger import Published
 from headstart.core.message import Message
-from headstart.core.statistics import Floats, Ints
+from headstart.core.params import Params
+from headstart.core.reply import ClientResult, StatisticsResult
+from headstart.core.update import Blocks, StatisticsTotal, Total
 from headstart.heads import LinearHead
-from headstart.methods.base import Arrays, Reply, Setting, StatisticsMethod
-from headstart.solvers.cohort import Cohort, Kept
+from headstart.methods.base import Arrays, BaseMethod, Received, StageContext
+from headstart.methods.closed_form import ClosedForm, ClosedFormState
+from headstart.methods.training import Training, TrainingState
+from headstart.solvers.cohort import Cohort, ReadState
 
-States = tuple[Any, ...]
+
+@dataclass(frozen=True)
+class ClosedFormStates:
+    """The state of each task."""
+
+    tasks: tuple[ClosedFormState, ...]
+
+    @property
+    def rows(self) -> int:
+        """Class means that were heard."""
+        return sum(state.rows for state in self.tasks)
 
 
-class PerTask:
-    """One closed-form method for every task."""
+class ClosedFormTasks(BaseMethod):
+    """One closed form for every task; nothing is common to them."""
 
-    hears_once = True
-    catches_up = False
-    kept_shapes: Mapping[str, tuple[int, ...]] = {}
-    personal = False
+    one_shot = True
+    state_type = ClosedFormStates
 
-    def __init__(self, make: Callable[[Setting], StatisticsMethod], setting: Setting) -> None:
-        self.setting = setting
-        self.methods = [make(setting.alone(task)) for task in setting.tasks]
-        for number, method in enumerate(self.methods):
-            method.task = number
-        self.bytes_per_client = max(method.bytes_per_client for method in self.methods)
+    def __init__(self, make: Callable[[StageContext], ClosedForm], context: StageContext) -> None:
+        self.methods = [make(context.alone(number)) for number in range(len(context.tasks))]
 
-    def open(self) -> States:
+    def init(self) -> ClosedFormStates:
         """Nothing heard yet of any task."""
-        return tuple(method.open() for method in self.methods)
+        return ClosedFormStates(tuple(method.init() for method in self.methods))
 
-    def instruct(self, state: States, round: int, since: int, task: int = 0) -> Message:
+    def broadcast(self, state: ClosedFormStates, round: int, since: int, task: int = 0) -> Message:
         """As the task's method."""
-        return self.methods[task].instruct(state[task], round, since)
+        return self.methods[task].broadcast(state.tasks[task], round, since)
 
-    def answer(self, cohort: Cohort, message: Message) -> list[Reply]:
+    def receive(self, cohort: Cohort, message: Message) -> Received:
         """As the task's method."""
-        return self.methods[cohort.task].answer(cohort, message)
+        return self.methods[cohort.task].receive(cohort, message)
 
-    def fold(self, state: States, reply: Reply) -> States:
-        """Into the state of the reply's task."""
-        mine = self.methods[reply.task].fold(state[reply.task], reply)
-        return (*state[: reply.task], mine, *state[reply.task + 1 :])
+    def client_update(self, cohort: Cohort, received: Received) -> StatisticsResult:
+        """As the task's method."""
+        return self.methods[cohort.task].client_update(cohort, received)
 
-    def summand(self, reply: Reply, round: int) -> dict[str, Floats]:
-        """As the task's method; zeros for the other tasks."""
-        found: dict[str, Floats] = {}
-        for number, method in enumerate(self.methods):
-            mine = method.summand(reply, round) if number == reply.task else method.dense(method.open()[0])
-            found |= {f"{number}.{name}": values for name, values in mine.items()}
-        return found
+    def server_update(self, state: ClosedFormStates, total: list[StatisticsTotal], round: int) -> ClosedFormStates:
+        """Each task by itself."""
+        parts = zip(self.methods, state.tasks, total, strict=True)
+        return ClosedFormStates(tuple(method.server_update(mine, part, round) for method, mine, part in parts))
 
-    def summands(self, state: States) -> dict[str, tuple[int, ...]]:
+    def model(self, state: ClosedFormStates, task: int = 0) -> Message:
+        """As the task's method."""
+        return self.methods[task].model(state.tasks[task])
+
+    def load(self, message: Message, task: int = 0, personal: Arrays | None = None) -> LinearHead:
+        """As the task's method."""
+        return self.methods[task].load(message)
+
+
+@dataclass(frozen=True)
+class TrainingStates:
+    """What is common to all tasks, and what belongs to each."""
+
+    common: TrainingState
+    tasks: tuple[TrainingState, ...]
+
+
+class TrainingTasks(BaseMethod):
+    """One training method for every task, on one body."""
+
+    state_type = TrainingStates
+
+    def __init__(self, make: Callable[[StageContext], Training[Any]], context: StageContext, hide_task: bool) -> None:
+        self.names = [task.name for task in context.tasks]
+        self.methods = [make(context.alone(number)) for number in range(len(context.tasks))]
+        self.context, self.hide_task = context, hide_task
+        self.weighting, self.accumulates = self.methods[0].weighting, self.methods[0].accumulates
+        self.memory_per_client = max(method.memory_per_client for method in self.methods)
+        self.common = [name for name in self.methods[0].shapes if name.startswith("body.")]
+
+    def _full(self, name: str, task: int) -> str:
+        """The name of a parameter of a task where those of several are together."""
+        return name if name.startswith("body.") else f"{name}@{self.names[task]}"
+
+    def _renamed(self, arrays: Mapping[str, Any], task: int) -> dict[str, Any]:
+        """Arrays of messages and client states, by their names where several tasks are together."""
+        full = {name: name if ".body." in name else f"{name}@{self.names[task]}" for name in arrays}
+        return {full[name]: array for name, array in arrays.items()}
+
+    def _plain(self, arrays: Mapping[str, Any], task: int) -> dict[str, Any]:
+        """Of arrays of several tasks, those of one and those that are common, under plain names."""
+        split = {name: name.partition("@") for name in arrays}
+        return {plain: arrays[n] for n, (plain, _, mine) in split.items() if mine in ("", self.names[task])}
+
+    @cached_property
+    def blocks(self) -> Blocks:  # type: ignore[override]
+        """Those of all tasks, each once, what is common first."""
+        every = [self.expected(task) for task in range(len(self.methods))]
+        kinds = dict.fromkeys(name.partition(".")[0].partition("@")[0] for name in every[0])
+        found = {name: shape for each in every for name, shape in each.items()}
+        order = [(kind, n) for kind in kinds for n in found if n.partition(".")[0].partition("@")[0] == kind]
+        return {name: found[name] for _, name in order}
+
+    def expected(self, task: int) -> Blocks:
+        """Of a task's own, and of what is common; a number of a client counts for both."""
+        mine = self.methods[task].blocks
+        both = {name: shape for name, shape in mine.items() if "." not in name and self.common}
+        return {**both, **self._renamed(mine, task)}
+
+    @property
+    def client_state(self) -> Blocks:  # type: ignore[override]
         """Those of all tasks."""
-        parts = enumerate(zip(self.methods, state, strict=True))
-        return {f"{t}.{name}": shape for t, (method, mine) in parts for name, shape in method.summands(mine).items()}
+        parts = enumerate(self.methods)
+        return {n: s for task, method in parts for n, s in self._renamed(method.client_state, task).items()}
 
-    def fold_sum(self, state: States, values: Mapping[str, Floats]) -> States:
-        """Each task's part into its state."""
-        parts = [
-            {n.removeprefix(f"{t}."): v for n, v in values.items() if n.startswith(f"{t}.")} for t in range(len(state))
-        ]
-        return tuple(m.fold_sum(s, part) for m, s, part in zip(self.methods, state, parts, strict=True))
+    @property
+    def personal(self) -> bool:  # type: ignore[override]
+        """Whether every client has a model of its own."""
+        return self.methods[0].personal
 
-    def close(self, state: States) -> States:
-        """Nothing to do: heads are solved for when they are asked for."""
-        return state
+    def check(self, message: Message) -> None:
+        """As the method."""
+        self.methods[0].check(Message({name.partition("@")[0]: array for name, array in message.arrays.items()}))
 
-    def refine(self, state: States, cohort: Cohort) -> States:
-        """Nothing is trained on the server."""
-        return state
+    def init(self) -> TrainingStates:
+        """The body of the first, and every task's own."""
+        states = [method.init() for method in self.methods]
+        common = _part(states[0], self.common)
+        tasks = tuple(_part(s, [n for n in s.params if n not in self.common]) for s in states)
+        return TrainingStates(
+            replace(common, population=self.context.population),
+            tuple(replace(state, statistics=Params()) for state in tasks),
+        )
 
-    def head(self, state: States, task: int = 0, own: Arrays | None = None) -> LinearHead:
-        """The head of a task; no class is known where none of its clients was heard yet."""
-        if not any(len(heard.labels) for heard in state[task]):
-            none, dim = np.zeros(0, np.int64), self.setting.dim
-            return LinearHead.from_classes(self.setting.tasks[task].n_classes, none, np.zeros((0, dim)), np.zeros(0))
-        return self.methods[task].head(state[task])
+    def _joined(self, state: TrainingStates, task: int) -> TrainingState:
+        """The state of a task as its method knows it."""
+        common, own = state.common, state.tasks[task]
+        memory = {name: common.memory[name] | own.memory[name] for name in own.memory}
+        return TrainingState(common.params | own.params, memory, common.statistics, own.population)
 
-    def place(self, state: States, task: int = 0, own: Arrays | None = None) -> None:
-        """The body is left alone."""
-        return None
-
-    def own(self, kept: Kept, task: int = 0) -> Mapping[str, npt.NDArray[np.float32]]:
-        """Nothing."""
-        return {}
-
-    def show(self, state: States, task: int = 0) -> Message:
-        """As the task's method."""
-        return Message(self.head(state, task).arrays())
-
-    def shown(self, message: Message, task: int = 0, own: Arrays | None = None) -> LinearHead:
-        """As the task's method."""
-        return self.methods[task].shown(message)
-
-    def published(self, state: States, counts: Ints) -> Published:
-        """The sum over the tasks; a client's task is the one whose classes it has."""
-        stops = np.cumsum([task.n_classes for task in self.setting.tasks])
-        costs = []
-        for method, mine, stop, task in zip(self.methods, state, stops, self.setting.tasks, strict=True):
-            part = counts[:, stop - task.n_classes : stop]
-            costs.append(method.published(mine, part[part.sum(axis=1) > 0]))
-        return Published(sum(cost.bytes for cost in costs), sum(c.forward_passes for c in costs), costs[0].formula)
-
-    def spent(self, state: States) -> dict[str, Any] | None:
-        """The most that any task has spent: an example is one task's."""
-        each = [method.spent(mine) for method, mine in zip(self.methods, state, strict=True)]
-        return max((one for one in each if one is not None), key=lambda one: float(one["epsilon"]), default=None)
-
-    def freeze(self, state: States) -> Message:
-        """The states of all tasks, by their numbers."""
+    def broadcast(self, state: TrainingStates, round: int, since: int, task: int = 0) -> Message:
+        """What is common and what is the task's own; of all tasks, where a client is not to show which is its own."""
         arrays: dict[str, Any] = {}
-        for number, (method, mine) in enumerate(zip(self.methods, state, strict=True)):
-            arrays |= {f"{number}.{name}": array for name, array in method.freeze(mine).arrays.items()}
-        return Message(arrays)
+        for each in range(len(self.methods)) if self.hide_task else (task,):
+            sent = self.methods[each].broadcast(self._joined(state, each), round, since)
+            arrays |= self._renamed(sent.arrays, each)
+        return Message(arrays, {"round": round})
 
-    def thaw(self, message: Message) -> States:
-        """The states that `freeze` wrote."""
-        states = []
-        for number, method in enumerate(self.methods):
-            prefix = f"{number}."
-            arrays = {n.removeprefix(prefix): a for n, a in message.arrays.items() if n.startswith(prefix)}
-            states.append(method.thaw(Message(arrays)))
-        return tuple(states)
+    def receive(self, cohort: Cohort, message: Message) -> Received:
+        """As the task's method."""
+        plain = Message(self._plain(message.arrays, cohort.task), message.scalars)
+        return self.methods[cohort.task].receive(self._alone(cohort), plain)
+
+    def _alone(self, cohort: Cohort) -> Cohort:
+        """A cohort whose client state has plain names."""
+
+        def read(name: str, start: npt.NDArray[np.float32] | None) -> npt.NDArray[np.float32]:
+            kind, _, parameter = name.partition(".")
+            return cohort.state(f"{kind}.{self._full(parameter, cohort.task)}", start)
+
+        return replace(cohort, state=read)
+
+    def client_update(self, cohort: Cohort, received: Received) -> ClientResult:
+        """As the task's method; a number of a client counts for the task and for what is common."""
+        task = cohort.task
+        result = self.methods[task].client_update(self._alone(cohort), received)
+
+        def named(params: Params) -> Params:
+            both = {"": params[""]} if "" in params and self.common else {}
+            return Params({**both, **{self._full(name, task): value for name, value in params.items()}})
+
+        blocks = {name: named(params) for name, params in result.blocks.items()}
+        return replace(result, blocks=blocks, state={kind: named(params) for kind, params in result.state.items()})
+
+    def server_update(self, state: TrainingStates, total: Total, round: int) -> TrainingStates:
+        """What is common by all clients that were heard, each task by its own; who was not heard about stays."""
+        tasks = []
+        for method, name, mine in zip(self.methods, self.names, state.tasks, strict=True):
+            part = total.part(name)
+            tasks.append(method.server_update(mine, part, round) if part.weight("update") else mine)
+        part, common = total.part(""), state.common
+        if part.weight("update"):
+            common = self.methods[0].server_update(common, part, round)
+        return TrainingStates(common, tuple(tasks))
+
+    def model(self, state: TrainingStates, task: int = 0) -> Message:
+        """As the task's method, under plain names."""
+        return self.methods[task].model(self._joined(state, task))
+
+    def load(self, message: Message, task: int = 0, personal: Arrays | None = None) -> LinearHead:
+        """As the task's method."""
+        return self.methods[task].load(message, personal=personal)
+
+    def own(self, read: ReadState, task: int = 0) -> dict[str, np.ndarray]:
+        """As the task's method."""
+
+        def plain(name: str, start: npt.NDArray[np.float32] | None) -> npt.NDArray[np.float32]:
+            kind, _, parameter = name.partition(".")
+            return read(f"{kind}.{self._full(parameter, task)}", start)
+
+        return self.methods[task].own(plain)
+
+
+def _part(state: TrainingState, names: list[str]) -> TrainingState:
+    """Some of the parameters, with what the server remembers of them."""
+    memory = {kind: params.select(names) for kind, params in state.memory.items()}
+    return replace(state, params=state.params.select(names), memory=memory)

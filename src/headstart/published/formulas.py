@@ -1,29 +1,30 @@
 """What the papers charge a method for, by their own formulas: bytes, forward passes, parameters.
 
-Where a method of `headstart.methods` states its paper's formula, that is the one which is called. K clients, R rounds.
+Where `headstart.runner.costs` has a paper's formula, that is the one which is called. K clients, R rounds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
 from headstart.config.stage import STAGES
-from headstart.methods import Method, Setting, build
+from headstart.core.ledger import CostFacts
+from headstart.runner import costs
 
 
-def _method(name: str, C: int, d: int, clients: int) -> Method[Any]:
+def _facts(name: str, C: int, d: int, clients: int, rounds: int = 1) -> CostFacts:
+    """Of a method with its defaults, whose clients have an example of each class."""
     keys = {"method": name} | ({"train": "head"} if name == "fedmezo" else {})
-    return build(STAGES[name].model_validate(keys), Setting(C, d, (0, 0), clients))
+    stage = STAGES[name].model_validate(keys)
+    return CostFacts(stage, C, d, clients, rounds, np.ones((clients, C), np.int64))
 
 
 def fedncm(C: int, d: int, clients: int = 100) -> int:
     """Bytes of FedNCM (FedNCM, appendix A): one round of linear probing, 2 · C · d · K · 4."""
-    method = _method("fedncm", C, d, clients)
-    return method.published(method.open(), np.ones((clients, C), np.int64)).bytes
+    return costs.fedncm(_facts("fedncm", C, d, clients)).bytes
 
 
 def training(C: int, d: int, rounds: int, body: int = 0, clients: int = 100) -> int:
@@ -49,8 +50,7 @@ def fed3r(means: int, d: int, clients: int) -> int:
     """Bytes of Fed3R (FedCOF, appendix H): (P · d + K · d²) · 4."""
     held = np.zeros((clients, -(-means // clients)), np.int64)
     held.ravel()[:means] = 1
-    method = _method("fed3r", held.shape[1], d, clients)
-    return method.published(method.open(), held).bytes
+    return costs.fed3r(replace(_facts("fed3r", held.shape[1], d, clients), counts=held)).bytes
 
 
 def oracle(means: int, d: int) -> int:
@@ -65,9 +65,7 @@ def prompt_tuning(C: int, d: int, rounds: int, pools: int, clients: int) -> int:
 
 def fedmezo(rounds: int, clients: int = 10) -> int:
     """Bytes of FedMeZO (thesis, Eq. 6): R · (K + 2 · K), one byte for a seed and for a scalar, one direction."""
-    method = _method("fedmezo", 2, 1, clients)
-    state = replace(method.open(), seeds=np.zeros(rounds, np.int64))
-    return method.published(state, np.ones((clients, 2), np.int64)).bytes
+    return costs.fedmezo(_facts("fedmezo", 2, 1, clients, rounds)).bytes
 
 
 def slora(primed: int, rounds: int, body: int, density: float, lora: int, clients: int = 10) -> int:

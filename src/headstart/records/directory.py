@@ -7,7 +7,6 @@ import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,67 +31,14 @@ from headstart.core.ledger import Ledger
 from headstart.core.message import Array, Message, Scalar
 from headstart.core.statistics import Ints
 from headstart.engine.body import PRETRAINED, Body, Module, Version
-from headstart.engine.store import ClientStore, RemoteStore
+from headstart.engine.client_states import ClientStates, RemoteStates
 from headstart.errors import HeadstartError
 from headstart.heads import LinearHead
+from headstart.records.checkpoint import Checkpoint, StageModel
 
 Arrays = Mapping[str, np.ndarray]
 
 _ROUNDS = ("stage", "round", "client", "bytes_up", "bytes_down", "left_out")
-_COSTS = ("bytes_up", "bytes_down", "forward_passes", "last_round")
-
-
-@dataclass(frozen=True, eq=False)
-class Handed:
-    """What a stage hands on: the head of each task, the number of the stage that made its body, and what is the
-    clients' own."""
-
-    heads: tuple[LinearHead | None, ...]
-    body: int
-    store: ClientStore | None = None
-
-
-@dataclass(frozen=True, eq=False)
-class Checkpoint:
-    """Where a run stands: within a stage, after a round, or between two stages."""
-
-    progress: Mapping[str, Any]
-    """The stage (the next one, between stages), its round, and what earlier stages came to."""
-    stage: StageCheckpoint | None = None
-
-    def to_message(self) -> Message:
-        """All of it."""
-        arrays: dict[str, Array] = {}
-        progress = dict(self.progress)
-        if self.stage is not None:
-            state, ledger = self.stage.state, self.stage.ledger
-            arrays |= {f"state.{name}": array for name, array in state.arrays.items()}
-            arrays |= {f"ledger.{name}": getattr(ledger, name) for name in _COSTS}
-            arrays["slots"] = self.stage.slots
-            progress |= {"seconds": ledger.seconds, "dropped": ledger.dropped, "state": dict(state.scalars)}
-        arrays["progress"] = np.frombuffer(json.dumps(progress).encode(), np.uint8)  # it may be long
-        return Message(arrays)
-
-    @classmethod
-    def from_message(cls, message: Message) -> Checkpoint:
-        """What `to_message` made."""
-        progress = json.loads(message.arrays["progress"].tobytes())
-        if "state" not in progress:
-            return cls(progress)
-        costs = {name: message.arrays[f"ledger.{name}"] for name in _COSTS}
-        ledger = Ledger(**costs, seconds=progress["seconds"], dropped=progress["dropped"])  # type: ignore[arg-type]
-        state = {name.removeprefix("state."): a for name, a in message.arrays.items() if name.startswith("state.")}
-        slots = message.arrays["slots"].astype(np.int64)
-        return cls(progress, StageCheckpoint(Message(state, progress["state"]), ledger, slots))
-
-
-@dataclass(frozen=True, eq=False)
-class StageCheckpoint:
-    """A stage after a round: the server's state, what it has cost, and where clients keep what they keep [K]."""
-
-    state: Message
-    ledger: Ledger
-    slots: Ints
 
 
 def _prefixed(head: LinearHead) -> dict[str, np.ndarray]:
@@ -271,15 +217,14 @@ class RunDirectory:
     def _best(self, stage: int, round: int) -> Path:
         return self.path / "checkpoint" / f"best-{stage}-{round}.safetensors"
 
-    def save_model(self, stage: int, handed: Handed, version: Version | None) -> None:
-        """What a stage hands on: its heads, the number of the stage that made its body, the body where it is new, and
-        where clients keep what is their own."""
-        heads = [head.arrays() for head in handed.heads if head is not None]
+    def save_model(self, stage: int, model: StageModel, version: Version | None) -> None:
+        """The model that a stage leaves, and the body where it is new."""
+        heads = [head.arrays() for head in model.heads if head is not None]
         arrays: dict[str, Array] = {f"head.{task}.{n}": a for task, each in enumerate(heads) for n, a in each.items()}
-        facts: dict[str, Scalar] = {"body": handed.body, "tasks": len(handed.heads)}
-        if handed.store is not None and handed.store.shapes:
-            arrays["slots"] = handed.store.slots
-            facts |= {"personal": json.dumps(handed.store.shapes), "remote": isinstance(handed.store, RemoteStore)}
+        facts: dict[str, Scalar] = {"body": model.body, "tasks": len(model.heads)}
+        if model.states is not None and model.states.shapes:
+            arrays["slots"] = model.states.slots
+            facts |= {"personal": json.dumps(model.states.shapes), "remote": isinstance(model.states, RemoteStates)}
         if version is not None:
             arrays |= {f"body.{name}": array for name, array in (version.arrays or {}).items()}
             facts |= {"norm_statistics": version.norm_statistics, "weights": version.weights}
@@ -290,7 +235,7 @@ class RunDirectory:
         data = Message(arrays, facts).to_bytes()
         write_atomically(self._model(stage), lambda file: file.write_bytes(data))
 
-    def load_model(self, stage: int) -> tuple[Handed, Version | None]:
+    def load_model(self, stage: int) -> tuple[StageModel, Version | None]:
         """What `save_model` wrote."""
         saved = Message.from_bytes(self._model(stage).read_bytes())
 
@@ -298,7 +243,7 @@ class RunDirectory:
             return {name.removeprefix(prefix): a for name, a in saved.arrays.items() if name.startswith(prefix)}
 
         facts, version = saved.scalars, None
-        store: ClientStore | None = None
+        states: ClientStates | None = None
         tasks = range(int(facts["tasks"]))
         heads = tuple(LinearHead.of_arrays(under(f"head.{task}.")) for task in tasks)
         if "norm_statistics" in facts:
@@ -313,10 +258,10 @@ class RunDirectory:
             shapes = {name: tuple(shape) for name, shape in json.loads(str(facts["personal"])).items()}
             slots = saved.arrays["slots"].astype(np.int64)
             if facts["remote"]:
-                store = RemoteStore(len(slots), shapes, slots)
+                states = RemoteStates(len(slots), shapes, slots)
             elif self.clients(stage).is_dir():  # gone once no later stage started from it
-                store = ClientStore(self.clients(stage), len(slots), shapes, slots)
-        return Handed(heads, int(facts["body"]), store), version
+                states = ClientStates(self.clients(stage), len(slots), shapes, slots)
+        return StageModel(heads, int(facts["body"]), states), version
 
     def clients(self, stage: int) -> Path:
         """Where the clients of a stage keep what they keep."""

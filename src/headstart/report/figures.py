@@ -89,7 +89,7 @@ def confusion_figure(confusion: Matrix) -> Figure:
     side = min(7.5, 3 + 0.3 * len(names))
     figure, axes = _axes((side, side * 0.92))
     image = axes.imshow(np.ma.masked_equal(share, 0), vmin=0, vmax=1, interpolation="nearest", cmap=_HEAT)
-    axes.set(xlabel="taken for", ylabel="class")
+    axes.set(xlabel="predicted", ylabel="class")
     if len(names) <= _MANY:
         axes.set_xticks(range(len(names)), names, rotation=45, ha="right", parse_math=False)
         axes.set_yticks(range(len(names)), names, parse_math=False)

@@ -238,8 +238,8 @@ def _confusion(confusion: Matrix | None) -> str:
         for a, b in worst
         if wrong[a, b]
     ]
-    picture = svg(confusion_figure(confusion), "what each class was taken for, in percent")
-    table = html_table(("class", "taken for", "examples", "% of the class"), rows)
+    picture = svg(confusion_figure(confusion), "what each class was predicted as, in percent")
+    table = html_table(("class", "predicted", "examples", "% of the class"), rows)
     return (
         f"<h2>Mistakes</h2><div class='figures'><figure class='half'>{picture}</figure>"
         f"<div><p class='soft'>The most frequent</p>{table}</div></div>"

@@ -1,5 +1,5 @@
 """A recipe from its data to its report: stages in order, evaluation, sweeps, and logs for other tools."""
 
-from headstart.runner.run_recipe import OnMetrics, Result, conduct, run
+from headstart.runner.run_recipe import OnMetrics, Result, run, run_federation
 
-__all__ = ["OnMetrics", "Result", "conduct", "run"]
+__all__ = ["OnMetrics", "Result", "run", "run_federation"]

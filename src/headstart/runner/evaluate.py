@@ -5,19 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 from scipy.special import log_softmax
 
-from headstart.config.stage import PersonaliseStage
 from headstart.core.statistics import Features, Floats, Ints, summarise
 from headstart.data import Federation
-from headstart.engine import Body, ClientStore
+from headstart.engine.body import Body
+from headstart.engine.client_states import ClientStates
 from headstart.heads import LinearHead
 from headstart.heads.ncm import ncm_head
 from headstart.methods import Method
+from headstart.methods.personalise import PersonaliseStage
 
 if TYPE_CHECKING:  # Flower takes seconds to load
     from headstart.engine.flower import FlowerClients
@@ -157,7 +158,22 @@ def _rates(right: npt.NDArray[np.bool_], groups: Ints, count: int) -> npt.NDArra
     return np.where(sizes > 0, hits / np.maximum(sizes, 1), np.nan)
 
 
-class RemoteExaminer:
+class Evaluator(Protocol):
+    """Looks at what a method has made so far."""
+
+    def __call__(self, state: Any, split: str) -> tuple[Evaluation, dict[str, Evaluation]]:
+        """On a split: all tasks together, and each by its name."""
+
+    def features(self, state: Any, split: str) -> Features:
+        """Features of a whole split by the global body, with each task's module."""
+
+    def personalised(
+        self, stage: PersonaliseStage, state: Any, epoch: int, found: Evaluation, before: dict[str, Any]
+    ) -> dict[str, Any]:
+        """The figures of clients that make the model their own; before: what this has returned so far."""
+
+
+class NodeEvaluator:
     """Asks clients that hold their own data how good a model is there."""
 
     def __init__(self, federation: Federation, method: Method[Any], clients: FlowerClients) -> None:
@@ -165,7 +181,7 @@ class RemoteExaminer:
 
     def __call__(self, state: Any, split: str) -> tuple[Evaluation, dict[str, Evaluation]]:
         """On the clients' test examples, whichever they are."""
-        found = self.clients.examine([self.method.show(state, task) for task in range(len(self.federation.tasks))])
+        found = self.clients.evaluate([self.method.model(state, task) for task in range(len(self.federation.tasks))])
         by_client = np.full(self.federation.n_clients, np.nan)
         for client, figures in found.items():
             by_client[client] = figures["right"] / figures["examples"] if figures["examples"] else np.nan
@@ -190,14 +206,14 @@ class RemoteExaminer:
         return figures if epoch else figures | spread("initial_accuracy", found.client_accuracy)
 
 
-class Examiner:
-    """Looks at what a method has made so far: the global model, or every client's own where clients have one."""
+class LocalEvaluator:
+    """The global model on examples that are here, or every client's own model where clients have one."""
 
     def __init__(
-        self, federation: Federation, body: Body, method: Method[Any], store: ClientStore, changes: bool
+        self, federation: Federation, body: Body, method: Method[Any], states: ClientStates, changes: bool
     ) -> None:
         """changes: whether the method changes the features, so that they cannot be computed once."""
-        self.federation, self.body, self.method, self.store, self.changes = federation, body, method, store, changes
+        self.federation, self.body, self.method, self.states, self.changes = federation, body, method, states, changes
 
     def __call__(self, state: Any, split: str) -> tuple[Evaluation, dict[str, Evaluation]]:
         """On a split: all tasks together, and each by its name."""
@@ -207,16 +223,15 @@ class Examiner:
             if self.method.personal:
                 found[name] = evaluate_each(self._scorers(state, task, split), labels, owners, counts)
             else:
-                features = self._features(state, task, split)
-                head = self.method.head(state, task)
-                known = split == "test" and self.federation.announced is None
+                head, features = self._global(state, task, split)
+                known = split == "test" and self.federation.remote_sizes is None
                 found[name] = evaluate(head, features, labels, owners, counts if known else None)
         parts = list(found.values())
         return (parts[0] if len(parts) == 1 else combined(parts, self.federation.class_starts)), found
 
     def features(self, state: Any, split: str) -> Features:
         """Features of a whole split by the global body, with each task's module."""
-        return np.concatenate([self._features(state, task, split) for task in range(len(self.federation.tasks))])
+        return np.concatenate([self._global(state, task, split)[1] for task in range(len(self.federation.tasks))])
 
     def personalised(
         self, stage: PersonaliseStage, state: Any, epoch: int, found: Evaluation, before: dict[str, Any]
@@ -245,26 +260,24 @@ class Examiner:
             mine = np.where(owners[rows] >= 0, owners[rows] - clients.start, -1)
         return labels, mine, self.federation.counts[clients, classes]
 
-    def _features(self, state: Any, task: int, split: str) -> Features:
-        """Features of a task's part of a split by the global body."""
+    def _global(self, state: Any, task: int, split: str) -> tuple[LinearHead, Features]:
+        """The head of a task, and features of its part of a split, by the global model."""
         several = len(self.federation.tasks) > 1
         rows = self.federation.examples_of(task, split) if several else None
+        head = self.method.load(self.method.model(state, task), task)
         if self.changes:
-            self.method.place(state, task)
-            return self.body.embedded(split, rows)
-        return self.body.features(split) if rows is None else self.body.features(split)[rows]
+            return head, self.body.embedded(split, rows)
+        return head, self.body.features(split) if rows is None else self.body.features(split)[rows]
 
     def _models(self, state: Any, task: int) -> Iterator[tuple[int, LinearHead, bool]]:
         """Each client of a task, with its head, its body loaded, and whether that body is its own."""
-        clients = self.federation.clients_of(task)
+        clients, model = self.federation.clients_of(task), self.method.model(state, task)
         for client in range(clients.start, clients.stop):
             own = {}
-            if self.store.has(client):
-                kept = partial(self.store.read, clients=np.array([client]))
-                own = {name: values[0] for name, values in self.method.own(kept, task).items()}
-            if self.changes:
-                self.method.place(state, task, own)
-            yield client, self.method.head(state, task, own), any(not name.startswith("head.") for name in own)
+            if self.states.has(client):
+                read = partial(self.states.read, clients=np.array([client]))
+                own = {name: values[0] for name, values in self.method.own(read, task).items()}
+            yield client, self.method.load(model, task, own), any(not name.startswith("head.") for name in own)
 
     def _scorers(self, state: Any, task: int, split: str) -> Iterator[Scorer]:
         """Each client's scores of a task's part of a split; what the body of all clients makes of it is made once."""
@@ -273,7 +286,7 @@ class Examiner:
             if below:
                 yield lambda rows, head=head: head.scores(self.body.embedded(split, where[rows]))  # type: ignore[misc]
             else:
-                shared = self._features(state, task, split) if shared is None else shared
+                shared = self._global(state, task, split)[1] if shared is None else shared
                 yield lambda rows, head=head, shared=shared: head.scores(shared[rows])  # type: ignore[misc]
 
     def _headless(self, state: Any) -> Floats:

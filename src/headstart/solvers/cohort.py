@@ -14,8 +14,8 @@ from headstart.core.statistics import Features, Ints
 if TYPE_CHECKING:  # closed-form methods do not wait for torch
     from headstart.backbones.inputs import Inputs
 
-Kept = Callable[[str, npt.NDArray[np.float32] | None], npt.NDArray[np.float32]]
-"""What clients kept under a name [M, …]; for those that have kept nothing yet, the value given, or zeros."""
+ReadState = Callable[[str, npt.NDArray[np.float32] | None], npt.NDArray[np.float32]]
+"""Client state by name [M, …]; for clients that have none yet, the value given, or zeros."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,9 +33,16 @@ class Cohort:
     owners: Ints
     new: npt.NDArray[np.bool_]
     """[M] the clients that answer for the first time in this stage, and have no features yet."""
-    kept: Kept
+    state: ReadState
     task: int = 0
     """The number of the task; labels are those of its own classes."""
+    clip: float | None = None
+    """Features longer than this are clipped to it before they are summed."""
+
+    @property
+    def sizes(self) -> Ints:
+        """Examples [M] of each client."""
+        return np.searchsorted(self.owners, self.clients, "right") - np.searchsorted(self.owners, self.clients)
 
     @property
     def features(self) -> Features:

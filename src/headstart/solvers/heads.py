@@ -7,11 +7,8 @@ no step left does not move. A cohort of one client is the same code.
 
 from __future__ import annotations
 
-import math
 import warnings
-from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 import numpy.typing as npt
@@ -19,68 +16,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from headstart.config.stage import Rounds, Training
-from headstart.core.statistics import Features, Ints
+from headstart.config.stage import Training
+from headstart.core.params import Params
+from headstart.core.statistics import Features
 from headstart.solvers.cohort import Cohort
-
-Stack = dict[str, Tensor]
-"""Parameters by name, each with a leading dimension for the clients [M, …]."""
-
-
-@dataclass(frozen=True)
-class Objective:
-    """What a method adds to each client's loss: pull/2 ‖w − anchor‖² + ⟨drift, w⟩; and how it is minimised.
-
-    pull: [M]; drift: a gradient added at every step. Both are part of the objective, so momentum sees them; ``clip``
-    does not, which bounds the gradient of the loss. A client may train several times in a round, in phases: on some of
-    the parameters, for other epochs, at another rate.
-    """
-
-    pull: Tensor | None = None
-    drift: Stack | None = None
-    velocity: Stack | None = None
-    """The velocity to start with; zero where it is None."""
-    anchor: Stack | None = None
-    """What the pull is towards; the start where it is None."""
-    moves: frozenset[str] | None = None
-    """Of the parameters that the plan trains, those that are; None: all."""
-    epochs: int | None = None
-    phase: int = 0
-    """Batches of another phase are drawn anew."""
-    inner_lr: float | None = None
-    """Where it is set, batches go in pairs: the gradient of a step is that of the second batch, after a step of this
-    size along the gradient of the first."""
-
-
-@dataclass(frozen=True)
-class LocalResult:
-    """Parameters after local training, how many steps each client took [M], and what else has changed."""
-
-    parameters: Stack
-    steps: Ints
-    velocity: Stack
-    statistics: Stack = field(default_factory=dict)
-    """Running statistics of batch norm, where they are trained along."""
-
-
-class Solver(Protocol):
-    """What clients do with the model they are given."""
-
-    def __call__(self, start: Stack, cohort: Cohort, round: int, objective: Objective) -> LocalResult:
-        """SGD from ``start`` on each client's loss and the objective; batches shuffled by (seed, round, client)."""
-
-
-def learning_rate(stage: Rounds, round: int) -> float:
-    """The rate of a round (from 0): linear warm-up, then constant, stepwise or cosine decay."""
-    warmup = stage.rounds // 10 if stage.warmup_rounds == "auto" else stage.warmup_rounds
-    if round < warmup:
-        return stage.lr * (round + 1) / (warmup + 1)
-    done = (round - warmup) / max(stage.rounds - warmup, 1)
-    if stage.schedule == "step":
-        return stage.lr * (0.01 if done >= 0.75 else 0.1 if done >= 0.5 else 1.0)
-    if stage.schedule == "cosine":
-        return stage.lr * 0.5 * (1 + math.cos(math.pi * done))
-    return stage.lr
+from headstart.solvers.objective import LocalResult, Objective, learning_rate
 
 
 class HeadSolver:
@@ -89,37 +29,37 @@ class HeadSolver:
     def __init__(self, stage: Training, seed: tuple[int, ...], trained: Iterable[str]) -> None:
         self.stage, self.seed, self.trained = stage, seed, frozenset(trained)
 
-    def __call__(self, start: Stack, cohort: Cohort, round: int, objective: Objective) -> LocalResult:
+    def __call__(self, start: Params, cohort: Cohort, round: int, objective: Objective) -> LocalResult:
         """start: stacked parameters [M, …] of the heads."""
         stage, rate = self.stage, learning_rate(self.stage, round)
         # [M, S, B], -1 where there is no example
         index = torch.from_numpy(batches(cohort, stage, round, self.seed, objective))
         source, rows, labels = _shared(cohort.features), torch.from_numpy(cohort.rows), torch.from_numpy(cohort.labels)
-        parameters = {name: value.clone() for name, value in start.items()}
-        moves = self.trained if objective.moves is None else objective.moves & self.trained
-        velocity = {name: torch.zeros_like(value) for name, value in start.items()} | (objective.velocity or {})
-        anchor = objective.anchor or start
+        parameters = Params({name: value.clone() for name, value in start.items()})
+        moves = self.trained if objective.trains is None else objective.trains & self.trained
+        velocity = Params({n: torch.zeros_like(value) for n, value in start.items()}) | (objective.velocity or {})
+        centre, proximal = objective.centre or start, _by_client(objective.proximal, len(cohort.clients))
         inner, origin = objective.inner_lr, parameters
         for step in range(index.shape[1] if inner is None else index.shape[1] // 2 * 2):
             present, batch = index[:, step] >= 0, index[:, step].clamp(min=0)
             active = present.any(dim=1)
             features = functional.embedding(rows[batch], source).float()  # [M, B, d]; faster than an index
             gradients = _gradients(parameters, features, labels[batch], present, stage)
-            gradients = {name: gradient for name, gradient in gradients.items() if name in moves}
+            gradients = gradients.select(name for name in gradients if name in moves)
             if stage.clip is not None:
                 clip_norms(gradients, stage.clip)
             for name, gradient in gradients.items():
                 if stage.weight_decay:
                     gradient += stage.weight_decay * pulled(name, parameters[name])
-                if objective.pull is not None:
-                    gradient += wide(objective.pull, gradient) * pulled(name, parameters[name] - anchor[name])
-                if objective.drift is not None:
-                    gradient += objective.drift[name]
+                if proximal is not None:
+                    gradient += wide(proximal, gradient) * pulled(name, parameters[name] - centre[name])
+                if objective.correction is not None:
+                    gradient += objective.correction[name]
             if inner is not None and step % 2 == 0:
                 origin = parameters
                 parameters = origin | {name: origin[name] - inner * gradient for name, gradient in gradients.items()}
                 continue
-            parameters = dict(origin) if inner is not None else parameters
+            parameters = Params(origin) if inner is not None else parameters
             for name, gradient in gradients.items():
                 moving = wide(active, gradient)
                 velocity[name] = torch.where(moving, stage.momentum * velocity[name] + gradient, velocity[name])
@@ -127,7 +67,14 @@ class HeadSolver:
         if inner is not None:
             index = index[:, 1::2]
         steps = (index >= 0).any(dim=2).sum(dim=1).numpy().astype(np.int64)
-        return LocalResult(parameters, steps, velocity)
+        return LocalResult(parameters, steps, np.zeros_like(steps), velocity)
+
+
+def _by_client(factor: float | np.ndarray, clients: int) -> Tensor | None:
+    """A factor for each client [M], in float32; None where they are all zero."""
+    if not np.any(factor):
+        return None
+    return torch.from_numpy(np.broadcast_to(factor, clients).astype(np.float32))
 
 
 def _shared(features: Features) -> Tensor:
@@ -142,7 +89,7 @@ def layers_of(names: list[str]) -> list[str]:
     return sorted({name.rpartition(".")[0] for name in names}, key=lambda layer: (layer == "head", layer))
 
 
-def _gradients(parameters: Stack, features: Tensor, labels: Tensor, present: Tensor, stage: Training) -> Stack:
+def _gradients(parameters: Params, features: Tensor, labels: Tensor, present: Tensor, stage: Training) -> Params:
     """Gradients of the mean cross-entropy of each client's batch; features: [M, B, d], labels, present: [M, B]."""
     layers, inputs, values = layers_of(list(parameters)), [], features
     for layer in layers:
@@ -154,7 +101,7 @@ def _gradients(parameters: Stack, features: Tensor, labels: Tensor, present: Ten
     error -= functional.one_hot(labels, error.shape[2])
     share = present / (stage.temperature * present.sum(dim=1, keepdim=True).clamp(min=1))
     error *= share.unsqueeze(2)
-    gradients = {}
+    gradients = Params()
     for layer, given in zip(reversed(layers), reversed(inputs), strict=True):
         gradients[f"{layer}.weight"] = torch.bmm(error.transpose(1, 2), given)
         gradients[f"{layer}.bias"] = error.sum(dim=1)
@@ -163,7 +110,7 @@ def _gradients(parameters: Stack, features: Tensor, labels: Tensor, present: Ten
     return gradients
 
 
-def clip_norms(vectors: Stack, largest: float) -> None:
+def clip_norms(vectors: Mapping[str, Tensor], largest: float) -> None:
     """Scale each client's gradient, or update, down to the largest norm allowed, in place."""
     squares = [vector.flatten(1).square().sum(dim=1) for vector in vectors.values()]
     norms = torch.stack(squares).sum(dim=0).sqrt()

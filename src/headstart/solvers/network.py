@@ -16,19 +16,23 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from headstart.backbones import Backbone, moved, run_body, some, unused
 from headstart.config.stage import Rounds, Training
+from headstart.core.params import Params
+from headstart.core.plan import Plan
 from headstart.errors import HeadstartError
 from headstart.modules import Attached, plain_parameters
 from headstart.solvers.cohort import Cohort
-from headstart.solvers.heads import LocalResult, Objective, Stack, batches, layers_of, learning_rate, pulled
+from headstart.solvers.heads import batches, layers_of, pulled
+from headstart.solvers.objective import LocalResult, Objective, learning_rate
 
 
 class Network:
     """A body and a head; parameters and running statistics by name, as tensors that are written in place."""
 
-    def __init__(self, backbone: Backbone | None, module: Attached | None, head: Stack, stage: Rounds) -> None:
+    def __init__(
+        self, backbone: Backbone | None, module: Attached | None, head: Mapping[str, Tensor], stage: Rounds, plan: Plan
+    ) -> None:
         self.backbone, self.stage = backbone, stage
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        plan = stage.plan
         self.parameters: dict[str, nn.Parameter] = {}
         self.norms: dict[str, _BatchNorm] = {}
         if backbone is not None:
@@ -40,7 +44,7 @@ class Network:
             self.parameters |= {f"module.{name}": parameter for name, parameter in module.parameters.items()}
         self.parameters |= {name: nn.Parameter(value.to(self.device)) for name, value in head.items()}
         shapes = {name: tuple(parameter.shape) for name, parameter in self.parameters.items()}
-        self.trained = {name: self.parameters[name] for name in plan.trained(shapes)}
+        self.trained = {name: self.parameters[name] for name in plan.loaded(shapes)}
         below = {name: parameter for name, parameter in self.trained.items() if name.startswith("body.")}
         if backbone is not None and below:
             # What the features do not depend on, such as a pooler, cannot be trained; it stays frozen.
@@ -61,7 +65,7 @@ class Network:
             parameter.requires_grad_(name in self.trained)
 
     @torch.no_grad()
-    def load(self, arrays: Stack) -> None:
+    def load(self, arrays: Mapping[str, Tensor]) -> None:
         """Write parameters and statistics by name, in place.
 
         Batch norm's counts of batches go back to those that the stage found: how many a process has seen is no part of
@@ -89,6 +93,11 @@ class Network:
         return values
 
 
+def tensors(arrays: Mapping[str, np.ndarray]) -> Params:
+    """Float32 tensors of arrays, on the same memory where that can be."""
+    return Params({name: torch.from_numpy(np.require(array, np.float32, "W")) for name, array in arrays.items()})
+
+
 def set_mode(body: nn.Module, training: bool, norm_statistics: str) -> None:
     """Training or evaluation mode, batch norm as ``norm_statistics`` says."""
     body.train(training)
@@ -105,26 +114,26 @@ class BodySolver:
     def __init__(self, network: Network, stage: Training, seed: tuple[int, ...]) -> None:
         self.network, self.stage, self.seed = network, stage, seed
 
-    def __call__(self, start: Stack, cohort: Cohort, round: int, objective: Objective) -> LocalResult:
+    def __call__(self, start: Params, cohort: Cohort, round: int, objective: Objective) -> LocalResult:
         """start: parameters and statistics [1, …]; the cohort is one client."""
         network, stage, rate = self.network, self.stage, learning_rate(self.stage, round)
         assert network.backbone is not None
         (client,) = cohort.clients
         begin = {name: value[0].to(network.device) for name, value in start.items()}
         network.load(begin)
-        moving = {n: p for n, p in network.trained.items() if objective.moves is None or n in objective.moves}
+        moving = {n: p for n, p in network.trained.items() if objective.trains is None or n in objective.trains}
         # What trains a module or a head leaves the body alone, its running statistics too.
         frozen = not any(name.startswith("body.") for name in moving) and stage.norm_statistics == "aggregate"
         set_mode(network.backbone.body, True, "freeze" if frozen else stage.norm_statistics)
         for name, parameter in network.trained.items():
             parameter.requires_grad_(name in moving)
         names, parameters = list(moving), list(moving.values())
-        anchor = begin
-        if objective.anchor is not None:
-            anchor = {name: objective.anchor[name][0].to(network.device) for name in names}
+        centre = begin
+        if objective.centre is not None:
+            centre = {name: objective.centre[name][0].to(network.device) for name in names}
         velocity = _of(objective.velocity, names, network.device)
-        drift = _of(objective.drift, names, network.device)
-        pull = 0.0 if objective.pull is None else float(objective.pull[0])
+        correction = _of(objective.correction, names, network.device)
+        proximal = float(np.float32(np.broadcast_to(objective.proximal, 1)[0]))
         plan = [row[row >= 0] for row in batches(cohort, stage, round, self.seed, objective)[0]]
         if objective.inner_lr is not None:
             plan = plan[: len(plan) // 2 * 2]
@@ -146,12 +155,12 @@ class BodySolver:
                     for number, (name, parameter) in enumerate(zip(names, parameters, strict=True)):
                         if stage.weight_decay:
                             gradients[number] = gradients[number].add(pulled(name, parameter), alpha=stage.weight_decay)
-                        if pull:
+                        if proximal:
                             gradients[number] = gradients[number].add(
-                                pulled(name, parameter - anchor[name]), alpha=pull
+                                pulled(name, parameter - centre[name]), alpha=proximal
                             )
-                        if drift:
-                            gradients[number] = gradients[number] + drift[number]
+                        if correction:
+                            gradients[number] = gradients[number] + correction[number]
                     if objective.inner_lr is not None and not origin:
                         origin = [parameter.clone() for parameter in parameters]
                         for parameter, gradient in zip(parameters, gradients, strict=True):
@@ -167,12 +176,14 @@ class BodySolver:
                         velocity = [gradient.clone() for gradient in gradients] if stage.momentum else gradients
                     for parameter, change in zip(parameters, velocity, strict=True):
                         parameter.sub_(change, alpha=rate)
+        below = any(not name.startswith("head.") for name in moving)
         return LocalResult(
-            {name: parameter.detach().cpu()[None] for name, parameter in network.trained.items()},
+            Params({name: parameter.detach().cpu()[None] for name, parameter in network.trained.items()}),
             np.array([len(plan) if objective.inner_lr is None else len(plan) // 2]),
+            np.array([(3 if below else 1) * sum(len(rows) for rows in plan)]),
             # None where a client is too small for a step.
-            {name: value.cpu()[None] for name, value in zip(names, velocity, strict=bool(velocity))},
-            {name: value.cpu()[None].clone() for name, value in network.statistics.items()},
+            Params({name: value.cpu()[None] for name, value in zip(names, velocity, strict=bool(velocity))}),
+            Params({name: value.cpu()[None].clone() for name, value in network.statistics.items()}),
         )
 
 
@@ -188,7 +199,7 @@ def _gradients(loss: Tensor, parameters: Mapping[str, nn.Parameter]) -> list[Ten
     return list(gradients)
 
 
-def _of(stack: Stack | None, names: list[str], device: torch.device) -> list[Tensor]:
+def _of(stack: Mapping[str, Tensor] | None, names: list[str], device: torch.device) -> list[Tensor]:
     """A client's own part of a stack, in the order of the names; empty where there is none."""
     return [] if stack is None else [stack[name][0].to(device, copy=True) for name in names]
 

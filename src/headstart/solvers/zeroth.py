@@ -19,11 +19,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from headstart.backbones import Backbone, evaluating, run_body, some
+from headstart.core.params import Params
 from headstart.core.statistics import Ints
 from headstart.errors import HeadstartError
 from headstart.solvers.cohort import Cohort
 from headstart.solvers.directions import direction
 from headstart.solvers.network import Network, set_mode
+from headstart.solvers.objective import LocalResult, Objective, learning_rate
 
 # Examples in a forward pass: as many as stay small beside the weights, since the direction is drawn anew for each pass.
 BATCHES = {"image": 32, "text": 256, "features": 8192}
@@ -155,3 +157,27 @@ def _batches(cohort: Cohort, groups: list[Ints]) -> Iterator[tuple[Tensor, ...]]
             yield (torch.from_numpy(np.asarray(cohort.features[cohort.rows[group]], np.float32)),)
     else:
         yield from cohort.inputs.batches(cohort.rows[group] for group in groups)
+
+
+class ZerothSolver:
+    """Local MeZO steps of one client at a time, on batches of its own."""
+
+    def __init__(self, network: Network, stage: Any, seed: tuple[int, ...]) -> None:
+        self.network, self.stage, self.seed = network, stage, seed
+        self.model = ZerothOrder(network, stage.epsilon, stage.temperature)
+
+    def __call__(self, start: Params, cohort: Cohort, round: int, objective: Objective) -> LocalResult:
+        """start: parameters [1, …]; the cohort is one client."""
+        stage, rate = self.stage, learning_rate(self.stage, round)
+        (client,) = cohort.clients
+        self.network.load({name: value[0] for name, value in start.items()})
+        rng = np.random.default_rng([0xD157, *self.seed, round, int(client)])
+        size = len(cohort.rows)
+        count = size if stage.batch_size == "full" else min(stage.batch_size, size)
+        for _ in range(stage.local_steps):
+            rows, seed = np.sort(rng.permutation(size)[:count]), int(rng.integers(2**31))
+            slopes = [self.model.slopes(cohort, rows, seed, n).mean() for n in range(stage.num_directions)]
+            self.model.step(seed, np.array(slopes, np.float32), rate, stage.weight_decay)
+        trained = {name: parameter.detach().cpu()[None].clone() for name, parameter in self.network.trained.items()}
+        steps = np.array([stage.local_steps])
+        return LocalResult(Params(trained), steps, 2 * stage.num_directions * count * steps, Params())

@@ -1,4 +1,4 @@
-"""What simulated clients keep to themselves: on disk, so that thousands of them cost no memory."""
+"""Client states: what stays with simulated clients, on disk, so that thousands of them cost no memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Arrays = Mapping[str, Values]
 _OWN, _KEPT = "personal.bin", "kept.bin"
 
 
-class ClientStore:
+class ClientStates:
     """A record of float32 values for every client, in two files: what is the client's own, and what else it keeps.
 
     Records take no disk space before a client has kept anything. Every client has two slots. What it wants to keep goes
@@ -35,7 +35,7 @@ class ClientStore:
         n_clients: int,
         shapes: Mapping[str, tuple[int, ...]],
         slots: Ints | None = None,
-        earlier: ClientStore | None = None,
+        earlier: ClientStates | None = None,
         inherits: Callable[[str], bool] = lambda name: True,
     ) -> None:
         """slots: [K] the slot in use of each client, -1 for none; earlier: where to look for what is not here yet;
@@ -58,8 +58,7 @@ class ClientStore:
             folder.mkdir(parents=True, exist_ok=True)
             sync_folder(folder.parent)
         for file, record in self._records.items():
-            fresh = os.O_TRUNC if slots is None else 0
-            self._files[file] = os.open(folder / file, os.O_RDWR | os.O_CREAT | fresh, 0o666)
+            self._files[file] = os.open(folder / file, os.O_RDWR | os.O_CREAT, 0o666)
             os.ftruncate(self._files[file], 2 * n_clients * record)
         if self._files:
             sync_folder(folder)
@@ -120,7 +119,7 @@ class ClientStore:
         """Whether a client has kept anything, in this stage or before."""
         return bool(self.slots[client] >= 0) or (self._earlier is not None and self._earlier.has(client))
 
-    def settle(self, own: Callable[[int], Arrays]) -> bool:
+    def finalise(self, own: Callable[[int], Arrays]) -> bool:
         """A stage is over: only what is the clients' own counts from now on, for later stages and for the user.
 
         Clients that had something of their own before, and took no part in this stage, bring it along. own: all that
@@ -145,7 +144,7 @@ def collect(folder: Path, personal: bool) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-class RemoteStore(ClientStore):
+class RemoteStates(ClientStates):
     """What clients keep on machines of their own: here is which slot of theirs is in use, and nothing else."""
 
     def __init__(
@@ -153,12 +152,12 @@ class RemoteStore(ClientStore):
         n_clients: int,
         shapes: Mapping[str, tuple[int, ...]],
         slots: Ints | None = None,
-        earlier: ClientStore | None = None,
+        earlier: ClientStates | None = None,
     ) -> None:
         super().__init__(Path(), n_clients, {}, slots, earlier)
         self.shapes = dict(shapes)
 
-    def settle(self, own: Callable[[int], Arrays]) -> bool:
+    def finalise(self, own: Callable[[int], Arrays]) -> bool:
         """Clients look for what they have not kept in this stage where they kept it before."""
         self.shapes = {name: shape for name, shape in self.shapes.items() if _file_of(name) == _OWN}
         return False

@@ -1,0 +1,197 @@
+"""The channel of a stage: the links that updates pass, what the updates of a round add up to, and who may see what."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+
+from headstart.channel.links import Check, ClientNoise, Clip, HideTask, Link, ServerNoise, median, trimmed_mean
+from headstart.channel.quantise import Quantise
+from headstart.channel.statistics import StatisticsChannel, TaskChannels
+from headstart.config.stage import ClosedForm, Rounds
+from headstart.core.message import Message
+from headstart.core.params import Seed
+from headstart.core.reply import ClientResult, ClientState, Reply, Sender, scalars_of
+from headstart.core.statistics import Floats
+from headstart.core.update import Blocks, RobustTotal, Total, array_name, block_of
+from headstart.errors import HeadstartError, MessageError
+from headstart.solvers.cohort import Cohort
+
+_MOST_EXAMPLES = 10**12
+
+
+class Sends(Protocol):
+    """What a channel has to know of a method."""
+
+    @property
+    def blocks(self) -> Blocks:
+        """All that clients send, of all tasks."""
+
+    @property
+    def weighting(self) -> str:
+        """How clients count in a mean."""
+
+    @property
+    def accumulates(self) -> Mapping[str, str]:
+        """Kinds of client state that add up what was sent of a block."""
+
+    def check(self, message: Message) -> None:
+        """`MessageError` where no client of the method sends such an update."""
+
+
+class UpdateChannel:
+    """Updates pass the links in order on the client and in reverse on the server, and add up by their weights."""
+
+    def __init__(self, method: Sends, links: tuple[Link, ...], total: type[Total] | partial[RobustTotal]) -> None:
+        self.method, self.links, self.total = method, links, total
+        self.private = any(isinstance(link, ServerNoise | ClientNoise) for link in links)
+        self._hides_passes = any(isinstance(link, ClientNoise) for link in links)
+
+    memory_per_client = 0
+
+    # ----------------------------------------------------------------------------------------------- on the clients
+
+    def prepare(self, cohort: Cohort) -> Cohort:
+        """The examples as they are."""
+        return cohort
+
+    def encode(self, result: ClientResult, cohort: Cohort, round: int) -> list[Reply]:
+        """What each client of a cohort sends, and what stays with it."""
+        replies = []
+        for row, client in enumerate(cohort.clients.tolist()):
+            sender, arrays = Sender(client, round, cohort.task), dict[str, Any]()
+            for block, each in result.blocks.items():
+                arrays |= {array_name(block, name): np.asarray(array[row]) for name, array in each.items()}
+            meant = Message(arrays, scalars_of(result.scalars, row))
+            sent = meant
+            for link in self.links:
+                sent = link.encode(sent, sender)
+            passes = 0 if self._hides_passes else int(result.passes[row])  # how many examples it has
+            state = self._state(result, row, meant, sent, sender)
+            replies.append(
+                Reply(np.array([client]), sent, np.array([sent.nbytes]), np.array([passes]), state, cohort.task)
+            )
+        return replies
+
+    def _state(self, result: ClientResult, row: int, meant: Message, sent: Message, sender: Sender) -> ClientState:
+        """What stays with a client; where that adds up what it sends, then what the server reads of it."""
+        accumulates = self.method.accumulates
+        read: Mapping[str, Any] = meant.arrays
+        if accumulates and any(link.lossy for link in self.links):
+            expected = {name: array.shape for name, array in meant.arrays.items()}
+            try:
+                read = self._read(sent, Sender(sender.client, sender.round, sender.task, expected)).arrays
+            except MessageError:  # the server refuses it, and nothing counts
+                read = {name: np.zeros_like(array) for name, array in meant.arrays.items()}
+        state = {}
+        for kind, each in result.state.items():
+            for name, values in each.items():
+                value = np.asarray(values[row])
+                if kind in accumulates:
+                    value = (value + read[f"{accumulates[kind]}.{name}"]).astype(np.float32)
+                # A copy: where there is a network, its memory is the next client's.
+                state[f"{kind}.{name}"] = value.copy()
+        return state
+
+    def vector(self, reply: Reply, sender: Sender) -> dict[str, Floats]:
+        """What the server would know if it had heard this reply only, as what can be added up."""
+        alone = self.total()
+        self.add(alone, reply, sender)
+        return alone.vector(self.method.blocks)
+
+    # ------------------------------------------------------------------------------------------------ on the server
+
+    def add(self, total: Total, reply: Reply, sender: Sender) -> None:
+        """Add a reply to the total of the round; one that cannot be right raises `MessageError` and changes nothing."""
+        message = self._read(reply.message, sender)
+        self.method.check(message)
+        total.add(message.arrays, self._weight(reply.message))
+
+    def _read(self, message: Message, sender: Sender) -> Message:
+        for link in reversed(self.links):
+            message = link.decode(message, sender)
+        return message
+
+    def _weight(self, message: Message) -> float:
+        """How much a client counts in a mean; with privacy it does not say how many examples it has."""
+        if self.private:
+            return 1.0
+        examples = message.whole_number("examples", _MOST_EXAMPLES)
+        return float(examples) if self.method.weighting == "examples" else 1.0
+
+    def add_vector(self, total: Total, values: Mapping[str, Floats]) -> None:
+        """Add the sum of several clients' vectors."""
+        total.add_vector(values, self.method.blocks)
+
+    @property
+    def vector_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of what clients add in a secure sum."""
+        return {name: value.shape for name, value in self.total().vector(self.method.blocks).items()}
+
+    def finish(self, total: Total, round: int) -> Total:
+        """What the server steps along."""
+        for link in self.links:
+            total = link.finish(total, round)
+        return total
+
+    def spent(self, rounds: int) -> dict[str, Any] | None:
+        """The privacy guarantee after so many rounds."""
+        return next((spent for link in self.links if (spent := link.spent(rounds))), None)
+
+
+Channel = UpdateChannel | StatisticsChannel | TaskChannels
+
+
+def channel_of(
+    stage: ClosedForm | Rounds, method: Any, seed: tuple[int, ...], clients: Mapping[str, int], noise: Seed
+) -> Channel:
+    """The channel of a stage: nobody else reads its privacy, its robust mean, its largest norm or its compression.
+
+    seed: the run's, and the stage's number; clients: how many each task has; noise: what noise is drawn from.
+    """
+    if not isinstance(stage, ClosedForm):
+        return _update_channel(stage, method, seed, clients, noise)
+    methods = getattr(method, "methods", [method])
+    channels = [
+        StatisticsChannel(one.summary, stage.privacy, stage.noise_on_counts, count, noise, task)
+        for task, (one, count) in enumerate(zip(methods, clients.values(), strict=True))
+    ]
+    return channels[0] if len(channels) == 1 else TaskChannels(channels)
+
+
+def _update_channel(
+    stage: Rounds, method: Sends, seed: tuple[int, ...], clients: Mapping[str, int], noise: Seed
+) -> UpdateChannel:
+    links: list[Link] = []
+    privacy, deviation = stage.privacy, 0.0
+    everybody, several = sum(clients.values()), len(clients) > 1
+    if stage.max_norm is not None:
+        links.append(Clip(stage.max_norm))
+    if privacy is not None:
+        if any(block_of(name).partition("@")[0] == "statistics" for name in method.blocks):
+            raise HeadstartError(
+                f"stages.{seed[1]}.norm_statistics: with privacy, clients cannot send running statistics of "
+                "batch norm, which nothing hides; use 'freeze' or 'batch'"
+            )
+        if privacy.noise == "server":
+            by_task = {f"update@{task}": count for task, count in clients.items() if several}
+            by_block, asked = {"update": everybody, **by_task}, stage.sampled(everybody)
+            links.append(ServerNoise(privacy, stage.rounds, asked, by_block, lambda: method.blocks, noise))
+        else:
+            hidden = ClientNoise(privacy, stage.rounds, None, noise)
+            links.append(hidden)
+            deviation = hidden.deviation
+    links.append(Check(deviation))
+    if stage.hide_task and several:
+        links.append(HideTask(list(clients), method.blocks))
+    if stage.compress is not None:
+        links.append(Quantise(seed))
+    total: type[Total] | partial[RobustTotal] = Total
+    if stage.combine == "median":
+        total = partial(RobustTotal, centre=median)
+    elif stage.combine == "trimmed-mean":
+        total = partial(RobustTotal, centre=partial(trimmed_mean, trim=stage.trim))
+    return UpdateChannel(method, tuple(links), total)

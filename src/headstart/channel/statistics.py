@@ -1,0 +1,208 @@
+"""The channel of a closed form: what happens to statistics of features between client and server.
+
+With privacy, clients clip the vectors that they sum and speak of every class. Where they add the noise themselves, the
+server takes it as it comes. Where the server adds it, it does so once a round, before anything else sees the total: a
+recipe with noise on totals therefore hears everybody in one round, since the heads of two rounds would differ by exact
+sums. Noise on rows stays with its row, and rounds may be as many as there are clients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cached_property
+from math import inf
+from typing import Any
+
+import numpy as np
+
+from headstart.channel.accounting import noise_multiplier
+from headstart.channel.noise import StatisticsNoise, blur_counts, every_class, generators_of
+from headstart.config.stage import CountNoise, Privacy
+from headstart.core.params import Seed
+from headstart.core.reply import Reply, Sender, StatisticsResult
+from headstart.core.statistics import ClientStatistics, Floats, Ints, Summary, message_nbytes
+from headstart.core.update import StatisticsTotal
+from headstart.solvers.cohort import Cohort
+
+
+class StatisticsChannel:
+    """Statistics of one task."""
+
+    def __init__(
+        self,
+        summary: Summary,
+        privacy: Privacy | None,
+        count_noise: CountNoise | None,
+        clients: int,
+        seed: Seed,
+        task: int = 0,
+    ) -> None:
+        """clients: all of the task; seed: what noise is drawn from; task: no two have the same noise."""
+        self.summary, self.privacy, self.count_noise, self.clients = summary, privacy, count_noise, clients
+        self.seed, self.task = seed, task
+        self.private = privacy is not None
+        self.by_client = privacy is not None and privacy.noise == "client"
+
+    @cached_property
+    def noise(self) -> StatisticsNoise | None:
+        """The noise that the stage's privacy asks for. A client is heard once: there is one release."""
+        if self.privacy is None:
+            return None
+        multiplier = noise_multiplier(self.privacy.epsilon, self.privacy.delta)
+        return StatisticsNoise(multiplier, min(self.privacy.clip, self.summary.longest), self.summary.moments)
+
+    @property
+    def memory_per_client(self) -> int:
+        """With privacy, a row for every class, and room to add noise to it."""
+        return 4 * 8 * self.summary.n_classes * (self.summary.dim + 1) if self.private else 0
+
+    # ----------------------------------------------------------------------------------------------- on the clients
+
+    def prepare(self, cohort: Cohort) -> Cohort:
+        """With privacy, no vector that is summed is longer than the clip."""
+        return cohort if self.noise is None else replace(cohort, clip=self.noise.bound)
+
+    def encode(self, result: StatisticsResult, cohort: Cohort, round: int) -> list[Reply]:
+        """What clients say, all of a cohort in one reply: with privacy, of every class."""
+        statistics, owners = self._said(result.statistics, result.owners, cohort.clients)
+        rows = np.bincount(np.searchsorted(cohort.clients, owners), minlength=len(cohort.clients))
+        nbytes = np.array([message_nbytes(int(n), self.summary.dim, self.summary.moments) for n in rows])
+        passes = np.zeros_like(result.passes) if self.by_client else result.passes  # how many examples they have
+        return [Reply(cohort.clients, statistics.to_message(), nbytes, passes, task=cohort.task)]
+
+    def _said(self, statistics: ClientStatistics, owners: Ints, clients: Ints) -> tuple[ClientStatistics, Ints]:
+        if self.count_noise is not None:
+            return blur_counts(statistics, owners, self.count_noise, self.seed)
+        if self.noise is None:
+            return statistics, owners
+        statistics = every_class(statistics, owners, clients)
+        owners = np.repeat(clients, self.summary.n_classes)
+        if not self.by_client:
+            return statistics, owners
+        statistics = self.noise.add(statistics, generators_of(self.seed, self.task, clients))
+        if not self.summary.by_row:  # leaving rows out would bias the sums
+            return statistics, owners
+        statistics, kept = statistics.present()
+        return statistics, owners[kept]
+
+    def vector(self, reply: Reply, sender: Sender) -> dict[str, Floats]:
+        """Counts, sums and moments of a reply, as what can be added up."""
+        return self._read(reply).vector()
+
+    # ------------------------------------------------------------------------------------------------ on the server
+
+    def total(self) -> StatisticsTotal:
+        """Nothing heard yet in this round."""
+        return StatisticsTotal(self.summary)
+
+    def add(self, total: StatisticsTotal, reply: Reply, sender: Sender) -> None:
+        """Add a reply to the total of the round; statistics that no features have are refused."""
+        total.add(self._read(reply))
+
+    def _read(self, reply: Reply) -> ClientStatistics:
+        summary = self.summary
+        statistics = ClientStatistics.from_message(
+            reply.message,
+            summary.n_classes,
+            summary.dim,
+            summary.moments,
+            every_class=self.private and not (summary.by_row and self.by_client),
+            noisy=self.by_client,
+            rows_per_class=summary.means_per_client * len(reply.clients),
+            longest=inf if self.noise is None else self.noise.bound,
+        )
+        return self._marked(statistics)
+
+    def _marked(self, statistics: ClientStatistics) -> ClientStatistics:
+        """Statistics that know of their clipping and their noise."""
+        if self.noise is None:
+            return statistics
+        floor = self.noise.floor(self.summary.dim, self.clients) if self.by_client else None
+        return replace(statistics, longest=self.noise.bound, noise_floor=floor)
+
+    def add_vector(self, total: StatisticsTotal, values: Mapping[str, Floats]) -> None:
+        """Add the sum of several clients' vectors, as if one client had all their examples."""
+        total.add(self._marked(ClientStatistics.from_vector(values, self.summary.moments, self.private)))
+
+    @property
+    def vector_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of what clients add in a secure sum."""
+        return {name: values.shape for name, values in self.summary.empty().vector().items()}
+
+    def finish(self, total: StatisticsTotal, round: int) -> StatisticsTotal:
+        """With the server's noise, where it adds it: nothing exact is left."""
+        if self.noise is None or self.by_client or not total.parts:
+            return total
+        statistics = total.merged()
+        statistics = statistics if self.summary.by_row else statistics.pooled()
+        noisy = self.noise.add(statistics, generators_of(self.seed, self.task, round=round))
+        return StatisticsTotal(self.summary, (replace(noisy, noise_floor=self.noise.floor(self.summary.dim, 1)),))
+
+    def spent(self, rounds: int) -> dict[str, Any] | None:
+        """Everything, once anybody is heard: examples of one client are hidden apart from those of another."""
+        if self.privacy is None or self.noise is None:
+            return None
+        return {
+            "epsilon": self.privacy.epsilon if rounds else 0.0,
+            "delta": self.privacy.delta,
+            "unit": "example",
+            "noise": self.privacy.noise,
+            "noise_multiplier": self.noise.multiplier,
+            "clip": self.noise.bound,
+        }
+
+
+class TaskChannels:
+    """The channels of several tasks, of which nothing is common."""
+
+    def __init__(self, channels: list[StatisticsChannel]) -> None:
+        self.channels = channels
+        self.private = channels[0].private
+        self.memory_per_client = max(channel.memory_per_client for channel in channels)
+
+    def prepare(self, cohort: Cohort) -> Cohort:
+        """As the task's own."""
+        return self.channels[cohort.task].prepare(cohort)
+
+    def encode(self, result: StatisticsResult, cohort: Cohort, round: int) -> list[Reply]:
+        """As the task's own."""
+        return self.channels[cohort.task].encode(result, cohort, round)
+
+    def vector(self, reply: Reply, sender: Sender) -> dict[str, Floats]:
+        """As the task's own, and zeros for the other tasks."""
+        found: dict[str, Floats] = {}
+        for number, channel in enumerate(self.channels):
+            mine = number == reply.task
+            values = channel.vector(reply, sender) if mine else channel.summary.empty().vector()
+            found |= {f"{number}.{name}": value for name, value in values.items()}
+        return found
+
+    def total(self) -> list[StatisticsTotal]:
+        """One for each task."""
+        return [channel.total() for channel in self.channels]
+
+    def add(self, total: list[StatisticsTotal], reply: Reply, sender: Sender) -> None:
+        """To the total of the reply's task."""
+        self.channels[reply.task].add(total[reply.task], reply, sender)
+
+    def add_vector(self, total: list[StatisticsTotal], values: Mapping[str, Floats]) -> None:
+        """Each task's part to its total."""
+        for number, channel in enumerate(self.channels):
+            mine = {n.removeprefix(f"{number}."): v for n, v in values.items() if n.startswith(f"{number}.")}
+            channel.add_vector(total[number], mine)
+
+    @property
+    def vector_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Those of all tasks."""
+        parts = enumerate(self.channels)
+        return {f"{t}.{name}": shape for t, channel in parts for name, shape in channel.vector_shapes.items()}
+
+    def finish(self, total: list[StatisticsTotal], round: int) -> list[StatisticsTotal]:
+        """Each task's own."""
+        return [channel.finish(part, round) for channel, part in zip(self.channels, total, strict=True)]
+
+    def spent(self, rounds: int) -> dict[str, Any] | None:
+        """The most that any task has spent: an example is one task's."""
+        each = [spent for channel in self.channels if (spent := channel.spent(rounds))]
+        return max(each, key=lambda one: float(one["epsilon"]), default=None)

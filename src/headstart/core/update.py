@@ -1,0 +1,153 @@
+"""What the updates of a round add up to.
+
+An update is a message whose arrays are named `BLOCK.PARAMETER`. A block is what has one meaning, such as `update` (how
+far a client has moved the model), `control` (SCAFFOLD's control variates) or `statistics` (those of batch norm). Where
+there are several tasks, the names of what belongs to one of them end in `@TASK`, and it is a block of its own. A block
+that is one array is called `BLOCK`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from headstart.core.message import Array
+from headstart.core.params import Params
+from headstart.core.statistics import ClientStatistics, Floats, Summary
+
+Blocks = Mapping[str, tuple[int, ...]]
+"""Names and shapes of the arrays of an update."""
+
+
+def block_of(name: str) -> str:
+    """The block of an array by its name: `update`, or `update@TASK`."""
+    plain, at, task = name.partition("@")
+    return plain.partition(".")[0] + at + task
+
+
+def parameter_of(name: str) -> str:
+    """The parameter that an array belongs to, without the name of its task."""
+    return name.partition("@")[0].partition(".")[2]
+
+
+def array_name(block: str, parameter: str) -> str:
+    """The name of an array: of a block that is one array, the parameter is empty, or `@TASK`."""
+    return f"{block}.{parameter}" if parameter.partition("@")[0] else f"{block}{parameter}"
+
+
+def block(arrays: Mapping[str, Any], name: str) -> Params:
+    """The arrays of a block, by the parameters' names."""
+    return Params({parameter_of(full): array for full, array in arrays.items() if block_of(full) == name})
+
+
+@dataclass(eq=False)
+class Total:
+    """Σ weight · array of every array, and Σ weight of every block."""
+
+    sums: dict[str, Floats] = field(default_factory=dict)
+    weights: dict[str, float] = field(default_factory=dict)
+
+    def add(self, arrays: Mapping[str, Array], weight: float) -> None:
+        """Add the update of a client that counts so much."""
+        for name, array in arrays.items():
+            # An array without dimensions times a number is a number, which nothing can be added to in place.
+            scaled = np.asarray(weight * array.astype(np.float64))
+            self.sums[name] = np.add(self.sums[name], scaled, out=scaled) if name in self.sums else scaled
+        self._count(arrays, weight)
+
+    def _count(self, arrays: Mapping[str, Any], weight: float) -> None:
+        for name in dict.fromkeys(map(block_of, arrays)):
+            self.weights[name] = self.weight(name) + weight
+
+    def weight(self, name: str) -> float:
+        """How much all that were heard about a block count together."""
+        return self.weights.get(name, 0.0)
+
+    def sum(self, name: str) -> Params:
+        """Σ weight · array of a block, by the parameters' names."""
+        return block(self.sums, name)
+
+    def mean(self, name: str) -> Params:
+        """Σ weight · array / Σ weight of a block, by the parameters' names."""
+        return self.sum(name) / self.weight(name)
+
+    def vector(self, blocks: Blocks) -> dict[str, Floats]:
+        """The same names and shapes whoever was heard: what a secure sum adds."""
+        sums = {name: self.sums.get(name, np.zeros(shape)) for name, shape in blocks.items()}
+        return {**sums, "weights": np.array([self.weight(name) for name in _names(blocks)])}
+
+    def add_vector(self, values: Mapping[str, Floats], blocks: Blocks) -> None:
+        """Add the sum of what `vector` made at several clients."""
+        weights = dict(zip(_names(blocks), values["weights"].tolist(), strict=True))
+        for name in blocks:
+            if weights[block_of(name)] > 0:
+                self.sums[name] = self.sums[name] + values[name] if name in self.sums else values[name]
+        for name, weight in weights.items():
+            if weight > 0:
+                self.weights[name] = self.weight(name) + weight
+
+    def part(self, task: str) -> Total:
+        """What is common to all tasks where ``task`` is empty, or one task's own, under plain names."""
+        return Total(_of_task(self.sums, task), _of_task(self.weights, task))
+
+
+@dataclass(eq=False)
+class RobustTotal(Total):
+    """The updates themselves, every client alike; their mean is a robust centre. Memory for all clients of a round."""
+
+    centre: Callable[[Floats], Floats] = lambda values: np.asarray(np.median(values, axis=0))
+    """The centre [...] of the values of all clients [n, ...]."""
+    held: list[Mapping[str, Array]] = field(default_factory=list)
+
+    def add(self, arrays: Mapping[str, Array], weight: float) -> None:
+        """Hold the update of a client."""
+        self.held.append(arrays)
+        self._count(arrays, 1.0)
+
+    def sum(self, name: str) -> Params:
+        """The centre of a block, as often as there are clients."""
+        return self.mean(name) * self.weight(name)
+
+    def mean(self, name: str) -> Params:
+        """The centre of a block, parameter by parameter."""
+        blocks = [found for arrays in self.held if (found := block(arrays, name))]
+        stacks = {name: np.stack([each[name] for each in blocks]) for name in (blocks[0] if blocks else ())}
+        return Params({name: self.centre(stack.astype(np.float64)) for name, stack in stacks.items()})
+
+    def part(self, task: str) -> RobustTotal:
+        """What is common to all tasks where ``task`` is empty, or one task's own, under plain names."""
+        held: list[Mapping[str, Array]] = [mine for arrays in self.held if (mine := _of_task(arrays, task))]
+        return RobustTotal(weights=_of_task(self.weights, task), centre=self.centre, held=held)
+
+
+@dataclass(eq=False)
+class StatisticsTotal:
+    """The statistics of a round: added up, or every client's rows side by side."""
+
+    summary: Summary
+    parts: tuple[ClientStatistics, ...] = ()
+
+    def add(self, statistics: ClientStatistics) -> None:
+        """Add the statistics of one client or of several."""
+        if self.summary.rows:
+            self.parts = (*self.parts, statistics)
+        else:
+            self.parts = ((self.parts[0] if self.parts else self.summary.empty()).merge(statistics).pooled(),)
+
+    def merged(self) -> ClientStatistics:
+        """All that was heard in the round."""
+        return self.summary.empty().merge(*self.parts)
+
+
+def _of_task(values: Mapping[str, Any], task: str) -> dict[str, Any]:
+    """The values under names of a task, without its name."""
+    split = {name: name.partition("@") for name in values}
+    return {plain: values[name] for name, (plain, _, mine) in split.items() if mine == task}
+
+
+def _names(blocks: Blocks) -> list[str]:
+    """The blocks of these arrays, each once."""
+    return list(dict.fromkeys(map(block_of, blocks)))

@@ -1,0 +1,75 @@
+"""Flower's messages: a few facts as JSON, and bytes."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from headstart.config.recipe import Recipe
+from headstart.engine.setup import digest
+from headstart.errors import MessageError
+
+if TYPE_CHECKING:  # Flower takes seconds to load
+    from flwr.app import Message as FlowerMessage
+
+RECORD = "headstart"
+LARGEST_COUNT, LONGEST_REASON = 10**15, 500
+
+
+def count_of(facts: Mapping[str, Any], name: str = "passes") -> int:
+    """A number of examples that a client tells; by default, how many went through its body."""
+    count = facts.get(name)
+    if type(count) is not int or not 0 <= count <= LARGEST_COUNT:
+        raise MessageError(f"the reply does not say how many {name} there were")
+    return count
+
+
+def reason_of(facts: Mapping[str, Any]) -> str:
+    """What a node says went wrong: a short line of printable characters, whoever wrote it."""
+    text = " ".join(str(facts["error"])[:LONGEST_REASON].split())
+    return "".join(character if character.isprintable() else "?" for character in text)
+
+
+def reply_to(message: FlowerMessage, facts: dict[str, Any], parts: dict[str, bytes]) -> FlowerMessage:
+    """A reply with these facts and parts."""
+    from flwr.app import ConfigRecord, RecordDict
+    from flwr.app import Message as FlowerMessage
+
+    return FlowerMessage(RecordDict({RECORD: ConfigRecord({"facts": json.dumps(facts), **parts})}), reply_to=message)
+
+
+def read_reply(reply: FlowerMessage | str) -> tuple[dict[str, Any], bytes]:
+    """Facts and bytes of a reply; one that is none is refused."""
+    if isinstance(reply, str):
+        return {"error": reply}, b""
+    if reply.has_error():
+        reason = re.sub(r"\x1b\[[0-9;]*m", "", str(reply.error.reason or reply.error.code))
+        return {"error": f"Flower: {reason.strip()[-300:]}"}, b""  # the cause is at the end
+    facts, parts = facts_of(reply)
+    return facts, parts.get("message", b"")
+
+
+def facts_of(message: FlowerMessage) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """The facts and the parts of a message of ours."""
+    try:
+        record = dict(message.content.config_records[RECORD])
+        facts = json.loads(str(record.pop("facts")))
+    except (KeyError, ValueError, RecursionError) as error:
+        raise MessageError(f"not a message of headstart: {error!r}") from None
+    if not isinstance(facts, dict) or not all(isinstance(part, bytes) for part in record.values()):
+        raise MessageError("not a message of headstart: its parts are of other kinds")
+    return facts, record  # type: ignore[return-value]
+
+
+def recipe_digest(recipe: Recipe) -> str:
+    """The same for the same recipe, however it is written."""
+    return digest(recipe.to_toml().encode())
+
+
+def package_version() -> str:
+    """Of headstart: server and nodes have to be of the same."""
+    from importlib.metadata import version
+
+    return version("headstart")

@@ -1,0 +1,127 @@
+"""The rounds of a stage, whoever the clients are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from headstart.core.ledger import Ledger
+from headstart.core.progress import progress
+from headstart.core.reply import Failure, GroupReply, Reply
+from headstart.core.statistics import Ints
+from headstart.engine.client_states import ClientStates
+from headstart.engine.server import Bools, Request, Server, check_sum, draw
+from headstart.errors import MessageError
+
+AnyReply = Reply | GroupReply | Failure
+AfterRound = Callable[[int, Any], object]
+"""Called when a round is over, with its number from 0 and the server's state; what is true ends the stage."""
+
+
+class Transport(Protocol):
+    """The clients of a stage, in this process or anywhere else."""
+
+    @property
+    def states(self) -> ClientStates:
+        """What stays with them."""
+
+    def available(self) -> Bools:
+        """[K] Who can be asked now."""
+
+    def send(self, request: Request) -> Iterator[AnyReply]:
+        """What they say, in the order of the clients; one reply for a client, a cohort or a secure group."""
+
+    def commit(self, reply: AnyReply) -> None:
+        """The reply counts: what stays with its clients is theirs from the end of the round on."""
+
+
+@dataclass(frozen=True, eq=False)
+class Costs:
+    """What asking clients costs beside what their replies say of themselves."""
+
+    ledger: Ledger
+    setup_bytes: Ints
+    """[K] Bytes of earlier stages' work that a client needs before its first answer."""
+    communicates: bool = True
+    """Whether anything travels from round to round."""
+
+    def ask(self, request: Request) -> None:
+        """Charge what a request sends."""
+        ledger, clients = self.ledger, request.clients
+        if self.communicates:
+            sizes = {id(message): message.nbytes for message in {id(m): m for m in request.messages}.values()}
+            ledger.bytes_down[clients] += np.array([sizes[id(message)] for message in request.messages], np.int64)
+        ledger.bytes_down[clients] += self.setup_bytes[clients] * request.new
+
+    def charge(self, round: int, reply: AnyReply) -> None:
+        """Charge what a reply costs, whether it counts or not."""
+        ledger = self.ledger
+        match reply:
+            case Failure():
+                if reply.state_lost:  # next time they are asked as if they were new
+                    ledger.last_round[reply.clients] = -1
+            case GroupReply():
+                ledger.last_round[reply.clients] = round
+                ledger.last_round[list(reply.state_lost)] = -1
+                ledger.bytes_up[reply.asked] += reply.bytes_up
+                ledger.bytes_down[reply.asked] += reply.bytes_down
+                ledger.forward_passes[reply.asked] += reply.forward_passes
+            case Reply():
+                ledger.last_round[reply.clients] = round
+                ledger.bytes_up[reply.clients] += reply.bytes_up if self.communicates else 0
+                ledger.forward_passes[reply.clients] += reply.forward_passes
+
+
+def play_round(server: Server, clients: Transport, costs: Costs, round: int, drawn: Ints) -> Iterator[int]:
+    """Ask, add up, step; yields how many clients have answered. One whose message is refused is left out."""
+    ledger = costs.ledger
+    before = ledger.bytes_up[drawn], ledger.bytes_down[drawn]
+
+    def drop(who: Ints, why: str) -> None:
+        names = ", ".join(server.federation.names[client] for client in who)
+        ledger.dropped.append({"round": round + 1, "clients": names, "why": why})
+
+    for request in server.requests(round, drawn, ledger.last_round):
+        costs.ask(request)
+        for reply in clients.send(request):
+            costs.charge(round, reply)
+            try:
+                server.add(reply)
+                clients.commit(reply)
+            except MessageError as refusal:
+                drop(reply.clients, str(refusal))
+            if isinstance(reply, GroupReply):
+                for client, why in reply.dropped.items():
+                    drop(np.array([client]), why)
+            yield len(reply.clients)
+    server.step(round)
+    moved = ledger.bytes_up[drawn] - before[0], ledger.bytes_down[drawn] - before[1]
+    ledger.latest = list(zip(drawn.tolist(), *(each.tolist() for each in moved), strict=True))
+    clients.states.commit()
+    ledger.tick()
+
+
+def play_rounds(
+    server: Server,
+    clients: Transport,
+    costs: Costs,
+    seed: tuple[int, ...],
+    after_round: AfterRound,
+    first_round: int = 0,
+) -> None:
+    """Play the rounds of a stage from ``first_round`` on, until ``after_round`` ends it; seed: what draws clients."""
+    stage, federation = server.stage, server.federation
+    count = federation.n_clients
+    rounds, per_round = stage.rounds_for(count), stage.sampled(count)
+    if stage.secure and not stage.trains:  # who is left for the last round
+        check_sum(stage, rounds, min(per_round, count - (rounds - 1) * per_round))
+    with progress(f"{stage.method}: clients", rounds * per_round, first_round * per_round) as advance:
+        for round in range(first_round, rounds):
+            drawn = draw(stage, federation, seed, round, clients.available())
+            for answered in play_round(server, clients, costs, round, drawn):
+                advance(answered)
+            if after_round(round, server.state):
+                break

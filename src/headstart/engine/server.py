@@ -1,0 +1,158 @@
+"""The server of a stage: whom it asks, what it sends, what counts, and when a round does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from headstart.channel.channel import Channel
+from headstart.config.stage import ClosedForm, Rounds
+from headstart.core.message import Message
+from headstart.core.reply import Failure, GroupReply, Reply, Sender
+from headstart.core.statistics import Ints
+from headstart.core.update import Total
+from headstart.data import Federation
+from headstart.engine.client import model_norm
+from headstart.errors import HeadstartError, MessageError
+from headstart.methods import Method
+from headstart.solvers.cohort import Cohort
+
+# A sum of fewer tells too much of each: of two, either knows the other's part.
+SMALLEST_SUM = 3
+
+Bools = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """What a round asks of some clients [M]: for each the message that it is sent, the last round whose message it has
+    (-1 for none), and whether it has not answered in this stage yet."""
+
+    round: int
+    """From 0."""
+    clients: Ints
+    messages: Sequence[Message]
+    since: Ints
+    new: Bools
+    threshold: int = 0
+    """Of a secure sum, how many have to stay to the end; 0: everybody answers by itself."""
+
+    def part(self, places: Ints, threshold: int = 0) -> Request:
+        """The same for some of the clients."""
+        messages = [self.messages[place] for place in places]
+        return Request(self.round, self.clients[places], messages, self.since[places], self.new[places], threshold)
+
+
+class Server:
+    """The state of a method between rounds, and the total of the round under way."""
+
+    def __init__(
+        self, stage: ClosedForm | Rounds, method: Method[Any], channel: Channel, federation: Federation, state: Any
+    ) -> None:
+        self.stage, self.method, self.channel, self.federation = stage, method, channel, federation
+        self.state = state
+        self.data: Cohort | None = None
+        """Examples that clients have given to the server."""
+        self._total: Any = None
+        self._good, self._asked, self._refusal = 0, 0, ""
+        self._senders: dict[int, Sender] = {}
+
+    def requests(self, round: int, clients: Ints, last_round: Ints) -> list[Request]:
+        """What a round (from 0) asks of these clients; last_round: [K] the last one that each took part in."""
+        self._total, self._good, self._asked, self._refusal = self.channel.total(), 0, len(clients), ""
+        last, tasks = last_round[clients], self.federation.tasks_of(clients)
+        since = last if self.method.replays else np.full(len(clients), -1)
+        kinds = list(zip(tasks.tolist(), since.tolist(), strict=True))
+        # One message for the clients of a task, or, where clients catch up, for each round they were in last.
+        sent = {kind: self.method.broadcast(self.state, round, kind[1], kind[0]) for kind in sorted(set(kinds))}
+        self._senders = {
+            task: Sender(-1, round, task, self.method.expected(task), model_norm(message))
+            for (task, _), message in sent.items()
+        }
+        request = Request(round, clients, [sent[kind] for kind in kinds], since, last < 0)
+        return self._groups(request) if self.stage.secure else [request]
+
+    def _groups(self, request: Request) -> list[Request]:
+        """The clients of a round in groups, each to be added up by itself."""
+        count = len(request.clients)
+        check_sum(self.stage, request.round + 1, count)
+        parts = np.array_split(np.arange(count), max(1, count // (self.stage.secure_group or count)))
+        return [request.part(part, self.stage.survivors(len(part))) for part in parts]
+
+    def add(self, reply: Reply | GroupReply | Failure) -> None:
+        """Add what a reply says to the total of the round; `MessageError` where it does not count."""
+        try:
+            match reply:
+                case Failure():
+                    raise MessageError(reply.why)
+                case GroupReply():
+                    self.channel.add_vector(self._total, reply.values)
+                case Reply():
+                    if self.stage.deadline is not None and reply.seconds > self.stage.deadline:
+                        raise MessageError(
+                            f"late: it took {reply.seconds:.1f} s, and the deadline is {self.stage.deadline:g} s"
+                        )
+                    self.channel.add(self._total, reply, self._senders[reply.task])
+        except MessageError as refusal:
+            self._refusal = str(refusal)
+            raise
+        self._good += len(reply.clients)
+
+    def step(self, round: int) -> None:
+        """The state after a round (from 0); one with fewer usable replies than the stage asks for stops the run."""
+        if self._good < min(self.stage.min_replies, self._asked):
+            last = f"; the last refusal: {self._refusal}" if self._refusal else ""
+            raise HeadstartError(
+                f"{self.stage.method}, round {round + 1}: {self._good} of {self._asked} clients gave a usable answer, "
+                f"min_replies = {self.stage.min_replies}{last}"
+            )
+        total = self.channel.finish(self._total, round)
+        if self._good or (isinstance(total, Total) and total.weights):  # noise hides that nobody was heard
+            self.state = self.method.server_update(self.state, total, round)
+        if self.data is not None:
+            self.state = self.method.train_on_server(self.state, self.data, round)  # type: ignore[attr-defined]
+        self._total = None
+
+
+def check_sum(stage: Any, round: int, clients: int) -> None:
+    """Refuse a round (from 1) of a secure stage with too few clients."""
+    if clients < SMALLEST_SUM:
+        raise HeadstartError(
+            f"{stage.method}, round {round}: a sum of {clients} clients hides nobody; secure sums need "
+            f"{SMALLEST_SUM} or more in a round"
+        )
+
+
+def draw(
+    stage: ClosedForm | Rounds, federation: Federation, seed: tuple[int, ...], round: int, available: Bools
+) -> Ints:
+    """Clients of a round (from 0), without replacement; where a client is heard once, those not heard before.
+
+    Who cannot be asked now makes room for the next in the order, which does not depend on who is there. Not so with
+    privacy: its account is of a draw from all clients, and who is absent is missing.
+    """
+    one_shot, per_round = not stage.trains, stage.sampled(federation.n_clients)
+    order = _order(stage, federation, seed if one_shot else (*seed, round), 0 if one_shot else round)
+    if one_shot or stage.privacy is not None:
+        first = round * per_round if one_shot else 0
+        turn = order[first : first + per_round]
+        return np.sort(turn[available[turn]])
+    return np.sort(order[available[order]][:per_round])
+
+
+def _order(stage: ClosedForm | Rounds, federation: Federation, key: tuple[int, ...], turn: int) -> Ints:
+    """The clients in the order in which they are drawn; from each task in turn, where the stage asks for that."""
+    if stage.sampling == "clients":
+        return np.random.default_rng([0x0DE, *key]).permutation(federation.n_clients)
+    ranks, turns, clients = [], [], []
+    for task in range(len(federation.tasks)):  # whom a task sends does not depend on the other tasks
+        mine = federation.clients_of(task)
+        count = mine.stop - mine.start
+        clients.append(mine.start + np.random.default_rng([0x0DE, *key, task]).permutation(count))
+        ranks.append(np.arange(count))
+        turns.append(np.full(count, (task - turn) % len(federation.tasks)))
+    return np.concatenate(clients)[np.lexsort((np.concatenate(turns), np.concatenate(ranks)))]

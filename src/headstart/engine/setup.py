@@ -1,0 +1,172 @@
+"""What a client has to know of a stage before its first answer, beside the recipe and its own examples."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Set
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from headstart.channel.channel import Channel, channel_of
+from headstart.config.recipe import Recipe
+from headstart.config.stage import ClosedForm, Rounds
+from headstart.core.message import Array, Message
+from headstart.core.params import Seed
+from headstart.core.plan import Plan
+from headstart.engine.body import Body, Module, Version
+from headstart.errors import MessageError
+from headstart.heads import LinearHead
+from headstart.methods import Method, Population, StageContext, Task, build
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+_EARLIER = 0  # the number under which a client's body has what earlier stages made
+
+
+def plan_of(stage: ClosedForm | Rounds, personal: Set[str]) -> Plan:
+    """The plan of a stage; personal: the parts of the model that are each client's own already."""
+    return stage.plan.on_top_of(personal, stage.norm_statistics) if stage.personalises else stage.plan
+
+
+def method_of(
+    stage: ClosedForm | Rounds, plan: Plan, seed: tuple[int, ...], body: Body, tasks: tuple[Task, ...], noise: Seed = ()
+) -> tuple[Method[Any], Channel]:
+    """The method and the channel of a stage on a body as it is loaded; noise: as in `StageContext`."""
+    context = StageContext(tasks, body.dim, seed, plan, body.backbone, body.attach(stage, plan, seed), noise)
+    method = build(stage, context)
+    clients = {task.name: task.population.clients for task in tasks}
+    return method, channel_of(stage, method, seed, clients, context.noise_seed)
+
+
+@dataclass(frozen=True, eq=False)
+class Start:
+    """What a stage starts from, as the server knows it."""
+
+    weights: Mapping[str, Array]
+    """Of the body, where earlier stages trained it."""
+    module: Module | None
+    """What earlier stages left on the body."""
+    norm_statistics: str
+    personal: frozenset[str]
+    """Parts of the model that are each client's own already."""
+    own: frozenset[str]
+    """Names of those parameters in a client's state."""
+
+
+@dataclass(frozen=True, eq=False)
+class StageSetup:
+    """A stage as a client of one task is told of it."""
+
+    number: int
+    task: int
+    tasks: tuple[tuple[str, int, int, int], ...]
+    """Of each task: its name, and the numbers of its classes, clients and examples."""
+    heads: tuple[Shapes | None, ...]
+    """Of each task: the shapes of the head that the stage starts from."""
+    personal: tuple[str, ...] = ()
+    """Parts of the model that are each client's own already."""
+    norm_statistics: str = "aggregate"
+    module: tuple[str, Mapping[str, Any]] | None = None
+    """Kind and settings of the module that an earlier stage left on the body."""
+    arrays: Mapping[str, Array] = field(default_factory=dict)
+    """What earlier stages made and this one does not send: `body.…`, `module.…` and `head.…`."""
+
+    @classmethod
+    def of(
+        cls, seed: tuple[int, ...], stage: ClosedForm | Rounds, tasks: tuple[Task, ...], task: int, start: Start,
+        replays: bool,
+    ) -> StageSetup:  # fmt: skip
+        """A stage as the server knows it; replays: whether a client rebuilds the model from a log."""
+        plan, parts = plan_of(stage, start.personal), dict[str, Mapping[str, Array]]()
+
+        def sent(role: str) -> bool:  # with every message
+            return role == "shared" and not replays
+
+        head, module = tasks[task].head, start.module
+        if not sent(plan.body):
+            parts["body"] = start.weights
+        elif stage.norm_statistics == "freeze":
+            statistics = ("running_mean", "running_var")
+            parts["body"] = {n: array for n, array in start.weights.items() if n.endswith(statistics)}
+        if module is not None and module.values and not sent(plan.module):
+            parts["module"] = module.values[task]
+        if stage.trains and stage.head_init == "previous" and head is not None:
+            parts["head"] = {n: array for n, array in head.parameters().items() if not sent(plan.role(f"head.{n}"))}
+        arrays = {f"{part}.{name}": array for part, each in parts.items() for name, array in each.items()}
+        return cls(
+            seed[1],
+            task,
+            tuple((one.name, one.n_classes, one.population.clients, one.population.examples) for one in tasks),
+            tuple({n: a.shape for n, a in one.head.parameters().items()} if one.head else None for one in tasks),
+            tuple(sorted(start.personal)),
+            start.norm_statistics,
+            (module.kind, module.settings) if module else None,
+            arrays,
+        )
+
+    def without(self, own: Set[str]) -> StageSetup:
+        """The same for a client that has some of the parameters itself."""
+        return replace(self, arrays={name: array for name, array in self.arrays.items() if name not in own})
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what earlier stages made."""
+        return Message(self.arrays).nbytes if self.arrays else 0
+
+    def to_message(self) -> Message:
+        """All of it."""
+        facts = {name: value for name, value in vars(self).items() if name != "arrays"}
+        return Message(self.arrays, {"facts": json.dumps(facts)})
+
+    @classmethod
+    def from_message(cls, message: Message) -> StageSetup:
+        """What `to_message` wrote."""
+        try:
+            facts = json.loads(str(message.scalars["facts"]))
+            heads = tuple(None if head is None else {n: tuple(s) for n, s in head.items()} for head in facts["heads"])
+            tasks = tuple((str(name), int(c), int(k), int(n)) for name, c, k, n in facts["tasks"])
+            module = tuple(facts["module"]) if facts["module"] else None
+            personal = tuple(part for part in facts["personal"] if part in ("body", "module", "hidden", "head"))
+            known = {"heads": heads, "tasks": tasks, "module": module, "personal": personal, "arrays": message.arrays}
+            return cls(**facts | known)
+        except (KeyError, TypeError, ValueError) as error:
+            raise MessageError(f"the server tells of a stage in an unknown way: {error!r}") from None
+
+    def method(self, recipe: Recipe, body: Body, noise: Seed) -> tuple[Method[Any], Channel]:
+        """The method and the channel of the stage on a pre-trained body, which takes on what earlier stages made."""
+        stage = recipe.stages[self.number]
+        self._load(body)
+        plan = plan_of(stage, frozenset(self.personal))
+        return method_of(stage, plan, (recipe.seed, self.number), body, self._tasks(), noise)
+
+    def _under(self, prefix: str) -> dict[str, np.ndarray]:
+        return {name.removeprefix(prefix): a for name, a in self.arrays.items() if name.startswith(prefix)}
+
+    def _load(self, body: Body) -> None:
+        weights, values = self._under("body."), self._under("module.")
+        if body.backbone is None or not (weights or self.module or self.norm_statistics != "aggregate"):
+            return
+        module = None
+        if self.module is not None:
+            module = Module(*self.module, (values,) * len(self.tasks) if values else ())
+        arrays = {name: array.copy() for name, array in body.arrays().items()} | weights
+        body.remember(_EARLIER, Version(_EARLIER, self.norm_statistics, arrays, module))
+        body.load(_EARLIER)
+
+    def _tasks(self) -> tuple[Task, ...]:
+        tasks, values = [], self._under("module.")
+        for number, ((name, classes, clients, examples), shapes) in enumerate(zip(self.tasks, self.heads, strict=True)):
+            head = None
+            if shapes is not None:  # what is not told is another task's, or comes with every message
+                zeros = {n: np.zeros(shape, np.float32) for n, shape in shapes.items()}
+                head = LinearHead.of_arrays(zeros | (self._under("head.") if number == self.task else {}))
+            tasks.append(Task(name, classes, Population(clients, examples), head, values or None))
+        return tuple(tasks)
+
+
+def digest(data: bytes) -> str:
+    """A name for bytes that nothing else has."""
+    return hashlib.sha256(data).hexdigest()

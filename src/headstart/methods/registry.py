@@ -1,0 +1,55 @@
+"""The methods by name: the stage that a recipe writes, and what makes the method of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, get_args
+
+from headstart.config.stage import FAMILIES, STAGES, ClosedForm, Rounds
+from headstart.core.ledger import COSTS, Cost
+from headstart.errors import HeadstartError
+from headstart.methods.base import Method, StageContext
+
+Maker = Callable[[Any, StageContext], Any]
+"""What makes the `Method` of a stage: usually the method's class."""
+
+METHODS: dict[str, Maker] = {}
+"""The method of every stage in `STAGES`, by the same name; `register` adds to both."""
+
+
+def register(stage: type[ClosedForm | Rounds], method: Maker, cost: Cost | None = None) -> None:
+    """Add a method: recipes may name it from now on, and `headstart methods` lists it.
+
+    stage: the table of a recipe, a subclass of one of the families in `headstart.config.stage`, with
+    ``method: Literal["its-name"]``, its keys and their defaults; method: a class with the verbs of `Method`, called
+    with a stage and a `StageContext`; cost: what a paper charges it for, where one does. A class that is defined again,
+    as in a notebook, takes the place of its former self.
+    """
+    if not (isinstance(stage, type) and issubclass(stage, FAMILIES)):
+        families = ", ".join(family.__name__ for family in FAMILIES)
+        raise HeadstartError(
+            f"{stage!r} is no stage: make it a subclass of one of {families} in headstart.config.stage"
+        )
+    names = get_args(stage.model_fields["method"].annotation)
+    if len(names) != 1 or not isinstance(names[0], str):
+        raise HeadstartError(f'{stage.__name__} names no method: give it the key method: Literal["its-name"]')
+    taken = STAGES.get(names[0], stage)
+    if (taken.__module__, taken.__qualname__) != (stage.__module__, stage.__qualname__):
+        raise HeadstartError(f"{names[0]!r} is the method of {taken.__name__} already; choose another name")
+    STAGES[names[0]], METHODS[names[0]] = stage, method
+    if cost is not None:
+        COSTS[names[0]] = cost
+
+
+def build(stage: ClosedForm | Rounds, context: StageContext) -> Method[Any]:
+    """The method of a stage."""
+    make = METHODS[stage.method]
+    if len(context.tasks) == 1:
+        method: Method[Any] = make(stage, context)
+        return method
+    from headstart.methods.tasks import ClosedFormTasks, TrainingTasks
+
+    if not stage.trains:
+        return ClosedFormTasks(partial(make, stage), context)
+    return TrainingTasks(partial(make, stage), context, stage.hide_task)

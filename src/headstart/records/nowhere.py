@@ -1,0 +1,48 @@
+"""A run that leaves nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from headstart.core.statistics import Ints
+
+
+class NoDirectory:
+    """A run that leaves nothing: every line goes nowhere; states of best rounds stay in memory."""
+
+    path = None
+    has_checkpoint = False
+
+    def __init__(self) -> None:
+        self._best: dict[tuple[int, int], bytes] = {}
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Nobody else knows of it."""
+        yield
+
+    def discard(self) -> None:
+        """There is nothing to remove."""
+
+    def known(self, sizes: Ints) -> Ints:
+        """What clients say."""
+        return sizes
+
+    def load_checkpoint(self) -> None:
+        """There is none."""
+
+    def save_best(self, stage: int, round: int, state: bytes) -> None:
+        """Until another round is better."""
+        self._best = {(stage, round): state}
+
+    def load_best(self, stage: int, round: int) -> bytes:
+        """What `save_best` kept."""
+        return self._best[stage, round]
+
+    def _ignore(self, *_: Any, **__: Any) -> None:
+        """Nothing is written."""
+
+    log = log_round = save_checkpoint = collect_best = save_model = save_log = _ignore
+    write_clients = write_holdings = write_confusion = save_final = finish = _ignore

@@ -1,0 +1,163 @@
+"""What the papers charge a method for: their own formulas, over what a stage did."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from headstart.core.ledger import COSTS, Cost, CostFacts, Published
+from headstart.core.plan import Plan
+from headstart.core.statistics import Ints
+from headstart.methods import Method, Task
+
+
+def fedncm(facts: CostFacts) -> Published:
+    """Counted like one round of linear probing; the paper's table prints the compute as 1."""
+    total = 2 * facts.n_classes * facts.dim * len(facts.counts) * 4
+    return Published(total, facts.examples, "FedNCM paper, appendix A: 2 · C · d · K · 4 bytes, up and down")
+
+
+def fed3r(facts: CostFacts) -> Published:
+    """As the FedCOF paper counts it; half of the symmetric Gram matrix is redundant."""
+    rows = int(np.count_nonzero(facts.counts))
+    total = (rows * facts.dim + len(facts.counts) * facts.dim**2) * 4
+    return Published(total, facts.examples, "FedCOF paper, appendix H: (P · d + K · d²) · 4 bytes, up")
+
+
+def fedcof(facts: CostFacts) -> Published:
+    """Bytes up of the P means; the paper does not charge the counts."""
+    d = facts.dim
+    extra = {"estimated": 0, "full": d * d, "diagonal": d, "spherical": 1}[facts.stage.covariance]
+    what = "P · d" if not extra else f"P (d + {'d²' if extra == d * d else 'd' if extra == d else '1'})"
+    return Published(facts.rows * (d + extra) * 4, facts.examples, f"FedCOF paper, appendix H: {what} · 4 bytes, up")
+
+
+def closed_form(facts: CostFacts) -> Published:
+    """Of a closed form that no paper counts: a mean of each class that a client has."""
+    total = int(np.count_nonzero(facts.counts)) * facts.dim * 4
+    return Published(total, facts.examples, "P · d · 4 bytes, up")
+
+
+def training(facts: CostFacts) -> Published:
+    """Both directions, without the bias of the head; every example in every local epoch."""
+    return _exchanged(facts, _passes(facts))
+
+
+def _exchanged(facts: CostFacts, passes: int) -> Published:
+    """What training exchanges; passes: of a round."""
+    plan: Plan = facts.stage.plan
+    values = facts.shared - (facts.n_classes if plan.head == "shared" else 0)
+    what = "(C · d + P)" if plan.changes_features else "C · d"
+    total = round(2 * values * facts.per_round * facts.rounds * 4)
+    formula = f"FedNCM paper, appendix A: 2 · {what} · K · R · 4 bytes, up and down"
+    return Published(total, facts.rounds * passes, formula)
+
+
+def no_communication(facts: CostFacts) -> Published:
+    """No paper counts it."""
+    return Published(0, facts.rounds * _passes(facts), "nothing travels")
+
+
+def fedyolo(facts: CostFacts) -> Published:
+    """One direction, and every parameter of a client's module and head."""
+    total = round(4 * facts.shared * facts.per_round * facts.rounds)
+    return Published(total, facts.rounds * _passes(facts), "FedYolo paper: T · M · P parameters of 4 bytes, one way")
+
+
+def fedmezo(facts: CostFacts) -> Published:
+    """The thesis counts one byte for a seed and for a scalar."""
+    directions = facts.stage.num_directions
+    total = facts.rounds * facts.per_round * (1 + 2 * directions)
+    passes = 2 * directions * facts.rounds * int(_seen(facts).sum())
+    return Published(total, passes, "thesis, Eq. 6: R · (K + 2 · K · num_z) bytes, up and down")
+
+
+def distmezo(facts: CostFacts) -> Published:
+    """As training, with two passes for each direction and step."""
+    stage = facts.stage
+    return _exchanged(facts, 2 * stage.num_directions * stage.local_steps * int(_seen(facts).sum()))
+
+
+def slora(facts: CostFacts, primed: int, masked: int, lora: int) -> Published:
+    """The thesis's Eq. 7 with the sizes of this model: one direction, without the head."""
+    first = min(facts.rounds, primed)
+    total = 4 * facts.per_round * (first * masked + (facts.rounds - first) * lora)
+    formula = "thesis, Eq. 7: (R₁ · density · |W| + R₂ · |LoRA|) · K · 4 bytes, up"
+    return Published(total, facts.rounds * _passes(facts), formula)
+
+
+COSTS |= {
+    "fedncm": fedncm, "fed3r": fed3r, "fedcof": fedcof, "fedyolo": fedyolo, "fedmezo": fedmezo, "distmezo": distmezo,
+    "centralised": no_communication, "local-only": no_communication, "personalise": no_communication,
+}  # fmt: skip
+
+
+def paper_cost(
+    stage: Any, method: Method[Any], tasks: tuple[Task, ...], dim: int, rounds: int, counts: Ints, state: Any
+) -> Published:
+    """The cost of a stage as its paper counts it; counts: [K, C] of the clients that were heard."""
+    clients = sum(task.population.clients for task in tasks)
+    parts = getattr(method, "methods", [method])
+    if not stage.trains:
+        return _closed_forms(stage, parts, tasks, counts, getattr(state, "tasks", (state,)))
+    if stage.method == "slora":
+        priming, tuning = (_module_size(part.shapes) for part in (method.priming, method.tuning))  # type: ignore[attr-defined]
+        facts = CostFacts(stage, tasks[0].n_classes, dim, clients, rounds, counts)
+        return slora(facts, method.switch, priming, tuning)  # type: ignore[attr-defined]
+    # Where tasks differ, the mean over all clients.
+    weighted = list(zip(parts, tasks, strict=True))
+    shared = sum(t.population.clients * _size(getattr(part, "shapes", {})) for part, t in weighted) / clients
+    classes = sum(t.population.clients * t.n_classes for t in tasks) / clients
+    facts = CostFacts(stage, classes, dim, clients, rounds, counts, shared=shared)  # type: ignore[arg-type]
+    return COSTS.get(stage.method, training)(facts)
+
+
+def _closed_forms(stage: Any, parts: Any, tasks: tuple[Task, ...], counts: Ints, states: Any) -> Published:
+    """The sum over the tasks; a client's task is the one whose classes it has."""
+    cost: Cost = COSTS.get(stage.method, closed_form)
+    stops, costs = np.cumsum([task.n_classes for task in tasks]), []
+    for part, task, stop, state in zip(parts, tasks, stops, states, strict=True):
+        mine = counts[:, stop - task.n_classes : stop]
+        mine = mine if len(tasks) == 1 else mine[mine.sum(axis=1) > 0]
+        clients = task.population.clients
+        costs.append(cost(CostFacts(stage, task.n_classes, part.summary.dim, clients, 1, mine, state.rows)))
+    return Published(sum(one.bytes for one in costs), sum(one.forward_passes for one in costs), costs[0].formula)
+
+
+def _passes(facts: CostFacts) -> int:
+    """The forward passes of a round: every example in every local epoch, or those of the batches of the local steps.
+
+    A step on the body counts as three.
+    """
+    stage = facts.stage
+    examples = (stage.local_epochs or 1) * facts.examples
+    if stage.local_steps:
+        examples = sum(_of_steps(stage, int(size)) for size in facts.counts.sum(axis=1))
+    return (3 if stage.plan.changes_features else 1) * examples
+
+
+def _of_steps(stage: Any, size: int) -> int:
+    """Examples in the batches of the local steps of a client with so many; a meta step takes two batches of a half."""
+    paired = stage.method == "per-fedavg"
+    whole = -(-size // 2) if paired else size
+    width = whole if stage.batch_size == "full" else min(stage.batch_size, whole)
+    if not width:
+        return 0
+    steps: int = (2 if paired else 1) * stage.local_steps
+    epochs, rest = divmod(steps, -(-size // width))
+    return int(epochs * size + rest * width)
+
+
+def _seen(facts: CostFacts) -> Ints:
+    """Examples of each client that a step looks at."""
+    sizes: Ints = facts.counts.sum(axis=1)
+    return sizes if facts.stage.batch_size == "full" else np.minimum(sizes, facts.stage.batch_size)
+
+
+def _size(shapes: Any) -> int:
+    return sum(int(np.prod(shape)) for shape in shapes.values())
+
+
+def _module_size(shapes: Any) -> int:
+    return _size({name: shape for name, shape in shapes.items() if name.startswith("module.")})

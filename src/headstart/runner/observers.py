@@ -1,0 +1,149 @@
+"""What is noted after each round of a stage: who took part, how good the model is, what it has cost, a checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, cast
+
+from headstart.core.message import Message
+from headstart.core.state import pack, unpack
+from headstart.methods.personalise import PersonaliseStage
+from headstart.records import Checkpoint, StageCheckpoint
+from headstart.runner.evaluate import Evaluation, similarity
+
+if TYPE_CHECKING:
+    from headstart.runner.run_stage import StageRun
+
+
+@dataclass
+class StageRecord:
+    """What is known of a stage so far."""
+
+    done: int = 0
+    """Rounds that have been played."""
+    metrics: dict[str, Any] = field(default_factory=dict)
+    best: dict[str, Any] = field(default_factory=dict)
+    """The round that validation chooses, and what the evaluated split says of it."""
+
+
+class Observers:
+    """What looks on after every round, one after the other."""
+
+    def __init__(self, stage: StageRun) -> None:
+        self.stage, self.record, self.settings = stage, stage.record, stage.settings
+        self.directory = stage.run.directory
+        self.after_round = (self.write_round, self.evaluate, self.write_metrics, self.save)
+
+    def __call__(self, index: int, state: Any) -> bool:
+        """After the round with this number, from 0, or before the first; returns whether it is the last."""
+        self.record.done = index + 1
+        for observe in self.after_round:
+            observe(state)
+        return self._is_last
+
+    @property
+    def _is_evaluated(self) -> bool:
+        return self.record.done == self.stage.rounds or self.record.done % self.settings.evaluate_every == 0
+
+    @property
+    def _is_last(self) -> bool:
+        return self.record.done == self.stage.rounds or self.out_of_patience
+
+    @property
+    def out_of_patience(self) -> bool:
+        """Whether validation has not improved for too long."""
+        patience = self.settings.patience
+        return patience is not None and self.record.best.get("evaluations_since_best", 0) >= patience
+
+    def write_round(self, state: Any) -> None:
+        """Who was asked, and what each moved."""
+        if self.record.done:
+            ledger, names = self.stage.ledger, self.stage.federation.names
+            self.directory.log_round(self.stage.number, self.record.done, names, ledger)
+
+    def write_metrics(self, state: Any) -> None:
+        """A line of `metrics.jsonl`, with the costs of the run so far."""
+        if not self._is_evaluated:
+            return
+        run, stage = self.stage.run, self.stage
+        stage.ledger.tick()
+        costs = {name: round(run.spent[name] + cost, 3) for name, cost in stage.ledger.totals().items()}
+        about = {"stage": stage.number, "method": self.settings.method, "round": self.record.done}
+        line = {**about, **self.record.metrics, **costs}
+        run.evaluations += 1
+        self.directory.log(line)
+        run.on_metrics(line)
+
+    # ------------------------------------------------------------------------------------------------------ evaluation
+
+    def evaluate(self, state: Any) -> None:
+        """How good the model is, every so many rounds and after the last one."""
+        if not self._is_evaluated:
+            return
+        found = self._measure(state)
+        if self.stage.validates:
+            self._validate(state)
+        if self._is_last:
+            self._conclude(state, found)
+
+    def _measure(self, state: Any) -> Evaluation:
+        """On the split of the stage."""
+        settings, metrics, evaluator = self.settings, self.record.metrics, self.stage.evaluator
+        found, by_task = evaluator(state, settings.eval_split)
+        metrics.update(found.metrics())
+        if len(by_task) > 1:
+            metrics["tasks"] = {name: part.metrics() for name, part in by_task.items()}
+        if settings.personalises:
+            metrics.update(
+                evaluator.personalised(cast(PersonaliseStage, settings), state, self.record.done, found, metrics)
+            )
+        return found
+
+    def _validate(self, state: Any) -> None:
+        """Whether this is the best round so far, on the validation split."""
+        metrics, best, done = self.record.metrics, self.record.best, self.record.done
+        metrics["validation_accuracy"] = chosen = self.stage.evaluator(state, "validation")[0].accuracy
+        if chosen is None:  # nobody may test
+            return
+        if chosen > best.get("best_validation_accuracy", -1.0):
+            best["best_validation_accuracy"] = chosen
+            best["best_accuracy"], best["best_round"] = metrics["accuracy"], done
+            best["evaluations_since_best"] = 0
+            if self.settings.keep == "best":
+                self.directory.save_best(self.stage.number, done, pack(state).to_bytes())
+        else:
+            best["evaluations_since_best"] += 1
+
+    def _conclude(self, state: Any, found: Evaluation) -> None:
+        """What is noted of the model that the stage ends with, clients and confusion included."""
+        stage = self.stage
+        if stage.before is not None:
+            similar = similarity(stage.before, stage.evaluator.features(state, self.settings.eval_split))
+            self.record.metrics["feature_similarity"] = similar
+        self.directory.write_clients(stage.number, stage.federation.names, stage.ledger, found.client_accuracy)
+        if found.answers is not None:
+            self.directory.write_confusion(stage.number, stage.run.federation.dataset.classes, *found.answers)
+
+    # ----------------------------------------------------------------------------------------------------- checkpoints
+
+    def save(self, state: Any) -> None:
+        """A checkpoint to go on from; the states of rounds that it no longer names are removed after it."""
+        stage, record = self.stage, self.record
+        where = stage.run.progress(stage.number, record.done) | {"metrics": record.metrics, "best": record.best}
+        saved = StageCheckpoint(pack(state), stage.ledger, stage.states.slots)
+        # With privacy it holds what the noise hides.
+        self.directory.save_checkpoint(Checkpoint(where, saved), private=self.settings.privacy is not None)
+        if self.settings.keep == "best":
+            self.directory.collect_best(stage.number, record.best.get("best_round"))
+
+    def kept(self, state: Any) -> Any:
+        """The state that the stage ends with: the last one, or that of the best round, evaluated anew."""
+        best = self.record.best
+        if self.settings.keep == "last" or best.get("best_round", self.record.done) == self.record.done:
+            return state
+        saved = Message.from_bytes(self.directory.load_best(self.stage.number, best["best_round"]))
+        state = unpack(self.stage.method.state_type, saved)
+        found = self._measure(state)
+        self.record.metrics["validation_accuracy"] = best["best_validation_accuracy"]
+        self._conclude(state, found)
+        return state

@@ -1,0 +1,289 @@
+"""One stage of a run, from the model it starts from to the model it leaves."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from headstart.core.files import secret
+from headstart.core.ledger import Ledger
+from headstart.core.message import Array
+from headstart.core.plan import part_of
+from headstart.core.state import pack, unpack
+from headstart.engine.body import PRETRAINED
+from headstart.engine.client import ClientRuntime
+from headstart.engine.client_states import ClientStates, RemoteStates
+from headstart.engine.local import LocalClients, shared_examples
+from headstart.engine.round import Costs, Transport, play_rounds
+from headstart.engine.server import Server
+from headstart.engine.setup import StageSetup, Start, method_of, plan_of
+from headstart.errors import HeadstartError
+from headstart.methods import Population, Task
+from headstart.records import Checkpoint, StageModel
+from headstart.runner.costs import paper_cost
+from headstart.runner.evaluate import Evaluator, LocalEvaluator, NodeEvaluator
+from headstart.runner.observers import Observers, StageRecord
+
+if TYPE_CHECKING:
+    from headstart.engine.flower import FlowerClients
+    from headstart.runner.run_recipe import Run
+
+log = logging.getLogger("headstart")
+
+
+def run_stage(run: Run, number: int, saved: Checkpoint | None) -> None:
+    """One stage; saved: the round to go on from, where it was interrupted."""
+    stage = StageRun(run, number, saved)
+    server, clients, observers = stage.server, stage.clients, stage.observers
+    if stage.settings.personalises and saved is None:
+        observers(-1, server.state)
+    first = stage.rounds if observers.out_of_patience else stage.record.done
+    play_rounds(server, clients, stage.costs, stage.draw_seed, observers, first)
+    if stage.states.finalise(stage.own):  # from here on, what earlier stages have left with the clients is not needed
+        observers.save(server.state)
+    stage.leave()
+
+
+class StageRun:
+    """A stage of a run: what it starts from, who takes part, and what is noted of it."""
+
+    def __init__(self, run: Run, number: int, saved: Checkpoint | None) -> None:
+        self.run, self.number = run, number
+        self.settings = run.recipe.stages[number]
+        self.seed = (run.recipe.seed, number)
+        self.federation = run.federation.pooled() if self.settings.pooled else run.federation
+        self.remote = self.federation.remote_sizes is not None
+        self.begin = self._begin()
+        run.body.load(self.begin.body)
+        self.personal = self._personal()
+        self.plan = plan_of(self.settings, self.personal)
+        shares = "shared" in (self.plan.body, self.plan.module)
+        self.before = run.body.known(self.settings.eval_split) if shares and not self.remote else None
+        """Features of the evaluated split before the stage, where it changes those of all clients."""
+        module, norm_statistics = run.body.module(), run.body.norm_statistics
+        self.tasks = self._tasks()
+        hides = self.settings.privacy is not None and self.remote
+        self.noise = secret(run.folder / "noise.secret") if hides else ()
+        self.method, self.channel = method_of(self.settings, self.plan, self.seed, run.body, self.tasks, self.noise)
+        self.start = Start(self._weights(), module, norm_statistics, self.personal, self._own_names())
+        self.rounds = self.settings.rounds_for(self.federation.n_clients)
+        self.validates = self.settings.trains and run.federation.dataset.validation is not None
+        self._embed()
+        self._open(saved)
+
+    def _open(self, saved: Checkpoint | None) -> None:
+        """The server, the ledger and the clients' states, as they are at first or in a checkpoint."""
+        self.ledger, slots, self.record = Ledger.open(self.federation.n_clients), None, StageRecord()
+        if saved is None or saved.stage is None:
+            state = self.method.init()
+        else:
+            self.ledger, slots = saved.stage.ledger, saved.stage.slots
+            state = unpack(self.method.state_type, saved.stage.state)
+            if self.method.replays:  # clients in this process share the weights that have taken the log's steps
+                self.method.load(self.method.model(state))
+            progress = saved.progress
+            self.record = StageRecord(progress["round"], progress["metrics"], progress["best"])
+        self.states = self._states(slots)
+        self.server = Server(self.settings, self.method, self.channel, self.federation, state)
+        if self.settings.share:
+            self.server.data = shared_examples(self.settings.share, self.federation, self._source(), self.seed)
+
+    # --------------------------------------------------------------------------------------------- what it starts from
+
+    def _begin(self) -> StageModel:
+        """The model that the stage starts from."""
+        origin = self.run.origin(self.number)
+        if origin == PRETRAINED:
+            return StageModel((self.run.body.label_words(),) * len(self.run.federation.tasks), PRETRAINED)
+        return self.run.models[origin]
+
+    def _own_names(self) -> frozenset[str]:
+        """Parameters that are each client's own already."""
+        names = self.begin.states.shapes if self.begin.states else {}
+        return frozenset(name.partition("@")[0].removeprefix("personal.") for name in names)
+
+    def _personal(self) -> frozenset[str]:
+        """Parts of the model that are each client's own already."""
+        parts = frozenset(part_of(name) for name in self._own_names())
+        if self.settings.needs_shared_body and parts - {"head", "hidden"}:
+            raise HeadstartError(
+                f"stages.{self.number}.compute: the earlier stage gave every client a body of its own; "
+                "fine-tune instead"
+            )
+        return parts
+
+    def _tasks(self) -> tuple[Task, ...]:
+        """What is known of each task."""
+        federation, module = self.federation, self.run.body.module()
+        tasks = []
+        for number, name in enumerate(federation.tasks):
+            classes, clients = federation.classes_of(number), federation.clients_of(number)
+            population = Population(clients.stop - clients.start, int(federation.sizes[clients].sum()))
+            values = module.values[number] if module and module.values else None
+            tasks.append(Task(name, classes.stop - classes.start, population, self.begin.heads[number], values))
+        return tuple(tasks)
+
+    def _weights(self) -> Mapping[str, Array]:
+        """The weights of the body where earlier stages have trained it; on nodes they are needed as they are now."""
+        if self.run.body.weights == PRETRAINED:
+            return {}
+        arrays = self.run.body.arrays()
+        return arrays if self.run.nodes is None else {name: array.copy() for name, array in arrays.items()}
+
+    def _embed(self) -> None:
+        """Features, before the clock of the stage starts, and with a progress bar of their own."""
+        splits = ["train", self.settings.eval_split, *(["validation"] if self.validates else [])]
+        for split in () if self.plan.changes_features else splits:
+            if len(getattr(self.federation.dataset, split)):  # a server may hold none
+                self.run.body.features(split)
+
+    @cached_property
+    def setups(self) -> dict[tuple[int, bool], StageSetup]:
+        """What a client of a task is told, without and with something of its own from earlier stages."""
+        found = {}
+        for task in range(len(self.tasks)):
+            setup = StageSetup.of(self.seed, self.settings, self.tasks, task, self.start, self.method.replays)
+            found[task, False], found[task, True] = setup, setup.without(self.start.own)
+        return found
+
+    # -------------------------------------------------------------------------------------------------- who takes part
+
+    @property
+    def draw_seed(self) -> tuple[int, ...]:
+        """What draws clients. Sampling amplifies privacy only where nobody knows who was drawn: then a secret does."""
+        return (*self.noise, *self.seed) if self.run.nodes is not None and not self.settings.pooled else self.seed
+
+    def _states(self, slots: Any) -> ClientStates:
+        """What stays with clients: here, or on machines of their own."""
+        count, shapes, earlier = self.federation.n_clients, self.method.client_state, self.begin.states
+        if self.remote:
+            return RemoteStates(count, shapes, slots, earlier)
+
+        def inherits(name: str) -> bool:
+            return self.settings.head_init == "previous" or not name.startswith("personal.head.")
+
+        return ClientStates(self.run.folder / f"clients-{self.number}", count, shapes, slots, earlier, inherits)
+
+    def _source(self) -> Any:
+        """What clients read here: examples where the body changes, features where it does not."""
+        return self.run.body.inputs() if self.plan.changes_features else self.run.body.features("train")
+
+    @cached_property
+    def clients(self) -> Transport:
+        """The clients: in this process, or on nodes."""
+        if self.run.nodes is None or self.settings.pooled:
+            return LocalClients(ClientRuntime(self.method, self.channel), self.federation, self._source(), self.states)
+        from headstart.engine.flower import FlowerClients
+
+        return FlowerClients(
+            self.run.nodes, self.settings, self.number, self._members, self.setups, self.states, self._earlier(),
+            lambda: self.channel.vector_shapes,
+        )  # fmt: skip
+
+    @property
+    def _members(self) -> Any:
+        """[K] The task of each client."""
+        return self.federation.tasks_of(np.arange(self.federation.n_clients))
+
+    def _earlier(self) -> list[tuple[int, ClientStates]]:
+        """The stages whose clients have something of their own that this one goes on from, the last one first."""
+        found, number = [], self.number
+        while (number := self.run.origin(number)) != PRETRAINED and (states := self.run.models[number].states):
+            found.append((number, states))
+            if not isinstance(states, RemoteStates):  # it has brought along all there was before
+                break
+        return found
+
+    @property
+    def costs(self) -> Costs:
+        """What asking clients costs; who has something of its own already needs less of earlier stages' work."""
+        if self.settings.pooled:
+            return Costs(self.ledger, np.zeros(self.federation.n_clients, np.int64), self.settings.communicates)
+        states = self.begin.states
+        owns = [states is not None and states.has(client) for client in range(self.federation.n_clients)]
+        sizes = {key: setup.nbytes for key, setup in self.setups.items()}
+        needs = np.array([sizes[int(task), has] for task, has in zip(self._members, owns, strict=True)])
+        return Costs(self.ledger, needs, self.settings.communicates)
+
+    # ------------------------------------------------------------------------------------------------- what is noted
+
+    @cached_property
+    def observers(self) -> Observers:
+        """What is noted after every round."""
+        return Observers(self)
+
+    @cached_property
+    def evaluator(self) -> Evaluator:
+        """Looks at the model here, or asks the nodes where the server has no data or every client a model."""
+        federation, changes = self.federation, self.plan.changes_features
+        if not (self.remote and (self.method.personal or not len(federation.dataset.test))):
+            return LocalEvaluator(self.run.federation, self.run.body, self.method, self.states, changes)
+        if self.settings.protected:
+            log.warning(
+                "stages.%d: nodes test no models under privacy or secure sums%s: the accuracy is not known",
+                self.number, "" if self.method.personal else ", and the server was given no test data",
+            )  # fmt: skip
+        clients: FlowerClients = self.clients  # type: ignore[assignment]
+        return NodeEvaluator(federation, self.method, clients)
+
+    # -------------------------------------------------------------------------------------------------- what it leaves
+
+    def own(self, client: int) -> dict[str, Any]:
+        """What is a client's own now, by the names of its state."""
+        task = int(self.federation.tasks_of(np.array([client]))[0])
+        kept = self.method.own(partial(self.states.read, clients=np.array([client])), task)
+        names = {f"personal.{name}{end}": name for name in kept for end in ("", f"@{self.federation.tasks[task]}")}
+        return {full: kept[name][0] for full, name in names.items() if full in self.states.shapes}
+
+    def leave(self) -> None:
+        """The model of the last round, or of the best one, and what is said of it in the summary."""
+        last, ledger, settings = self.server.state, self.ledger, self.settings
+        counts = self.federation.counts[(ledger.forward_passes > 0) | (ledger.last_round >= 0)]
+        if settings.privacy and settings.privacy.noise == "client":  # how many examples there are is not to be known
+            counts = np.zeros_like(counts)
+        done = self.record.done
+        cost = paper_cost(settings, self.method, self.tasks, self.run.body.dim, done, counts, last)
+        state = self.observers.kept(last)
+        self._save(state)
+        guarantee = self.channel.spent(done)
+        self.run.stages.append(
+            {
+                "method": settings.method,
+                "rounds": done,
+                "eval_split": settings.eval_split,
+                **({"keep": "best"} if settings.keep == "best" else {}),
+                **self.record.metrics,
+                **{name: value for name, value in self.record.best.items() if name.startswith("best_")},
+                **ledger.totals(),
+                "published_bytes": cost.bytes,
+                "published_compute": cost.forward_passes,
+                "published_formula": cost.formula,
+                "chosen": dict(self.method.selected(state)) if len(self.tasks) == 1 else {},
+                **({"privacy": guarantee} if guarantee else {}),
+                "dropped": ledger.dropped,
+            }
+        )
+        self.run.spent = {name: round(self.run.spent[name] + cost, 3) for name, cost in ledger.totals().items()}
+
+    def _save(self, state: Any) -> None:
+        """The model of a state, for later stages and for the user."""
+        run, changes = self.run, self.plan.changes_features
+        heads, values = [], []
+        for task in reversed(range(len(run.federation.tasks))):  # the first task's module is what stays on the body
+            heads.append(self.method.load(self.method.model(state, task), task))
+            values.append(run.body.module_values())
+        version, body = None, self.begin.body
+        if changes:
+            trained = self.plan.body == "shared"
+            version, body = (
+                run.body.keep(self.number, self.settings.norm_statistics, values[::-1], trained),
+                self.number,
+            )
+        run.models.append(StageModel(tuple(heads[::-1]), body, self.states if self.states.shapes else None))
+        run.directory.save_model(self.number, run.models[-1], version)
+        if self.method.replays:
+            run.directory.save_log(self.number, pack(state))
