@@ -198,12 +198,12 @@ def test_a_client_has_its_own_body_with_its_statistics(norm_statistics: str, tmp
     whole = "config.json" in export(tmp_path / "run", tmp_path / "out", client="client-1")
     assert whole == (norm_statistics == "aggregate")
     theirs = loaded(tmp_path / "out")["body"].state_dict()
-    store = RunDirectory(tmp_path / "run").load_model(0)[0].store
-    assert store is not None
-    names = [name for name in store.shapes if name.startswith("personal.body.")]
+    states = RunDirectory(tmp_path / "run").load_model(0)[0].states
+    assert states is not None
+    names = [name for name in states.shapes if name.startswith("personal.body.")]
     assert any(name.endswith("running_mean") for name in names) == (norm_statistics == "aggregate")
     for name in names:
-        own = store.read(name, None, np.array([1]))[0]
+        own = states.read(name, None, np.array([1]))[0]
         np.testing.assert_array_equal(theirs[name.removeprefix("personal.body.")].numpy(), own, err_msg=name)
 
 
@@ -332,11 +332,11 @@ def test_clients_of_several_tasks(tmp_path: Path, texts: Path, two: Path) -> Non
     table = json.loads(json.dumps(Recipe.load(two / "recipe.toml").model_dump(mode="json", exclude_none=True)))
     table["stages"] = [{"method": "fedper", "train": "adapter", "bottleneck": 2, "rounds": 1, "lr": 0.1}]
     run(Recipe.parse(table), tmp_path / "run")
-    store = RunDirectory(tmp_path / "run").load_model(0)[0].store
-    assert store is not None
+    states = RunDirectory(tmp_path / "run").load_model(0)[0].states
+    assert states is not None
     model = Model.of(tmp_path / "run", client="mood/client-1")
     assert model.classes == ("0", "1", "2")
-    np.testing.assert_array_equal(model.head.weight, store.read("personal.head.weight@mood", None, np.array([3]))[0])
+    np.testing.assert_array_equal(model.head.weight, states.read("personal.head.weight@mood", None, np.array([3]))[0])
     with pytest.raises(HeadstartError, match="its task is mood, not topic"):
         Model.of(tmp_path / "run", task="topic", client="3")
 
