@@ -61,6 +61,8 @@ class ClientStatistics:
 
     def merge(self, *others: ClientStatistics) -> ClientStatistics:
         """All rows side by side, moments added: associative, and commutative up to the order of the rows."""
+        if not others:
+            return self
         everyone = (self, *others)
         moments = [each.moments for each in everyone if each.moments is not None]
         return ClientStatistics(

@@ -139,7 +139,8 @@ class StatisticsTotal:
 
     def merged(self) -> ClientStatistics:
         """All that was heard in the round."""
-        return self.summary.empty().merge(*self.parts)
+        first, *others = self.parts or (self.summary.empty(),)
+        return first.merge(*others)
 
 
 def _of_task(values: Mapping[str, Any], task: str) -> dict[str, Any]:

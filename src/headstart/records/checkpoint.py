@@ -57,7 +57,9 @@ class Checkpoint:
         """What `to_message` made."""
         progress = json.loads(message.arrays["progress"].tobytes())
         if progress.pop("format", 1) != _FORMAT:
-            raise HeadstartError("--resume: the run was begun by an earlier headstart; go on with it there, or start again")
+            raise HeadstartError(
+                "--resume: the run was begun by an earlier headstart; go on with it there, or start again"
+            )
         if "state" not in progress:
             return cls(progress)
         costs = {name: message.arrays[f"ledger.{name}"] for name in _COSTS}
