@@ -45,12 +45,12 @@ class Sends(Protocol):
 class UpdateChannel:
     """Updates pass the links in order on the client and in reverse on the server, and add up by their weights."""
 
+    memory_per_client = 0
+
     def __init__(self, method: Sends, links: tuple[Link, ...], total: type[Total] | partial[RobustTotal]) -> None:
         self.method, self.links, self.total = method, links, total
         self.private = any(isinstance(link, ServerNoise | ClientNoise) for link in links)
         self._hides_passes = any(isinstance(link, ClientNoise) for link in links)
-
-    memory_per_client = 0
 
     # ----------------------------------------------------------------------------------------------- on the clients
 

@@ -98,7 +98,7 @@ class Total:
 class RobustTotal(Total):
     """The updates themselves, every client alike; their mean is a robust centre. Memory for all clients of a round."""
 
-    centre: Callable[[Floats], Floats] = lambda values: np.asarray(np.median(values, axis=0))
+    centre: Callable[[Floats], Floats] = field(kw_only=True)
     """The centre [...] of the values of all clients [n, ...]."""
     held: list[Mapping[str, Array]] = field(default_factory=list)
 
