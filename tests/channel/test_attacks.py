@@ -116,7 +116,7 @@ def test_a_model_that_cannot_be_trained_does_not_bring_out_the_noise_alone(tmp_p
     assert facts == {"passes": 0, "kept": False}
     assert set(update.arrays) == {"update.head.weight", "update.head.bias"}
     refused, nothing = silo.ask("answer", model(3e38))
-    assert refused == {"error": "the node has answered round 0 before, and answers no other question for it"}
+    assert refused["error"].startswith("the node has answered round 0 before, and answers no other question for it; ")
     assert not nothing.arrays
     for changed in ({"new": False}, {"states": [[0, 0, {}]]}, {"setup": silo.setup(clients=6)}):
         assert "no other question" in silo.ask("answer", model(), **changed)[0]["error"]
@@ -165,8 +165,27 @@ def test_the_same_question_gets_the_same_answer_in_any_process(
     assert first[1].arrays
     assert first[0] == again[0] == later[0]
     assert first[1].to_bytes() == again[1].to_bytes() == later[1].to_bytes()
-    record = tmp_path / "a" / "state" / ("0" * 32) / "answered-0.safetensors"
+    (record,) = (tmp_path / "a" / "state").glob("answered-*-0.safetensors")
     assert record.stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.parametrize(("stage", "question"), [(NCM, statistics), ({**SGD, "privacy": HIDDEN}, model)])
+def test_a_new_run_gets_no_other_noise_for_the_same_data(
+    tmp_path: Path, stage: dict[str, Any], question: Callable[[], Wire]
+) -> None:
+    silo = Silo(tmp_path / "a", stage)
+    (first, said), (again, repeated) = (silo.ask("answer", question(), run=digit * 32) for digit in "01")
+    assert first == again
+    assert said.to_bytes() == repeated.to_bytes()
+    other = silo.ask("answer", question(), run="2" * 32, setup=silo.setup(clients=4))[0]["error"]
+    assert other.endswith("answers no other question for it; a new run needs another recipe, to which nodes agree")
+
+
+def test_a_stage_without_protection_is_answered_in_every_run(tmp_path: Path) -> None:
+    silo = Silo(tmp_path / "a", SGD)
+    said = [silo.ask("answer", model(weight), run=digit * 32)[1].arrays for digit, weight in (("0", 0.0), ("1", 1.0))]
+    assert all(arrays for arrays in said)
+    assert (said[0]["update.head.weight"] != said[1]["update.head.weight"]).any()
 
 
 def test_rounds_that_the_recipe_does_not_have_are_refused(tmp_path: Path) -> None:
@@ -213,9 +232,11 @@ def test_noise_is_no_function_of_the_question_or_of_what_is_on_the_disk(
     silo = Silo(tmp_path / "a", stage)
     silo.node().remember(silo.setup())
     silo.ask("evaluate", head(0))  # whatever a node writes before its first answer
-    state = tmp_path / "a" / "state"
-    shutil.copytree(state / ("0" * 32), state / ("1" * 32))
-    said = [silo.ask("answer", question(), run=digit * 32)[1].arrays for digit in "01"]
+    shutil.copytree(tmp_path / "a" / "state", tmp_path / "before")
+    said = [silo.ask("answer", question())[1].arrays]
+    shutil.rmtree(tmp_path / "a" / "state")
+    shutil.copytree(tmp_path / "before", tmp_path / "a" / "state")
+    said.append(silo.ask("answer", question())[1].arrays)
     for name in said[0]:
         if said[0][name].dtype.kind == "f":
             assert not np.isclose(said[0][name], said[1][name]).any(), name

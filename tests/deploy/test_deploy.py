@@ -16,6 +16,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import load_pem_private_key, load_ssh_private_key, load_ssh_public_key
 from cryptography.x509.verification import PolicyBuilder, Store, VerificationError
 
+from headstart.config.node import NodeLimits
 from headstart.config.recipe import Recipe
 from headstart.deploy.folder import init
 from headstart.deploy.guard import app_digest
@@ -39,11 +40,12 @@ def test_everything_is_written_and_the_commands_run_it(tmp_path: Path) -> None:
     assert commands == [str(path / f"{name}.sh") for name in ("superlink", "nodes", "run")]
     assert {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()} == {
         "README.md", "recipe.toml", "app/pyproject.toml", "superlink.sh", "nodes.sh", "run.sh",
-        "node-hospital-a.sh", "node-B2.sh",
+        "node-hospital-a.sh", "node-B2.sh", "node-hospital-a.toml", "node-B2.toml",
         "certificates/ca.pem", "certificates/ca.key", "certificates/server.pem", "certificates/server.key",
         "keys/hospital-a", "keys/hospital-a.pub", "keys/B2", "keys/B2.pub",
     }  # fmt: skip
     assert Recipe.load(path / "recipe.toml") == RECIPE
+    assert NodeLimits.load(path / "node-B2.toml") == NodeLimits()
     assert list(path.parent.iterdir()) == [path]
 
 
@@ -219,7 +221,7 @@ def test_a_node_tells_flower_who_it_is_and_tries_again_when_refused(folder: Path
     assert asked.auth_supernode_private_key == str(folder / "keys/B2")
     assert flower.parse_config_args([asked.node_config]) == {
         "name": "B2", "data": str(folder / "data/B2"), "recipe": str(folder / "recipe.toml"),
-        "state": str(folder / "state/B2"),
+        "limits": str(folder / "node-B2.toml"), "state": str(folder / "state/B2"),
     }  # fmt: skip
 
 

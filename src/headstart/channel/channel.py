@@ -155,8 +155,9 @@ def channel_of(
     if not isinstance(stage, ClosedForm):
         return _update_channel(stage, method, seed, clients, noise)
     methods = getattr(method, "methods", [method])
+    least = 1 if stage.protected else stage.min_examples
     channels = [
-        StatisticsChannel(one.summary, stage.privacy, stage.noise_on_counts, count, noise, task)
+        StatisticsChannel(one.summary, stage.privacy, stage.noise_on_counts, count, noise, task, least)
         for task, (one, count) in enumerate(zip(methods, clients.values(), strict=True))
     ]
     return channels[0] if len(channels) == 1 else TaskChannels(channels)

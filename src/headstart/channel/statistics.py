@@ -37,10 +37,11 @@ class StatisticsChannel:
         clients: int,
         seed: Seed,
         task: int = 0,
+        min_examples: int = 1,
     ) -> None:
         """clients: all of the task; seed: what noise is drawn from; task: no two have the same noise."""
         self.summary, self.privacy, self.count_noise, self.clients = summary, privacy, count_noise, clients
-        self.seed, self.task = seed, task
+        self.seed, self.task, self.min_examples = seed, task, min_examples
         self.private = privacy is not None
         self.by_client = privacy is not None and privacy.noise == "client"
 
@@ -60,8 +61,15 @@ class StatisticsChannel:
     # ----------------------------------------------------------------------------------------------- on the clients
 
     def prepare(self, cohort: Cohort) -> Cohort:
-        """With privacy, no vector that is summed is longer than the clip."""
-        return cohort if self.noise is None else replace(cohort, clip=self.noise.bound)
+        """With privacy, no vector that is summed is longer than the clip; classes of too few examples are left out."""
+        if self.noise is not None:
+            return replace(cohort, clip=self.noise.bound)
+        if self.min_examples == 1:
+            return cohort
+        classes = cohort.owners * self.summary.n_classes + cohort.labels
+        _, which, sizes = np.unique(classes, return_inverse=True, return_counts=True)
+        kept = sizes[which] >= self.min_examples
+        return replace(cohort, rows=cohort.rows[kept], labels=cohort.labels[kept], owners=cohort.owners[kept])
 
     def encode(self, result: StatisticsResult, cohort: Cohort, round: int) -> list[Reply]:
         """What clients say, all of a cohort in one reply: with privacy, of every class."""
@@ -75,7 +83,8 @@ class StatisticsChannel:
         if self.count_noise is not None:
             return blur_counts(statistics, owners, self.count_noise, self.seed)
         if self.noise is None:
-            return statistics, owners
+            kept = np.flatnonzero(statistics.counts >= self.min_examples)  # a class may be sent in parts
+            return statistics.rows(kept), owners[kept]
         statistics = every_class(statistics, owners, clients)
         owners = np.repeat(clients, self.summary.n_classes)
         if not self.by_client:

@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from headstart.cli.deployment import deploy
+from headstart.cli.deployment import deploy, node
 from headstart.cli.lists import backbones, datasets, methods
 from headstart.cli.models import export, predict, replay
 from headstart.cli.reports import dashboard, partition, report
@@ -24,6 +24,7 @@ _COMMANDS = (
 for _command in _COMMANDS:  # --help shows them in this order
     app.command()(_command)
 app.add_typer(deploy, name="deploy")
+app.add_typer(node, name="node")
 
 
 def main() -> None:

@@ -136,6 +136,9 @@ class ClosedFormStage(_Sampled):
     """None: as many as it takes to hear every client once."""
     privacy: Privacy | None = None
     """Hides any one example of any client, in what it sends or in the head."""
+    min_examples: PositiveInt = 1
+    """Of a class with fewer examples a client says nothing, where neither noise nor a secure sum hides it. Nodes of a
+    deployment have a limit of their own in `node.toml`, 2 by default."""
     trains: ClassVar[bool] = False
     plan: ClassVar[Plan] = FROZEN
     train: ClassVar[Literal["head"]] = "head"

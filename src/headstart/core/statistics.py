@@ -87,7 +87,13 @@ class ClientStatistics:
     def present(self) -> tuple[ClientStatistics, Ints]:
         """The rows with a count of 1 or more, and their places: with noise, a class below that counts as absent."""
         kept = np.flatnonzero(self.counts >= 1)
-        return replace(self, labels=self.labels[kept], counts=self.counts[kept], sums=self.sums[kept]), kept
+        return self.rows(kept), kept
+
+    def rows(self, kept: Ints) -> ClientStatistics:
+        """Some of the rows; second moments are those of all."""
+        if len(kept) == len(self.labels):
+            return self
+        return replace(self, labels=self.labels[kept], counts=self.counts[kept], sums=self.sums[kept])
 
     def solvable(self) -> ClientStatistics:
         """What a solve can use: as they are, or, of noisy ones, classes with a positive count and a possible Gram

@@ -64,8 +64,9 @@ def answer(message: Message, context: Context) -> Message:
     """The answer of a node with its own data.
 
     Node configuration: `name`, `data` (a path as in a recipe's `dataset`), `state` (a folder for what is to last), and
-    optionally `recipe` (a file: the node takes part in this recipe only).
+    optionally `recipe` (a file: the node takes part in this recipe only) and `limits` (a node.toml).
     """
+    from headstart.config.node import NodeLimits
     from headstart.data import Federation
     from headstart.engine.node import Node
     from headstart.engine.respond import refuse, respond, run_of
@@ -78,7 +79,8 @@ def answer(message: Message, context: Context) -> Message:
             raise HeadstartError("the server runs another recipe than the one that this node agreed to")
         name = str(config["name"])
         federation = Federation.silo(recipe, str(config["data"]), name)
-        node = Node(recipe, federation, Path(str(config["state"])) / run_of(message), alone=True)
+        limits = NodeLimits.load(Path(str(config["limits"]))) if "limits" in config else NodeLimits()
+        node = Node(recipe, federation, Path(str(config["state"])) / run_of(message), alone=True, limits=limits)
     except (KeyError, OSError, ValueError) as error:
         return refuse(
             message, f"the node has no {error} in its configuration" if isinstance(error, KeyError) else str(error)

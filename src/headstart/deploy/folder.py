@@ -126,6 +126,7 @@ def _write(folder: Path, recipe: Recipe, nodes: Sequence[str], host: str, port: 
     scripts = " ".join(f"node-{name}.sh" for name in nodes)
     _script(folder / "nodes.sh", "All SuperNodes on this machine, to try the federation out.", {}, _NODES % scripts)
     for number, name in enumerate(nodes, start=1):
+        (folder / f"node-{name}.toml").write_text(_LIMITS, encoding="utf-8")
         _script(
             folder / f"node-{name}.sh",
             f"The SuperNode of {name}, next to the data that stay there.",
@@ -135,6 +136,7 @@ def _write(folder: Path, recipe: Recipe, nodes: Sequence[str], host: str, port: 
                 "name": (name, ""),
                 "data": (f"$here/data/{name}", "what a recipe may name as its dataset"),
                 "recipe": ("$here/recipe.toml", "the only one that this node takes part in"),
+                "limits": (f"$here/node-{name}.toml", "what may leave this machine"),
                 "app": (digest, "SHA-256 of what this node executes; several with commas"),
                 "local_port": (str(port + number), "any that is free; not seen from outside"),
             },
@@ -266,7 +268,7 @@ trap 'while kill -INT "$node" 2>/dev/null; do sleep 1; done; exit 0' INT TERM
 while true; do
     python3 -P -m headstart.deploy.guard supernode "$app" --superlink "$host:$port" --port "$local_port" \\
         --root-certificates "$here/certificates/ca.pem" --auth-supernode-private-key "$here/keys/$name" \\
-        --node-config "name='$name' data='$data' recipe='$recipe' state='$here/state/$name'" &
+        --node-config "name='$name' data='$data' recipe='$recipe' limits='$limits' state='$here/state/$name'" &
     node=$!
     status=0
     wait "$node" || status=$?
@@ -275,6 +277,22 @@ while true; do
     sleep 5 &
     wait "$!"
 done
+"""
+
+_LIMITS = """\
+# What this node lets leave its machine, whatever a server or a recipe asks. No server reads or changes it.
+[limits]
+min_examples = 2            # classes with fewer are left out, where neither noise nor a secure sum hides them
+evaluation = true           # whether figures of tests on this node's data may leave
+trust_server = false        # whether limits on epsilon count noise that the server promises to add
+other_participants = false  # whether the same statistics may be added up again with other participants
+# methods = ["fedncm"]      # no other method may run
+# recipes = ["0123456789abcdef"]  # nor another recipe; `headstart node ledger` shows their digests
+
+# The largest epsilon that all answers about this data set may spend together.
+# [limits.epsilon]
+# example = 3.0
+# client = 8.0
 """
 
 _NODES = """\
@@ -350,7 +368,7 @@ These certificates and keys are for a test: whoever made them can pose as anybod
 | machine | files |
 |---|---|
 | server | `superlink.sh`, `run.sh`, `recipe.toml`, `app/`, `certificates/` without `ca.key`, `keys/*.pub` |
-| node, here {name} | `node-{name}.sh`, `recipe.toml`, `certificates/ca.pem`, `keys/{name}` |
+| node, here {name} | `node-{name}.sh`, `node-{name}.toml`, `recipe.toml`, `certificates/ca.pem`, `keys/{name}` |
 
 - Private keys never travel. Make a node's on its own machine, in place of the one made here, and give only
   `keys/{name}.pub` to the server, before the first run:
@@ -369,7 +387,8 @@ These certificates and keys are for a test: whoever made them can pose as anybod
   for a password: every account of that machine, and whoever comes through a proxy or a tunnel that ends on it, can
   start an app on the server and admit keys.
 - A node executes only the app whose SHA-256 is `app` in its script, and takes part only in the recipe that its own
-  `recipe.toml` holds. Let it run as a user who can read its data and nothing else.
+  `recipe.toml` holds, within the limits of its `node-{name}.toml`. `headstart node ledger state/{name}` lists all that
+  ever left it. Let it run as a user who can read its data and nothing else.
 - All machines have the same version of headstart, and Flower {", ".join(FLOWER)}; the scripts refuse others.
 - Weights that the recipe names by a path are under this path on all machines; a relative path starts in this folder.
 """

@@ -3,7 +3,9 @@ keeps on disk. Nothing depends on the process that answered before.
 
 A node on a machine of its own does not trust the server to ask only what the recipe says. Within a run it is one
 client, answers every round of a stage once, and tests one model after every round. The record of that is on its disk
-before an answer leaves: the same question gets the same answer again, another one for the same round is refused.
+before an answer leaves: the same question gets the same answer again, another one for the same round is refused. Where
+noise or secure sums protect a stage, this holds over all runs of its recipe: a new run gets no new answers. All that
+leaves is in the node's ledger, and within the limits of its owner.
 """
 
 from __future__ import annotations
@@ -17,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from filelock import FileLock
 from scipy.special import log_softmax
 
+from headstart.config.node import NodeLimits
 from headstart.config.recipe import Recipe
 from headstart.config.stage import ClosedForm, Rounds
-from headstart.core.files import temporaries, write_atomically, write_json
+from headstart.core.files import write_atomically, write_json
 from headstart.core.message import Message, Scalar
 from headstart.core.reply import ClientState, Reply
 from headstart.core.statistics import Ints
@@ -30,6 +32,7 @@ from headstart.data import Federation
 from headstart.engine.body import Body
 from headstart.engine.client import ClientRuntime
 from headstart.engine.client_states import ClientStates
+from headstart.engine.node_ledger import NodeLedger, promise_key
 from headstart.engine.setup import StageSetup, digest, plan_of
 from headstart.errors import HeadstartError, MessageError
 from headstart.solvers.cohort import Cohort
@@ -86,15 +89,24 @@ class _Stage:
         """Rounds of the stage, as the recipe has them."""
         return self.stage.rounds_for(sum(clients for _, _, clients, _ in self.setup.tasks))
 
+    def spent(self, round: int) -> dict[str, Any] | None:
+        """The privacy guarantee once a round (from 0) is answered."""
+        return self.runtime.channel.spent(round + 1)
+
 
 class Node:
     """Examples of one client, or of all clients of a simulation, and a folder for what is to last.
 
-    ``alone``: whether the federation holds the examples of the client that is asked, whatever its number.
+    ``alone``: whether the federation holds the examples of the client that is asked, whatever its number; the folder
+    is then that of a run, in the node's own, which has the ledger.
     """
 
-    def __init__(self, recipe: Recipe, federation: Federation, folder: Path, alone: bool) -> None:
+    def __init__(
+        self, recipe: Recipe, federation: Federation, folder: Path, alone: bool, limits: NodeLimits | None = None
+    ) -> None:
         self.recipe, self.federation, self.folder, self.alone = recipe, federation, folder, alone
+        self.recipe_digest = digest(recipe.to_toml().encode())
+        self.limits, self.ledger = limits or NodeLimits(), NodeLedger(folder.parent)
         self._stage: tuple[str, _Stage] | None = None
 
     def node_info(self) -> dict[str, Any]:
@@ -104,7 +116,12 @@ class Node:
         examples = int(self.federation.sizes.sum())
         if any(stage.privacy and stage.privacy.noise == "client" for stage in self.recipe.stages):  # is not to be known
             examples = min(examples, 1)
-        return {"examples": examples, "dim": dim}
+        found = {"examples": examples, "dim": dim}
+        if self.alone:
+            self.limits.check(self.recipe, self.recipe_digest)
+            with self.ledger.locked():
+                self._enter("join", **found)
+        return found
 
     def remember(self, setup: bytes) -> str:
         """Keep what a stage starts from; returns its digest."""
@@ -120,20 +137,20 @@ class Node:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """One message at a time, on a machine of its own; temporary files of a process that was killed are removed."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        """One message at a time, on a machine of its own."""
         if not self.alone:
+            self.folder.mkdir(parents=True, exist_ok=True)
             yield
             return
-        with FileLock(self.folder / "node.lock"):
-            for path in temporaries(self.folder):
-                path.unlink()
+        with self.ledger.locked(self.folder):
             yield
 
     @contextmanager
     def _as(self, client: int) -> Iterator[None]:
         """One message at a time, and always for the client that the node was first asked as."""
         with self._locked():
+            if self.alone:
+                self.limits.check(self.recipe, self.recipe_digest)
             path = self.folder / "client.json"
             if self.alone and not path.is_file():
                 write_json(path, client)
@@ -144,9 +161,24 @@ class Node:
     def answer(self, asked: NodeRequest) -> Reply:
         """What the client says; what it wants to keep is on disk when this returns."""
         with self._as(asked.client):
-            if self._load(asked).stage.secure:
+            stage = self._load(asked)
+            if stage.stage.secure:
                 raise HeadstartError("in this stage clients are added up; nothing is sent that is not masked")
-            return self._once(asked)
+            reply = self._once(asked)
+            self._enter_answer("answer", stage, asked, reply.message)
+            return reply
+
+    def _enter(self, kind: str, **facts: Any) -> None:
+        """Write into the ledger what is about to leave."""
+        if self.alone:
+            self.ledger.append({"kind": kind, "run": self.folder.name, "recipe": self.recipe_digest, **facts})
+
+    def _enter_answer(self, kind: str, stage: _Stage, asked: NodeRequest, answer: Message, **facts: Any) -> None:
+        """Write into the ledger which answer is about to leave, and what it spends."""
+        round, data = int(asked.message.scalars["round"]), answer.to_bytes()
+        about = {"stage": stage.setup.number, "method": stage.stage.method, "round": round, "question": asked.digest}
+        sent = {"answer": digest(data), "bytes": len(data), "privacy": stage.spent(round)}
+        self._enter(kind, **about, **sent, **facts)
 
     def _once(self, asked: NodeRequest) -> Reply:
         """The answer to a question; on a machine of its own, the one answer of the client to this round."""
@@ -155,13 +187,15 @@ class Node:
         stage, number = self._load(asked), asked.message.scalars.get("round")
         if type(number) is not int or not 0 <= number < stage.rounds:
             raise HeadstartError(f"the stage has {stage.rounds} rounds, from 0; the server asks for round {number!r}")
+        self._check_spending(stage, number)
         path = self._answered(stage.setup.number)
         record = Message.from_bytes(path.read_bytes()) if path.is_file() else Message(scalars={"round": -1})
         if record.scalars.get("question") != asked.digest:
             last, once = int(record.scalars["round"]), stage.method.one_shot
             if number <= last or (once and last >= 0):
                 what = "this stage" if once else f"round {last}"
-                raise HeadstartError(f"the node has answered {what} before, and answers no other question for it")
+                anew = "; a new run needs another recipe, to which nodes agree" if stage.stage.protected else ""
+                raise HeadstartError(f"the node has answered {what} before, and answers no other question for it{anew}")
             reply = self._answer(asked)
             facts: dict[str, Scalar] = {"question": asked.digest, "round": number, "task": reply.task}
             facts |= {"passes": int(reply.forward_passes[0]), "kept": bool(reply.state)}
@@ -172,8 +206,20 @@ class Node:
         sizes = np.array([answer.nbytes]), np.array([passes])
         return Reply(np.array([asked.client]), answer, *sizes, state, int(record.scalars["task"]))
 
+    def _check_spending(self, stage: _Stage, round: int) -> None:
+        """Refuse an answer that would spend more privacy than the node's owner allows."""
+        spent = stage.spent(round)
+        about = {"recipe": self.recipe_digest, "stage": stage.setup.number, "run": self.folder.name, "privacy": spent}
+        before = self.ledger.spent(self.limits, promise_key(about))
+        self.limits.check_spending(stage.stage, spent, before)
+
     def _answered(self, number: int) -> Path:
-        """The last question of a stage that was answered, with the answer and, once a sum is open, its survivors."""
+        """The last question of a stage that was answered, with the answer and, once a sum is open, its survivors.
+
+        Of a run; of all runs of the recipe where the stage is protected.
+        """
+        if self.alone and self.recipe.stages[number].protected:
+            return self.ledger.home / f"answered-{self.recipe_digest[:32]}-{number}.safetensors"
         return self.folder / f"answered-{number}.safetensors"
 
     def _answer(self, asked: NodeRequest) -> Reply:
@@ -275,6 +321,8 @@ class Node:
                 raise HeadstartError("with privacy or secure sums a node tests no models: its figures would be exact")
             if not self.alone:
                 return self._evaluate(asked)
+            if not self.limits.evaluation:
+                raise HeadstartError("node.toml: limits.evaluation is false; this node tests no models for others")
             if not 0 <= asked.done <= stage.rounds:
                 raise HeadstartError(f"the stage has {stage.rounds} rounds; the server asks after {asked.done}")
             path = self.folder / f"tested-{stage.setup.number}.json"
@@ -287,6 +335,7 @@ class Node:
                 write_json(path, record)
             elif record["question"] != asked.digest:
                 raise HeadstartError(f"the node has tested another model after round {record['done']} of this stage")
+            self._enter("test", stage=stage.setup.number, done=asked.done, question=asked.digest, **record["found"])
             return dict(record["found"])
 
     def _evaluate(self, asked: NodeRequest) -> dict[str, Any]:
@@ -313,7 +362,8 @@ class Node:
             self._stage = None  # a body less in memory while the next one is loaded
             owners = {"train": self.federation.owners, "test": self.federation.test_owners}
             body = Body(self.recipe.model, self.federation.dataset, owners=owners)
-            method, channel = setup.method(self.recipe, body, None if self.alone else ())
+            recipe = self.limits.applied(self.recipe) if self.alone else self.recipe
+            method, channel = setup.method(recipe, body, None if self.alone else ())
             stage = self.recipe.stages[setup.number]
             changes = plan_of(stage, frozenset(setup.personal)).changes_features
             source: Any = body.inputs() if changes else body.features("train")

@@ -1,0 +1,207 @@
+"""The ledger of a node, and the limits that its owner sets."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("flwr")
+
+from flwr.supercore.task_identity import TaskIdentity
+
+from headstart.config.node import NodeLimits
+from headstart.core.message import Message as Wire
+from headstart.engine.flower_messages import facts_of, recipe_digest
+from headstart.engine.node_ledger import NodeLedger
+from headstart.engine.respond import respond, run_of
+from headstart.errors import HeadstartError
+from tests.channel.test_attacks import NCM, SGD, Silo, head, model, statistics
+
+
+@pytest.fixture(autouse=True)
+def _identity(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_task_id", "_run_id", "_node_id"):
+        monkeypatch.setattr(TaskIdentity, name, 1)
+
+
+def ask(silo: Silo, limits: dict[str, Any], kind: str, message: Wire, **facts: Any) -> tuple[dict[str, Any], Wire]:
+    """As `Silo.ask`, of a node with limits."""
+    question = silo.message(kind, message, **facts)
+    node = silo.node(run_of(question))
+    node.limits = NodeLimits.model_validate(limits)
+    said, parts = facts_of(respond(question, node, "a"))
+    return said, Wire.from_bytes(parts["message"]) if "message" in parts else Wire()
+
+
+def ledger_of(silo: Silo) -> NodeLedger:
+    return NodeLedger(silo.folder / "state")
+
+
+# ----------------------------------------------------------------------------------------------------------- the ledger
+
+
+def test_all_that_leaves_is_in_the_ledger_with_its_bytes(tmp_path: Path) -> None:
+    silo = Silo(tmp_path / "a", SGD)
+    silo.ask("join", Wire())
+    _, said = silo.ask("answer", model())
+    tested, _ = silo.ask("evaluate", head(0), done=1)
+    _, again = silo.ask("answer", model())
+    entries = ledger_of(silo).entries()
+    assert [entry["kind"] for entry in entries] == ["join", "answer", "test", "answer"]
+    assert entries[0]["examples"] == 30
+    assert [entry["bytes"] for entry in entries if "bytes" in entry] == [len(said.to_bytes()), len(again.to_bytes())]
+    assert {name: entries[2][name] for name in tested} == tested
+    assert entries[1]["question"] == entries[3]["question"]
+    assert entries[1]["answer"] == entries[3]["answer"]
+    assert {entry["recipe"] for entry in entries} == {recipe_digest(silo.recipe)}
+    assert (silo.folder / "state" / "ledger.jsonl").stat().st_mode & 0o077 == 0
+
+
+def test_nothing_leaves_that_is_not_in_the_ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    silo = Silo(tmp_path / "a", SGD)
+
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("headstart.engine.node_ledger.append_text", full)
+    for kind, message in (("join", Wire()), ("answer", model()), ("evaluate", head(0))):
+        facts, parts = silo.ask(kind, message)
+        assert facts == {"error": "the node failed: OSError: [Errno 28] No space left on device"}
+        assert not parts.arrays
+
+
+def test_a_changed_ledger_is_found_out_and_a_torn_line_never_happened(tmp_path: Path) -> None:
+    ledger = NodeLedger(tmp_path)
+    for number in range(3):
+        ledger.append({"kind": "join", "number": number})
+    with ledger.path.open("a") as file:
+        file.write('{"previous": "half of an ent')
+    assert [entry["number"] for entry in ledger.entries()] == [0, 1, 2]
+    ledger.append({"kind": "join", "number": 3})
+    assert [entry["number"] for entry in ledger.entries()] == [0, 1, 2, 3]
+    whole = ledger.path.read_text().splitlines(keepends=True)
+    changed = whole[1].replace('"number": 1', '"number": 9')
+    for lines in ([whole[0], changed, *whole[2:]], whole[1:], [*whole[:1], *whole[2:]], ["nonsense\n", *whole[1:]]):
+        ledger.path.write_text("".join(lines))
+        with pytest.raises(HeadstartError, match="the chain is broken"):
+            ledger.entries()
+
+
+def test_a_human_reads_the_ledger(tmp_path: Path) -> None:
+    from typer.testing import CliRunner
+
+    from headstart.cli import app
+
+    silo = Silo(tmp_path / "a", NCM)
+    silo.ask("join", Wire())
+    _, said = silo.ask("answer", statistics())
+    shown = CliRunner().invoke(app, ["node", "ledger", str(silo.folder / "state")])
+    assert shown.exit_code == 0, shown.output
+    assert "0: fedncm" in shown.output
+    assert f"2 entries, {len(said.to_bytes()):,} bytes; the chain is whole" in shown.output
+    assert "example" in shown.output
+    missing = CliRunner().invoke(app, ["node", "ledger", str(tmp_path)])
+    assert isinstance(missing.exception, HeadstartError)
+
+
+# ----------------------------------------------------------------------------------------------------------- the limits
+
+
+def test_a_nodes_owner_says_which_methods_and_recipes_may_run(tmp_path: Path) -> None:
+    silo = Silo(tmp_path / "a", SGD)
+    mine = recipe_digest(silo.recipe)[:16]
+    assert "error" not in ask(silo, {"methods": ["fedavg"], "recipes": [mine]}, "answer", model())[0]
+    for limits, why in (
+        ({"methods": ["fedncm", "fed3r"]}, "node.toml: limits.methods does not allow fedavg"),
+        ({"recipes": ["0" * 16]}, f"node.toml: limits.recipes does not name the recipe {mine}"),
+        ({"recipes": [mine[:3]]}, f"node.toml: limits.recipes does not name the recipe {mine}"),
+    ):
+        for kind, message in (("join", Wire()), ("answer", model()), ("evaluate", head(0))):
+            facts, parts = ask(silo, limits, kind, message)
+            assert facts == {"error": why}
+            assert not parts.arrays
+
+
+def test_a_nodes_owner_may_keep_figures_of_tests(tmp_path: Path) -> None:
+    silo = Silo(tmp_path / "a", SGD)
+    facts, _ = ask(silo, {"evaluation": False}, "evaluate", head(0))
+    assert facts == {"error": "node.toml: limits.evaluation is false; this node tests no models for others"}
+
+
+@pytest.mark.parametrize("method", ["fedncm", "fed3r", "fedcof"])
+def test_a_class_with_one_example_does_not_leave(tmp_path: Path, method: str) -> None:
+    """The attack: the sum of such a class is its one example, bit for bit."""
+    silo = Silo(tmp_path / "a", {"method": method})
+    labels = np.where(silo.y == 1, 0, silo.y)
+    labels[3] = 1
+    split = np.repeat([0, 2], [len(labels), 9])
+    x, y = np.concatenate([silo.x, silo.x[:9]]), np.concatenate([labels, labels[:9]])
+    np.savez(silo.folder / "data.npz", X=x, y=y, split=split)
+    _, exact = ask(silo, {"min_examples": 1}, "answer", statistics(), run="1" * 32)
+    row = exact.arrays["labels"].tolist().index(1)
+    if method != "fed3r":  # which sums features with a column of ones
+        np.testing.assert_array_equal(exact.arrays["sums"][row], silo.x[3])
+    _, said = silo.ask("answer", statistics())
+    assert said.arrays["labels"].tolist() == [0, 2]
+    if "moments" in said.arrays:
+        rest = np.delete(silo.x, 3, axis=0).astype(np.float64)
+        triangle = (rest.T @ rest)[np.triu_indices(rest.shape[1])]
+        got = said.arrays["moments"]
+        assert np.isclose(got[:, None], triangle[None, :], rtol=1e-12).any(axis=0).all()
+    _, fewer = ask(silo, {"min_examples": 8}, "answer", statistics(), run="2" * 32)
+    assert fewer.arrays["labels"].tolist() == [0]
+
+
+def epsilons(silo: Silo, limits: dict[str, Any], message: Wire, **facts: Any) -> str:
+    return str(ask(silo, limits, "answer", message, **facts)[0].get("error", ""))
+
+
+def test_answers_end_where_the_owners_epsilon_does(tmp_path: Path) -> None:
+    private = {**SGD, "privacy": {"epsilon": 2.0, "clip": 1.0, "noise": "client"}}
+    silo = Silo(tmp_path / "a", NCM, private)  # 1 for an example, then 2 for a client
+    second = {"setup": silo.setup(1), "states": [[1, -1, {}]]}
+    limits = {"epsilon": {"example": 2.0}}
+    assert epsilons(silo, limits, statistics()) == ""
+    why = epsilons(silo, limits, model(round=2), **second)
+    assert why == "node.toml: limits.epsilon.example is 2; with fedavg the node would have spent 3"
+    assert epsilons(silo, {"epsilon": {"example": 3.0}}, model(round=2), **second) == ""
+    assert (
+        epsilons(silo, {"epsilon": {"example": 3.0}}, model(round=2), **second) == ""
+    )  # the same answer costs nothing
+    assert "limits.epsilon.client is 9; with fedncm the node would have spent inf" in epsilons(
+        Silo(tmp_path / "b", NCM), {"epsilon": {"client": 9.0}}, statistics()
+    )
+
+
+@pytest.mark.parametrize(
+    "stage", [{"method": "fedncm"}, {**NCM, "privacy": {**NCM["privacy"], "noise": "server"}}], ids=["none", "server"]
+)
+def test_a_limit_refuses_what_promises_nothing_or_the_servers_word(tmp_path: Path, stage: dict[str, Any]) -> None:
+    silo = Silo(tmp_path / "a", stage)
+    limits = {"epsilon": {"example": 5.0}}
+    assert "would have spent inf" in epsilons(silo, limits, statistics())
+    trusted = epsilons(silo, {**limits, "trust_server": True}, statistics())
+    assert ("inf" in trusted) == (stage == {"method": "fedncm"})
+
+
+def test_noise_of_the_server_is_spent_in_every_run_anew(tmp_path: Path) -> None:
+    silo = Silo(tmp_path / "a", {**NCM, "privacy": {**NCM["privacy"], "noise": "server"}})
+    limits = {"epsilon": {"example": 2.0}, "trust_server": True}
+    said = [epsilons(silo, limits, statistics(), run=digit * 32) for digit in "012"]
+    assert said[:2] == ["", ""]
+    assert "would have spent 3" in said[2]
+
+
+def test_mistakes_in_node_toml_are_told_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "node.toml"
+    path.write_text('[limits]\nmin_examples = 0\nmethod = "fedncm"\n[limits.epsilon]\nexample = -1\n')
+    with pytest.raises(HeadstartError) as caught:
+        NodeLimits.load(path)
+    for part in ("limits.min_examples", "limits.method:", "limits.epsilon.example", "accepted: methods, recipes"):
+        assert part in str(caught.value)
+    path.write_text("[limits]\nmin_examples = 3\n")
+    assert NodeLimits.load(path).min_examples == 3
+    path.write_text("no toml")
+    with pytest.raises(HeadstartError, match=r"node\.toml"):
+        NodeLimits.load(path)
