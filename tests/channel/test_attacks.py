@@ -17,6 +17,7 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.supercore.task_identity import TaskIdentity
 
+from headstart.channel.accounting import noise_multiplier
 from headstart.channel.links import ClientNoise
 from headstart.channel.noise import SystemGenerator, generators_of
 from headstart.channel.secure import SecureClient, protocol
@@ -303,8 +304,31 @@ def test_the_operating_systems_noise_is_gaussian(monkeypatch: pytest.MonkeyPatch
 def test_a_protected_stage_is_no_oracle(tmp_path: Path, stage: dict[str, Any], keys: dict[str, Any]) -> None:
     silo = Silo(tmp_path / "a", {**stage, **keys})
     for shown in (head(0), head(1)):
-        facts, _ = silo.ask("evaluate", shown if stage["method"] == "fedncm" else model())
-        assert facts == {"error": "with privacy or secure sums a node tests no models: its figures would be exact"}
+        facts, figures = silo.ask("evaluate", shown if stage["method"] == "fedncm" else model())
+        assert ("with privacy a node tests no models" in facts["error"]) == ("privacy" in keys)
+        assert ("figures of tests are" in facts["error"]) == ("secure" in keys)
+        assert not figures.arrays
+
+
+@pytest.mark.parametrize("stage", [{"method": "fedncm"}, SGD], ids=["fedncm", "fedavg"])
+def test_figures_of_a_private_test_have_noise_that_no_question_removes(tmp_path: Path, stage: dict[str, Any]) -> None:
+    """The unit's part in the four figures is at most 2; the noise is what ε asks for over all tests of the stage."""
+    privacy = {**HIDDEN, "test_epsilon": 1.0}
+    found = []
+    for number in range(60):
+        silo = Silo(tmp_path / str(number), {**stage, "privacy": privacy})
+        shown, other = (head(0), head(1)) if stage["method"] == "fedncm" else (model(), model(1.0))
+        figures = [silo.ask("evaluate", shown, run=digit * 32)[1].arrays["figures"] for digit in "001"]
+        np.testing.assert_array_equal(figures[0], figures[1])
+        np.testing.assert_array_equal(figures[0], figures[2])  # nor does a new run
+        assert (
+            "another model" in silo.ask("evaluate", head(1) if stage["method"] == "fedncm" else model(1.0))[0]["error"]
+        )
+        found.append(figures[0])
+    times = 3 if stage["method"] == "fedncm" else 5
+    deviation = 2 * noise_multiplier(1.0, 1e-5, times)
+    spread = (np.array(found) - np.mean(found, axis=0)).std()
+    assert spread == pytest.approx(deviation, rel=0.2)
 
 
 def test_a_node_tests_one_model_after_each_round(tmp_path: Path) -> None:
@@ -312,14 +336,16 @@ def test_a_node_tests_one_model_after_each_round(tmp_path: Path) -> None:
     silo = Silo(tmp_path / "a", {**SGD, "rounds": 3})
     found = []
     for done in (0, 0, 0, 1, 1, 0, 2, 3, 4, 400, -1):
-        facts, _ = silo.ask("evaluate", model(weight=len(found)), done=done)
-        found.append((done, facts.get("examples"), facts.get("error")))
+        facts, said = silo.ask("evaluate", model(weight=len(found)), done=done)
+        found.append((done, said.arrays.get("figures", [0])[0], facts.get("error")))
     assert [done for done, examples, _ in found if examples == 9] == [0, 1, 2, 3]
     assert found[2][2] == "the node has tested another model after round 0 of this stage"
-    assert found[-2][2] == "the stage has 3 rounds; the server asks after 400"
-    same = [silo.ask("evaluate", model(weight=7), done=3)[0] for _ in range(2)]
+    assert found[-2][2] == "the stage has 3 rounds, and tests after every 1; the server asks after 400"
+    same = [silo.ask("evaluate", model(weight=7), done=3)[1].to_bytes() for _ in range(2)]
     assert same[0] == same[1]
-    assert same[0]["examples"] == 9
+    silo = Silo(tmp_path / "b", {**SGD, "rounds": 5, "evaluate_every": 2})
+    said = [silo.ask("evaluate", model(), done=done)[1].arrays for done in range(6)]
+    assert [done for done, arrays in enumerate(said) if arrays] == [0, 2, 4, 5]
 
 
 # ---------------------------------------------------------------------------------------------------------- secure sums

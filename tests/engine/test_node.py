@@ -700,22 +700,28 @@ def test_the_servers_noise_is_not_in_the_recipe_either(silos: Path, tmp_path: Pa
         assert not np.isclose(heads[one], heads[other], rtol=1e-4).all(axis=1).any()
 
 
-@pytest.mark.parametrize("keys", [{"privacy": {"epsilon": 50.0, "noise": "client"}}, {"secure": True}])
 def test_accuracy_is_not_known_where_nobody_may_test(
-    silos: Path, tmp_path: Path, keys: dict[str, Any], caplog: pytest.LogCaptureFixture
+    silos: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    recipe = recipe_of(silos, {"method": "fedncm", **keys})
+    privacy = {"epsilon": 50.0, "noise": "client"}
+    recipe = recipe_of(silos, {"method": "fedncm", "privacy": privacy})
     grid = Grid(recipe, silos, tmp_path / "state")
     summary = serve(grid, tmp_path / "out").summary
     assert summary["accuracy"] is None
     assert json.loads((tmp_path / "out" / "metrics.jsonl").read_text())["accuracy"] is None
     assert "evaluate" not in {kind for _, kind, _ in grid.said}
-    assert "nodes test no models under privacy or secure sums, and the server was given no test data" in caplog.text
-    assert ("every client of a secure sum of 3 has to stay" in caplog.text) == ("secure" in keys)
+    assert "nodes test no models under privacy without test_epsilon, and the server was given no test" in caplog.text
     assert ">not tested<" in (tmp_path / "out" / "report.html").read_text()
     assert [list(column.cells) for column in summary_table(summary).columns][1] == ["not tested"]
     known = serve(Grid(recipe, silos, tmp_path / "again"), tmp_path / "tested", test=str(silos / "all.npz"))
     assert known.summary["accuracy"] > 0.2
+    for noise in ("client", "server"):
+        recipe = recipe_of(silos, {"method": "fedncm", "privacy": {**privacy, "noise": noise, "test_epsilon": 50.0}})
+        grid = Grid(recipe, silos, tmp_path / noise)
+        found = serve(grid, tmp_path / f"noisy-{noise}").summary
+        assert abs(found["accuracy"] - known.summary["accuracy"]) < 0.2
+        assert found["stages"][0]["test_privacy"]["epsilon"] == 50.0
+        assert all(np.isnan(value) or value is None for value in [found["stages"][0]["local_accuracy_mean"] or np.nan])
 
 
 def test_a_node_that_lost_its_log_in_a_secure_stage_is_told_everything_again(silos: Path, tmp_path: Path) -> None:

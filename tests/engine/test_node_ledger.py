@@ -45,13 +45,13 @@ def test_all_that_leaves_is_in_the_ledger_with_its_bytes(tmp_path: Path) -> None
     silo = Silo(tmp_path / "a", SGD)
     silo.ask("join", Wire())
     _, said = silo.ask("answer", model())
-    tested, _ = silo.ask("evaluate", head(0), done=1)
+    _, tested = silo.ask("evaluate", head(0), done=1)
     _, again = silo.ask("answer", model())
     entries = ledger_of(silo).entries()
     assert [entry["kind"] for entry in entries] == ["join", "answer", "test", "answer"]
     assert entries[0]["examples"] == 30
-    assert [entry["bytes"] for entry in entries if "bytes" in entry] == [len(said.to_bytes()), len(again.to_bytes())]
-    assert {name: entries[2][name] for name in tested} == tested
+    left = [len(message.to_bytes()) for message in (said, tested, again)]
+    assert [entry["bytes"] for entry in entries if "bytes" in entry] == left
     assert entries[1]["question"] == entries[3]["question"]
     assert entries[1]["answer"] == entries[3]["answer"]
     assert {entry["recipe"] for entry in entries} == {recipe_digest(silo.recipe)}

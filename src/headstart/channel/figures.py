@@ -1,9 +1,8 @@
 """What nodes tell of a test of the model: exact figures, or figures with noise that is accounted for.
 
-With privacy the unit is that of the stage. An example adds at most 1 to each of the four figures, its loss as a share of
-the largest that counts; where the unit is a client, it tells means over its examples instead of sums. Either way one
-unit moves the four by at most 2 in Euclidean norm. The examples of the test are others than those of the training, so
-that an example's ε is that of the training or that of the tests; a client's are added up.
+With privacy the unit is that of the stage. An example adds at most 1 to each of the four figures, its loss as a share
+of the largest that counts; where the unit is a client, it tells means over its examples instead of sums. Either way one
+unit moves the four by at most 2 in Euclidean norm, and one Gaussian mechanism covers all tests of the stage.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from headstart.channel.accounting import noise_multiplier, spent
+from headstart.channel.accounting import noise_multiplier
 from headstart.channel.noise import generator_of
 from headstart.config.stage import ClosedForm, Privacy, Rounds
 from headstart.core.message import Message
@@ -86,9 +85,12 @@ class FiguresChannel:
         accuracy = min(max(right / examples, 0.0), 1.0) if examples > 0 else None
         return accuracy, max(scale * loss / known, 0.0) if known > 0 else None
 
-    def spent(self, tests: int) -> dict[str, Any] | None:
-        """The guarantee of so many tests."""
-        if self.privacy is None or not self.deviation:
+    @property
+    def promise(self) -> dict[str, Any] | None:
+        """The guarantee of all tests of the stage."""
+        if self.privacy is None or self.privacy.test_epsilon is None:
             return None
-        epsilon = spent(self.deviation / _SENSITIVITY, self.privacy.delta, min(tests, self.times))
-        return {"epsilon": epsilon, "delta": self.privacy.delta, "unit": self.unit, "noise": self.privacy.noise}
+        privacy = self.privacy
+        return {
+            "epsilon": privacy.test_epsilon, "delta": privacy.delta, "unit": self.unit, "noise": privacy.noise
+        }  # fmt: skip

@@ -62,9 +62,9 @@ def ledger(state: Annotated[Path, typer.Argument(help="The node's state folder."
         facts = ", ".join(f"{name} {value}" for name, value in entry.items() if name not in (*known, "method"))
         cells = entry["time"], entry["run"][:8], entry["recipe"][:16], stage, str(entry.get("round", "")), entry["kind"]
         left.add_row(*cells, entry.get("question", "")[:8], f"{entry.get('bytes', 0):,}", facts)
-    spent = Table("recipe", "stage", "run", "unit", "epsilon", "delta", "noise by", title="privacy spent")
-    for (recipe, number, run), privacy in found.promises().items():
+    spent = Table("recipe", "stage", "what", "run", "unit", "epsilon", "delta", "noise by", title="privacy spent")
+    for (recipe, number, what, run), privacy in found.promises().items():
         promise = [str(privacy[name]) for name in ("unit", "epsilon", "delta", "noise")] if privacy else ["no promise"]
-        spent.add_row(recipe[:16], str(number), (run or "all")[:8], *promise)
+        spent.add_row(recipe[:16], str(number), what, (run or "all")[:8], *promise)
     console().print(left, spent)
     print(f"{len(entries)} entries, {sum(entry.get('bytes', 0) for entry in entries):,} bytes; the chain is whole")

@@ -47,9 +47,12 @@ class Privacy(Table):
     """Largest norm of what one unit contributes: an example's features in a closed form, a client's update in
     training. What is longer is shortened to it, and the noise grows with it. Most closed forms use directions only: any
     clip up to the usual length of the features serves them equally well."""
-    noise: Literal["server", "client"] = "server"
+    noise: Literal["server", "client", "shared"] = "server"
     """Who adds the noise: the server, once, to the total (clients trust it), or every client to what it sends (nobody
     is trusted; more noise)."""
+    test_epsilon: PositiveFloat | None = None
+    """ε of all tests on nodes in the stage, beside that of what is learned; None: nodes of a deployment test no
+    models."""
 
 
 class _Stage(Table):
@@ -79,6 +82,12 @@ class _Stage(Table):
     def protected(self) -> bool:
         """Whether noise or secure sums hide what a client sends."""
         return getattr(self, "privacy", None) is not None or getattr(self, "secure", False)
+
+    @property
+    def tests_on_nodes(self) -> bool:
+        """Whether nodes of a deployment may tell how good a model is on their data."""
+        privacy: Privacy | None = getattr(self, "privacy", None)
+        return privacy is None or privacy.test_epsilon is not None
 
     @property
     def needs_shared_body(self) -> bool:

@@ -7,7 +7,6 @@ client. Of a client's reply, only what its channel lets through leaves the node;
 from __future__ import annotations
 
 import logging
-import math
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,10 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from headstart.channel.figures import FiguresChannel
 from headstart.channel.fixed import BITS
 from headstart.config.stage import ClosedForm, Rounds
 from headstart.core.message import Message
 from headstart.core.reply import Failure, GroupReply, Reply
+from headstart.core.statistics import Floats
 from headstart.engine.client_states import ClientStates
 from headstart.engine.flower_messages import count_of, read_reply, reason_of
 from headstart.engine.grid import Nodes
@@ -54,6 +55,8 @@ class FlowerClients:
     earlier: Sequence[tuple[int, ClientStates]]
     shapes: Callable[[], Mapping[str, tuple[int, ...]]]
     """Names and shapes of what clients add in a secure sum."""
+    figures: FiguresChannel
+    """What clients tell of tests."""
     _told: dict[tuple[int, bool], tuple[bytes, str]] = field(default_factory=dict)
     _know: set[int] = field(default_factory=set)
     """Clients that have what the stage starts from, as this process knows."""
@@ -146,25 +149,29 @@ class FlowerClients:
         for client in wrote:
             self.states.accept(client)
 
-    def evaluate(self, models: Sequence[Message]) -> dict[int, dict[str, Any]]:
-        """How good a model is at each client that is there; models: of each task."""
-        if self.stage.protected:  # they would refuse
-            return {}
+    def evaluate(self, models: Sequence[Message]) -> tuple[Floats | None, dict[int, Floats]]:
+        """Figures of a model at all clients that are there, added up, and, where nothing hides them, of each.
+
+        models: of each task.
+        """
+        if not self.stage.tests_on_nodes:  # they would refuse
+            return None, {}
         asked, clients = {}, {node: client for client, node in self.nodes.ids.items()}
         for client in sorted(self.nodes.available(1)):
             asked[self.nodes.ids[client]] = self._request(client, models[int(self.tasks[client])], True, "evaluate")
         found = {}
         for node, reply in self.nodes.send(asked, self.stage.deadline):
             try:
-                facts, _ = self._said(clients[node], reply)
-                loss = facts.get("loss")
-                examples, right, known = (count_of(facts, name) for name in ("examples", "right", "known"))
-                if right > examples or known > examples or not isinstance(loss, float) or not math.isfinite(loss):
-                    raise MessageError("its figures make no sense")
-                found[clients[node]] = facts
+                _, data = self._said(clients[node], reply)
+                found[clients[node]] = self.figures.read(Message.from_bytes(data))
             except MessageError as error:
                 log.warning("client %d does not test the model: %s", clients[node], error)
-        return found
+        total = np.sum([found[client] for client in sorted(found)], axis=0) if found else None
+        return total, {} if self.stage.protected else found
+
+    def judged(self, total: Floats | None) -> tuple[float | None, float | None]:
+        """Accuracy and loss of figures that were added up."""
+        return (None, None) if total is None else self.figures.finish(total, self._played)
 
     def _request(
         self, client: int, message: Message, new: bool, kind: str = "answer", tell: bool = True

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 from scipy.special import log_softmax
 
+from headstart.channel.figures import FiguresChannel
 from headstart.config.node import NodeLimits
 from headstart.config.recipe import Recipe
 from headstart.config.stage import ClosedForm, Rounds
@@ -76,6 +77,7 @@ class _Stage:
     stage: ClosedForm | Rounds
     setup: StageSetup
     runtime: ClientRuntime
+    figures: FiguresChannel
     body: Body
     source: Any
 
@@ -87,11 +89,7 @@ class _Stage:
     @property
     def rounds(self) -> int:
         """Rounds of the stage, as the recipe has them."""
-        return self.stage.rounds_for(sum(clients for _, _, clients, _ in self.setup.tasks))
-
-    def spent(self, round: int) -> dict[str, Any] | None:
-        """The privacy guarantee once a round (from 0) is answered."""
-        return self.runtime.channel.spent(round + 1)
+        return self.stage.rounds_for(self.setup.clients)
 
 
 class Node:
@@ -120,7 +118,7 @@ class Node:
         if self.alone:
             self.limits.check(self.recipe, self.recipe_digest)
             with self.ledger.locked():
-                self._enter("join", **found)
+                self.enter("join", **found)
         return found
 
     def remember(self, setup: bytes) -> str:
@@ -165,20 +163,28 @@ class Node:
             if stage.stage.secure:
                 raise HeadstartError("in this stage clients are added up; nothing is sent that is not masked")
             reply = self._once(asked)
-            self._enter_answer("answer", stage, asked, reply.message)
+            self.enter("answer", **self.promise(asked), **sent(asked, reply.message))
             return reply
 
-    def _enter(self, kind: str, **facts: Any) -> None:
+    def enter(self, kind: str, **facts: Any) -> None:
         """Write into the ledger what is about to leave."""
         if self.alone:
             self.ledger.append({"kind": kind, "run": self.folder.name, "recipe": self.recipe_digest, **facts})
 
-    def _enter_answer(self, kind: str, stage: _Stage, asked: NodeRequest, answer: Message, **facts: Any) -> None:
-        """Write into the ledger which answer is about to leave, and what it spends."""
-        round, data = int(asked.message.scalars["round"]), answer.to_bytes()
-        about = {"stage": stage.setup.number, "method": stage.stage.method, "round": round, "question": asked.digest}
-        sent = {"answer": digest(data), "bytes": len(data), "privacy": stage.spent(round)}
-        self._enter(kind, **about, **sent, **facts)
+    def promise(self, asked: NodeRequest, test: bool = False) -> dict[str, Any]:
+        """The privacy guarantee once a question is answered, or a model tested, with what it is about.
+
+        Where that is more than the node's owner allows, the question is refused.
+        """
+        stage = self._load(asked)
+        round = asked.done - 1 if test else int(asked.message.scalars["round"])
+        privacy = stage.figures.promise if test else stage.runtime.channel.spent(round + 1)
+        facts = {"stage": stage.setup.number, "method": stage.stage.method, "round": round}
+        facts |= {"of": "test" if test else "answer", "privacy": privacy}
+        if self.alone:
+            key = promise_key({**facts, "run": self.folder.name, "recipe": self.recipe_digest})
+            self.limits.check_spending(stage.stage, privacy, self.ledger.spent(self.limits, key))
+        return facts
 
     def _once(self, asked: NodeRequest) -> Reply:
         """The answer to a question; on a machine of its own, the one answer of the client to this round."""
@@ -187,7 +193,7 @@ class Node:
         stage, number = self._load(asked), asked.message.scalars.get("round")
         if type(number) is not int or not 0 <= number < stage.rounds:
             raise HeadstartError(f"the stage has {stage.rounds} rounds, from 0; the server asks for round {number!r}")
-        self._check_spending(stage, number)
+        self.promise(asked)
         path = self._answered(stage.setup.number)
         record = Message.from_bytes(path.read_bytes()) if path.is_file() else Message(scalars={"round": -1})
         if record.scalars.get("question") != asked.digest:
@@ -206,21 +212,15 @@ class Node:
         sizes = np.array([answer.nbytes]), np.array([passes])
         return Reply(np.array([asked.client]), answer, *sizes, state, int(record.scalars["task"]))
 
-    def _check_spending(self, stage: _Stage, round: int) -> None:
-        """Refuse an answer that would spend more privacy than the node's owner allows."""
-        spent = stage.spent(round)
-        about = {"recipe": self.recipe_digest, "stage": stage.setup.number, "run": self.folder.name, "privacy": spent}
-        before = self.ledger.spent(self.limits, promise_key(about))
-        self.limits.check_spending(stage.stage, spent, before)
-
     def _answered(self, number: int) -> Path:
-        """The last question of a stage that was answered, with the answer and, once a sum is open, its survivors.
+        """The last question of a stage that was answered, with the answer and, once a sum is open, its survivors."""
+        return self._record("answered", number)
 
-        Of a run; of all runs of the recipe where the stage is protected.
-        """
+    def _record(self, what: str, number: int) -> Path:
+        """A record of a run; of all runs of the recipe where the stage is protected."""
         if self.alone and self.recipe.stages[number].protected:
-            return self.ledger.home / f"answered-{self.recipe_digest[:32]}-{number}.safetensors"
-        return self.folder / f"answered-{number}.safetensors"
+            return self.ledger.home / f"{what}-{self.recipe_digest[:32]}-{number}.safetensors"
+        return self.folder / f"{what}-{number}.safetensors"
 
     def _answer(self, asked: NodeRequest) -> Reply:
         stage = self._load(asked)
@@ -310,49 +310,63 @@ class Node:
         noted = Message({**record.arrays, "survivors": heard}, record.scalars)
         write_atomically(path, lambda file: file.write_bytes(noted.to_bytes()), private=True)
 
-    def evaluate(self, asked: NodeRequest) -> dict[str, Any]:
+    def evaluate(self, asked: NodeRequest) -> Message:
         """How good the model that the server shows is on the client's test examples: one model after every round.
 
         A server that may show any model learns sums of the test examples, class by class.
         """
         with self._as(asked.client):
-            stage = self._load(asked)
-            if stage.stage.protected:
-                raise HeadstartError("with privacy or secure sums a node tests no models: its figures would be exact")
-            if not self.alone:
-                return self._evaluate(asked)
-            if not self.limits.evaluation:
-                raise HeadstartError("node.toml: limits.evaluation is false; this node tests no models for others")
-            if not 0 <= asked.done <= stage.rounds:
-                raise HeadstartError(f"the stage has {stage.rounds} rounds; the server asks after {asked.done}")
-            path = self.folder / f"tested-{stage.setup.number}.json"
-            record: dict[str, Any] = {"done": -1}
-            if path.is_file():
-                record = json.loads(path.read_text(encoding="utf-8"))
-            if asked.done > record["done"]:
-                found = self._evaluate(asked)
-                record = {"done": asked.done, "question": asked.digest, "found": found}
-                write_json(path, record)
-            elif record["question"] != asked.digest:
-                raise HeadstartError(f"the node has tested another model after round {record['done']} of this stage")
-            self._enter("test", stage=stage.setup.number, done=asked.done, question=asked.digest, **record["found"])
-            return dict(record["found"])
+            if self._load(asked).stage.secure:
+                raise HeadstartError("in this stage clients are added up; figures of tests are, too")
+            figures = self.tested(asked)
+            self.enter("test", **self.promise(asked, test=True), **sent(asked, figures))
+            return figures
 
-    def _evaluate(self, asked: NodeRequest) -> dict[str, Any]:
+    def tested(self, asked: NodeRequest) -> Message:
+        """The figures of a model after a round; the same again for the same question, and none for another."""
+        stage = self._load(asked)
+        if not stage.stage.tests_on_nodes:
+            raise HeadstartError(
+                "with privacy a node tests no models: its figures would be exact; set privacy.test_epsilon, or give "
+                "the server test data of its own"
+            )
+        if not self.alone:
+            return self._evaluate(asked)
+        if not self.limits.evaluation:
+            raise HeadstartError("node.toml: limits.evaluation is false; this node tests no models for others")
+        if not 0 <= asked.done <= stage.rounds or (
+            asked.done % stage.stage.evaluate_every and asked.done < stage.rounds
+        ):
+            raise HeadstartError(
+                f"the stage has {stage.rounds} rounds, and tests after every {stage.stage.evaluate_every}; the server "
+                f"asks after {asked.done}"
+            )
+        self.promise(asked, test=True)
+        path = self._record("tested", stage.setup.number)
+        record = Message.from_bytes(path.read_bytes()) if path.is_file() else Message(scalars={"done": -1})
+        if asked.done > int(record.scalars["done"]):
+            record = Message(self._evaluate(asked).arrays, {"done": asked.done, "question": asked.digest})
+            write_atomically(path, lambda file: file.write_bytes(record.to_bytes()), private=True)
+        elif record.scalars["question"] != asked.digest:
+            last = record.scalars["done"]
+            raise HeadstartError(f"the node has tested another model after round {last} of this stage")
+        return Message({"figures": record.arrays["figures"]})
+
+    def _evaluate(self, asked: NodeRequest) -> Message:
         """The model that the server shows, with what is the client's own, on the client's test examples."""
         stage, dataset = self._load(asked), self.federation.dataset
         read = partial(self._states(asked).read, clients=np.array([0 if self.alone else asked.client]))
         own = {name: values[0] for name, values in stage.method.own(read, stage.setup.task).items()}
         head = stage.method.load(asked.message, stage.setup.task, own)
         if not len(dataset.test):
-            return {"examples": 0, "right": 0, "loss": 0.0, "known": 0}
+            return stage.figures.encode(0, 0, np.zeros(0))
         changes = not isinstance(stage.source, np.ndarray)
         features = stage.body.embedded("test") if changes else stage.body.features("test")
         scores, labels = head.scores(features), dataset.test.labels
         known = np.isfinite(scores[np.arange(len(labels)), labels])
         losses = -log_softmax(scores[known], axis=1)[np.arange(int(known.sum())), labels[known]]
         right = int(np.count_nonzero(scores.argmax(axis=1) == labels))
-        return {"examples": len(labels), "right": right, "loss": float(losses.sum()), "known": int(known.sum())}
+        return stage.figures.encode(len(labels), right, losses)
 
     def _load(self, asked: NodeRequest) -> _Stage:
         """The stage that is asked about; the one before it is forgotten."""
@@ -365,9 +379,10 @@ class Node:
             recipe = self.limits.applied(self.recipe) if self.alone else self.recipe
             method, channel = setup.method(recipe, body, None if self.alone else ())
             stage = self.recipe.stages[setup.number]
+            figures = FiguresChannel.of(stage, setup.clients, None)
             changes = plan_of(stage, frozenset(setup.personal)).changes_features
             source: Any = body.inputs() if changes else body.features("train")
-            self._stage = key, _Stage(stage, setup, ClientRuntime(method, channel), body, source)
+            self._stage = key, _Stage(stage, setup, ClientRuntime(method, channel), figures, body, source)
         return self._stage[1]
 
     def _told(self, asked: NodeRequest) -> StageSetup:
@@ -412,3 +427,9 @@ class Node:
             raise StateLostError(str(error)) from None
         write_atomically(path, lambda file: file.write_bytes(message.to_bytes()))
         return message
+
+
+def sent(asked: NodeRequest, answer: Message) -> dict[str, Any]:
+    """What the ledger says of an answer: to which question, which one, and how long it is."""
+    data = answer.to_bytes()
+    return {"question": asked.digest, "answer": digest(data), "bytes": len(data)}

@@ -23,6 +23,7 @@ from headstart.errors import HeadstartError
 
 _FIRST = "0" * 64
 Entry = Mapping[str, Any]
+PromiseKey = tuple[str, int, str, str | None]
 
 
 class NodeLedger:
@@ -72,13 +73,11 @@ class NodeLedger:
             previous = _digest(line)
         return found
 
-    def promises(self) -> dict[tuple[str, int, str | None], Any]:
-        """The last privacy guarantee of each stage that was answered, by recipe, stage and, where it is not the node
-        that adds noise, run; None where there was none."""
-        answers = (entry for entry in self.entries() if entry["kind"] in ("answer", "masked"))
-        return {promise_key(entry): entry["privacy"] for entry in answers}
+    def promises(self) -> dict[PromiseKey, Any]:
+        """The last privacy guarantee of each stage that was answered or tested; None where there was none."""
+        return {promise_key(entry): entry["privacy"] for entry in self.entries() if "privacy" in entry}
 
-    def spent(self, limits: NodeLimits, other_than: tuple[str, int, str | None]) -> dict[str, float]:
+    def spent(self, limits: NodeLimits, other_than: PromiseKey) -> dict[str, float]:
         """ε by unit of all promises but one."""
         promises = [each for key, each in self.promises().items() if key != other_than]
         return {unit: sum(limits.cost(each, unit) for each in promises) for unit in ("example", "client")}
@@ -89,11 +88,14 @@ class NodeLedger:
         return data[: data.rfind(b"\n") + 1].splitlines(keepends=True)
 
 
-def promise_key(entry: Entry) -> tuple[str, int, str | None]:
-    """What is answered once, and so spent once: a stage of a recipe; without a node's own noise, in every run anew."""
+def promise_key(entry: Entry) -> PromiseKey:
+    """Recipe, stage, whether it is an answer or a test, and, where it is not the node that adds noise, the run.
+
+    What a node has noised is answered once over all runs, and so spent once.
+    """
     privacy = entry["privacy"]
     own = privacy is not None and privacy["noise"] != "server"
-    return entry["recipe"], entry["stage"], None if own else entry["run"]
+    return entry["recipe"], entry["stage"], entry["of"], None if own else entry["run"]
 
 
 def _digest(line: bytes) -> str:

@@ -29,7 +29,7 @@ def respond(message: FlowerMessage, node: Node, name: str) -> FlowerMessage:
             if "setup" in given:
                 node.remember(given["setup"])
             if asked.get("kind") == "evaluate":
-                return reply_to(message, node.evaluate(_asked(asked, given)), {})
+                return reply_to(message, {}, {"message": node.evaluate(_asked(asked, given)).to_bytes()})
             if asked.get("kind") == "secure":
                 facts, told = node.add(_asked(asked, given), Message.from_bytes(given.get("told", b"")))
                 return reply_to(message, facts, {"message": told.to_bytes()})

@@ -107,6 +107,11 @@ class StageSetup:
             arrays,
         )
 
+    @property
+    def clients(self) -> int:
+        """Clients of all tasks."""
+        return sum(clients for _, _, clients, _ in self.tasks)
+
     def without(self, own: Set[str]) -> StageSetup:
         """The same for a client that has some of the parameters itself."""
         return replace(self, arrays={name: array for name, array in self.arrays.items() if name not in own})

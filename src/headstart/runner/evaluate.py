@@ -181,15 +181,12 @@ class NodeEvaluator:
 
     def __call__(self, state: Any, split: str) -> tuple[Evaluation, dict[str, Evaluation]]:
         """On the clients' test examples, whichever they are."""
-        found = self.clients.evaluate([self.method.model(state, task) for task in range(len(self.federation.tasks))])
+        tasks = range(len(self.federation.tasks))
+        total, each = self.clients.evaluate([self.method.model(state, task) for task in tasks])
         by_client = np.full(self.federation.n_clients, np.nan)
-        for client, figures in found.items():
-            by_client[client] = figures["right"] / figures["examples"] if figures["examples"] else np.nan
-        totals = {
-            name: sum(figures[name] for figures in found.values()) for name in ("examples", "right", "known", "loss")
-        }
-        loss = totals["loss"] / totals["known"] if totals["known"] else None
-        accuracy = totals["right"] / totals["examples"] if totals["examples"] else None
+        for client, (examples, right, *_) in each.items():
+            by_client[client] = right / examples if examples else np.nan
+        accuracy, loss = self.clients.judged(total)
         whole = Evaluation(accuracy, loss, by_client)
         return whole, {self.federation.tasks[0]: whole}
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from headstart.channel.figures import FiguresChannel
 from headstart.core.files import secret
 from headstart.core.ledger import Ledger
 from headstart.core.message import Array
@@ -181,7 +182,7 @@ class StageRun:
 
         return FlowerClients(
             self.run.nodes, self.settings, self.number, self._members, self.setups, self.states, self._earlier(),
-            lambda: self.channel.vector_shapes,
+            lambda: self.channel.vector_shapes, self.figures,
         )  # fmt: skip
 
     @property
@@ -217,14 +218,24 @@ class StageRun:
         return Observers(self)
 
     @cached_property
+    def figures(self) -> FiguresChannel:
+        """What nodes tell of tests."""
+        return FiguresChannel.of(self.settings, self.federation.n_clients, self.noise)
+
+    @property
+    def _tested_by_nodes(self) -> bool:
+        """Whether nodes are asked how good the model is: the server has no data, or every client its own model."""
+        return self.remote and (self.method.personal or not len(self.federation.dataset.test))
+
+    @cached_property
     def evaluator(self) -> Evaluator:
-        """Looks at the model here, or asks the nodes where the server has no data or every client a model."""
+        """Looks at the model here, or asks the nodes."""
         federation, changes = self.federation, self.plan.changes_features
-        if not (self.remote and (self.method.personal or not len(federation.dataset.test))):
+        if not self._tested_by_nodes:
             return LocalEvaluator(self.run.federation, self.run.body, self.method, self.states, changes)
-        if self.settings.protected:
+        if not self.settings.tests_on_nodes:
             log.warning(
-                "stages.%d: nodes test no models under privacy or secure sums%s: the accuracy is not known",
+                "stages.%d: nodes test no models under privacy without test_epsilon%s: the accuracy is not known",
                 self.number, "" if self.method.personal else ", and the server was given no test data",
             )  # fmt: skip
         clients: FlowerClients = self.clients  # type: ignore[assignment]
@@ -264,6 +275,7 @@ class StageRun:
                 "published_formula": cost.formula,
                 "chosen": dict(self.method.selected(state)) if len(self.tasks) == 1 else {},
                 **({"privacy": guarantee} if guarantee else {}),
+                **({"test_privacy": self.figures.promise} if self.figures.promise and self._tested_by_nodes else {}),
                 "dropped": ledger.dropped,
             }
         )
