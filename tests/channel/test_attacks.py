@@ -20,6 +20,7 @@ from flwr.supercore.task_identity import TaskIdentity
 from headstart.channel.links import ClientNoise
 from headstart.channel.noise import SystemGenerator, generators_of
 from headstart.channel.secure import SecureClient, protocol
+from headstart.channel.secure.shamir import combine
 from headstart.config.recipe import Recipe
 from headstart.core.message import Message as Wire
 from headstart.core.statistics import ClientStatistics
@@ -335,23 +336,24 @@ class LyingServer:
             senders = [other for other in (group if number == 0 else everybody) if other != number]
             said = client.mask(for_client(number, senders), {"x": self.values[number]})
             masked = said.arrays["x"].view(np.uint64).copy() if number == 0 else masked
-        seeds: dict[int, bytes] = {}
-        shares: dict[int, dict[int, bytes]] = {number: {} for number in group[1:]}
+        seeds: dict[int, np.ndarray] = {}
+        shares: dict[int, dict[int, np.ndarray]] = {number: {} for number in group[1:]}
         for number, client in enumerate(self.clients):
             missing = [] if number == 0 else [other for other in group[1:] if other != number]
             heard = [other for other in (group if number == 0 else everybody) if other not in missing]
             told = self.told("reveal", survivors=heard, missing=np.array(missing, np.int64))
             said = client.reveal(told)
-            seeds[number + 1] = said.arrays["seed_shares"][heard.index(0)].tobytes()
+            seeds[number + 1] = said.arrays["seed_shares"][heard.index(0)]
             for row, other in enumerate(missing):
-                shares[other][number + 1] = said.arrays["key_shares"][row].tobytes()
+                shares[other][number + 1] = said.arrays["key_shares"][row]
 
-        def first(shares: dict[int, bytes]) -> dict[int, bytes]:
-            return dict(list(shares.items())[: self.threshold])
+        def rebuilt(shares: dict[int, np.ndarray], length: int) -> bytes:
+            first = dict(list(shares.items())[: self.threshold])
+            return combine(np.array([list(first)]), np.stack(list(first.values()))[None], length)[0]
 
-        protocol.add_stream(masked, protocol.derive(b"s", b"self", protocol.combine_shares(first(seeds)), 0), -1)
+        protocol.add_stream(masked, protocol.derive(b"s", b"self", rebuilt(seeds, 16), 0), -1)
         for other in group[1:]:
-            key = X25519PrivateKey.from_private_bytes(protocol.combine_shares(first(shares[other])))
+            key = X25519PrivateKey.from_private_bytes(rebuilt(shares[other], 32))
             theirs = (other, keys[other]["mask_key"].tobytes())
             pair = protocol.pair_key(b"s", b"mask", key, theirs, (0, keys[0]["mask_key"].tobytes()))
             protocol.add_stream(masked, pair, -protocol.mask_sign(0, other))
@@ -446,7 +448,7 @@ def test_secrets_of_a_sum_are_gone_once_it_is_open(tmp_path: Path) -> None:
     assert sum_.until_reveal(statistics()) == {"passes": sum(COUNTS), "kept": False}
     (path,) = secrets_of(silo)
     assert path.stat().st_mode & 0o077 == 0
-    assert sum_.reveal([0, 1, 2, 3])[1].arrays["seed_shares"].shape == (4, 16)
+    assert sum_.reveal([0, 1, 2, 3])[1].arrays["seed_shares"].shape == (4, 20)
     assert not secrets_of(silo)
     assert "no longer has its keys" in sum_.reveal([0, 1, 2])[0]["error"]
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from Crypto.Protocol.SecretSharing import Shamir
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from cryptography.hazmat.primitives.hashes import SHA256
@@ -17,6 +16,7 @@ from hypothesis import strategies as st
 
 from headstart.channel.fixed import from_fixed, to_fixed
 from headstart.channel.secure import STEPS, SecureClient, SecureSum
+from headstart.channel.secure.shamir import combine
 from headstart.core.message import Message
 from headstart.errors import HeadstartError, MessageError
 
@@ -231,8 +231,8 @@ def test_what_a_client_sends_and_gets_is_as_large_as_said() -> None:
         up += sum(array.nbytes for array in answer.arrays.values())
     others = count - 1
     # Beside what grows with the others: keys, a check value, the own share; own keys and numbers in the lists.
-    assert up == 800 + 64 + 100 * others + 32 + 16
-    assert down == 164 * others + 72 + 8
+    assert up == 800 + 64 + 112 * others + 32 + 20
+    assert down == 172 * others + 72 + 8
 
 
 # The masks
@@ -320,12 +320,11 @@ def test_fewer_shares_than_the_threshold_do_not_give_the_seed() -> None:
     federation = Federation(NUMBERS, 4).until("masked")
     seed = Message.from_bytes(federation.states[12]).arrays["seed"].tobytes()
     federation.exchange()
-    shares = []
-    for point, number in enumerate(NUMBERS, start=1):
-        state = Message.from_bytes(federation.states[number])
-        shares.append((point, state.arrays["secrets"][2, :16].tobytes()))
-    assert Shamir.combine(shares[1:5], ssss=False) == seed
-    assert Shamir.combine(shares[1:4], ssss=False) != seed
+    states = [Message.from_bytes(federation.states[number]) for number in NUMBERS]
+    shares = np.stack([state.arrays["secrets"][2, :20] for state in states])[None]
+    assert combine(np.array([[2, 3, 4, 5]]), shares[:, 1:5], 16) == [seed]
+    assert combine(np.array([[1, 3, 4, 5]]), shares[:, [0, 2, 3, 4]], 16) == [seed]
+    assert combine(np.array([[2, 3, 4]]), shares[:, 1:4], 16) != [seed]
 
 
 def test_the_server_sees_parts_only_encrypted_and_secrets_leave_the_state_when_used() -> None:
@@ -336,7 +335,7 @@ def test_the_server_sees_parts_only_encrypted_and_secrets_leave_the_state_when_u
     told = federation.server.instructions()[3].to_bytes()
     federation.exchange()
     opened = Message.from_bytes(federation.states[3]).arrays["secrets"]
-    assert all(row.tobytes()[:16] not in told and row.tobytes()[16:] not in told for row in opened)
+    assert all(row.tobytes()[:20] not in told and row.tobytes()[20:] not in told for row in opened)
     kept = federation.states[11]
     for secret in (fresh.arrays["mask_secret"], fresh.arrays["share_secret"], shared.arrays["seed"]):
         assert secret.tobytes() not in kept
@@ -486,7 +485,7 @@ SERVER_REFUSES: list[tuple[str, Callable[[Message], Message], str]] = [
     ("masked", lambda m: altered(m, sums=m.arrays["sums"].astype(np.float64)), "float64, not int64"),
     ("masked", lambda m: altered(m, count=m.arrays["count"].reshape(1)), "shape"),
     ("reveal", lambda m: altered(m, seed_shares=m.arrays["seed_shares"][1:]), "shape"),
-    ("reveal", lambda m: altered(m, key_shares=np.zeros((1, 32), np.uint8)), "shape"),
+    ("reveal", lambda m: altered(m, key_shares=np.zeros((1, 36), np.uint8)), "shape"),
     ("reveal", lambda m: altered(m, seed_shares=m.arrays["seed_shares"].astype(np.int32)), "int32, not uint8"),
 ]
 
@@ -631,8 +630,8 @@ def test_a_client_reveals_for_one_list_only_even_when_rebuilt() -> None:
     assert federation.answer(11).to_bytes() == first.to_bytes()
     with pytest.raises(MessageError, match="another list of survivors"):
         federation.answer(11, lists(told, [3, 11, 12, 40], [41]))
-    assert first.arrays["seed_shares"].shape == (5, 16)
-    assert first.arrays["key_shares"].shape == (0, 32)
+    assert first.arrays["seed_shares"].shape == (5, 20)
+    assert first.arrays["key_shares"].shape == (0, 36)
 
 
 def test_a_client_answers_in_turn_and_once() -> None:

@@ -16,7 +16,7 @@ messages and know nothing of transport.
 The total is exactly the sum of the clients' fixed-point integers, converted to float64 once.
 
 Building blocks: X25519, HKDF-SHA256, AES-256-GCM for the parts and AES-256-CTR as the mask generator come from
-`cryptography`, Shamir's sharing over GF(2**128) from `pycryptodome`. All secrets are drawn by the operating system.
+`cryptography`, Shamir's sharing over GF(2**31 - 1) is in `shamir.py`. All secrets are drawn by the operating system.
 
 Who learns what
     A server that follows the protocol learns the total, who took part and the shapes. This also holds when fewer
@@ -27,11 +27,10 @@ Dropouts
     The sum opens when `threshold` clients answer to the end: `clients - threshold` may drop out, in any exchange.
     The values of a client that drops out in the last exchange are in the sum.
 Cost
-    Upwards a client sends 8 bytes per value, 64 bytes of keys and per other client 100 bytes of parts and shares
-    (116 if that one drops out of `masked`); downwards it gets 164 bytes per other client. It expands one mask per
+    Upwards a client sends 8 bytes per value, 64 bytes of keys and per other client 112 bytes of parts and shares
+    (128 if that one drops out of `masked`); downwards it gets 172 bytes per other client. It expands one mask per
     other client. The server expands one mask per client heard, and as many again for every client that drops out
-    of `masked`. Shamir's sharing is plain Python and weighs most among many clients: of 100 with a threshold of 67,
-    each takes about 0.2 seconds to split its secrets, and the server about 15 to rebuild all.
+    of `masked`. Of 100 clients with 5,130 values each takes about 0.02 seconds, and the server 0.1.
 What lies could still do
     A lying client can put any number into the total, and can keep the sum from opening: by parts that do not
     decrypt (their recipients refuse and are dropped) or by wrong shares (found out, as the rebuilt key is compared

@@ -15,10 +15,12 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from headstart.channel.fixed import BITS, to_fixed
 from headstart.channel.secure.protocol import (
     KEY_BYTES,
+    KEY_SHARE_BYTES,
     NONCE_BYTES,
     PART_BYTES,
     SECRETS_BYTES,
     SEED_BYTES,
+    SEED_SHARE_BYTES,
     add_stream,
     byte_array,
     byte_matrix,
@@ -32,9 +34,9 @@ from headstart.channel.secure.protocol import (
     pair_key,
     public_bytes,
     session_bytes,
-    split_secret,
     unflatten,
 )
+from headstart.channel.secure.shamir import split
 from headstart.core.message import Array, Message, Scalar
 from headstart.errors import HeadstartError, MessageError
 
@@ -104,10 +106,9 @@ class SecureClient:
         self._require("shares")
         share_keys = self._checked_share_keys(everyone)
         seed = os.urandom(SEED_BYTES)
-        seed_shares = split_secret(seed, self._threshold, len(share_keys))
-        mask_secret = self._secret("mask_secret").private_bytes_raw()
-        key_shares = split_secret(mask_secret, self._threshold, len(share_keys))
-        secrets = {n: a + b for n, a, b in zip(share_keys, seed_shares, key_shares, strict=True)}
+        points = range(1, len(share_keys) + 1)
+        shares = [split(secret, self._threshold, points) for secret in (seed, self._state["mask_secret"].tobytes())]
+        secrets = dict(zip(share_keys, byte_rows(np.concatenate(shares, axis=1)), strict=True))
         own = secrets.pop(self._number)
         parts = self._encrypted(secrets, share_keys)
 
@@ -161,8 +162,8 @@ class SecureClient:
             raise MessageError("shares were revealed before, for another list of survivors")
         secrets = self._rows_by_client("secrets")
         self._state["survivors"] = np.array(heard, dtype=np.int64)
-        seed_shares = byte_matrix([secrets[number][:SEED_BYTES] for number in heard], SEED_BYTES)
-        key_shares = byte_matrix([secrets[number][SEED_BYTES:] for number in missing], KEY_BYTES)
+        seed_shares = byte_matrix([secrets[number][:SEED_SHARE_BYTES] for number in heard], SEED_SHARE_BYTES)
+        key_shares = byte_matrix([secrets[number][SEED_SHARE_BYTES:] for number in missing], KEY_SHARE_BYTES)
         return self._answer("reveal", {"seed_shares": seed_shares, "key_shares": key_shares})
 
     def to_message(self) -> Message:

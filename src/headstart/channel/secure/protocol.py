@@ -1,4 +1,4 @@
-"""What both sides of a secure sum share: checks of settings and messages, keys, masks, and Shamir's sharing."""
+"""What both sides of a secure sum share: checks of settings and messages, keys, masks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
-from Crypto.Protocol.SecretSharing import Shamir
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 from cryptography.hazmat.primitives.ciphers import Cipher
 from cryptography.hazmat.primitives.ciphers.algorithms import AES
@@ -17,16 +16,17 @@ from cryptography.hazmat.primitives.ciphers.modes import CTR
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
+from headstart.channel.secure.shamir import share_bytes
 from headstart.core.message import Array, Message
 from headstart.errors import HeadstartError, MessageError
 
 STEPS = ("keys", "shares", "masked", "reveal")
 
 KEY_BYTES, SEED_BYTES, CHECK_BYTES = 32, 16, 32
-SECRETS_BYTES = SEED_BYTES + KEY_BYTES
+SEED_SHARE_BYTES, KEY_SHARE_BYTES = share_bytes(SEED_BYTES), share_bytes(KEY_BYTES)
+SECRETS_BYTES = SEED_SHARE_BYTES + KEY_SHARE_BYTES
 NONCE_BYTES, _TAG_BYTES = 12, 16
 PART_BYTES = NONCE_BYTES + SECRETS_BYTES + _TAG_BYTES
-_SHAMIR_BLOCK = 16
 _STREAM_BLOCK = bytes(1 << 16)  # zeros; the key stream is made in blocks that stay in the processor's cache
 
 
@@ -145,19 +145,3 @@ def add_stream(values: npt.NDArray[np.uint64], key: bytes, sign: int) -> None:
         block = values[start : start + length]
         stream = np.frombuffer(encryptor.update(_STREAM_BLOCK[: 8 * block.size]), dtype="<u8")
         operation(block, stream, out=block)
-
-
-def split_secret(secret: bytes, threshold: int, count: int) -> list[bytes]:
-    """Shamir shares of a secret of whole 16-byte blocks, for the points 1 to `count`."""
-    blocks = [secret[start : start + _SHAMIR_BLOCK] for start in range(0, len(secret), _SHAMIR_BLOCK)]
-    shares = [Shamir.split(threshold, count, block, ssss=False) for block in blocks]
-    return [b"".join(share for _, share in row) for row in zip(*shares, strict=True)]
-
-
-def combine_shares(shares: Mapping[int, bytes]) -> bytes:
-    """The secret from exactly as many shares, by point, as its threshold."""
-    length = len(next(iter(shares.values())))
-    return b"".join(
-        Shamir.combine([(point, share[start : start + _SHAMIR_BLOCK]) for point, share in shares.items()], ssss=False)
-        for start in range(0, length, _SHAMIR_BLOCK)
-    )

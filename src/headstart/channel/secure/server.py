@@ -13,14 +13,15 @@ from headstart.channel.fixed import BITS, from_fixed
 from headstart.channel.secure.protocol import (
     CHECK_BYTES,
     KEY_BYTES,
+    KEY_SHARE_BYTES,
     PART_BYTES,
     SEED_BYTES,
+    SEED_SHARE_BYTES,
     STEPS,
     add_stream,
     check_message,
     check_settings,
     client_numbers,
-    combine_shares,
     derive,
     is_number,
     mask_sign,
@@ -29,6 +30,7 @@ from headstart.channel.secure.protocol import (
     session_bytes,
     unflatten,
 )
+from headstart.channel.secure.shamir import combine
 from headstart.core.message import Array, Message, Scalar
 from headstart.errors import HeadstartError, MessageError
 
@@ -70,6 +72,7 @@ class SecureSum:
         self._clients, self._threshold, self._bits = tuple(sorted(clients)), threshold, bits
         self._shapes = {name: tuple(shapes[name]) for name in sorted(shapes)}
         self._closed = 0
+        self._public_keys: set[bytes] = set()
         self._answers: dict[str, dict[int, Mapping[str, Array]]] = {step: {} for step in STEPS}
         self._sum = np.zeros(sum(math.prod(shape) for shape in self._shapes.values()), dtype=np.uint64)
         self._total: dict[str, npt.NDArray[np.float64]] | None = None
@@ -171,16 +174,18 @@ class SecureSum:
 
     def _checked_keys(self, number: int, message: Message) -> Mapping[str, Array]:
         check_message(message, self._session, "keys", {"share_key", "mask_key"}, number)
-        known = {key.tobytes() for answer in self._answers["keys"].values() for key in answer.values()}
         keys = {name: message.array(name, "uint8", (KEY_BYTES,)) for name in ("share_key", "mask_key")}
+        found: set[bytes] = set()
         for name, key in keys.items():
-            if key.tobytes() in known:
+            data = key.tobytes()
+            if data in self._public_keys or data in found:
                 raise MessageError(f"{name!r} is a public key that was sent before")
-            known.add(key.tobytes())
+            found.add(data)
             try:
-                X25519PrivateKey.generate().exchange(X25519PublicKey.from_public_bytes(key.tobytes()))
+                X25519PrivateKey.generate().exchange(X25519PublicKey.from_public_bytes(data))
             except ValueError:
                 raise MessageError(f"{name!r} is not a usable X25519 public key") from None
+        self._public_keys |= found
         return keys
 
     def _checked_parts(self, number: int, message: Message) -> Mapping[str, Array]:
@@ -201,20 +206,19 @@ class SecureSum:
 
     def _checked_shares(self, number: int, message: Message) -> Mapping[str, Array]:
         check_message(message, self._session, "reveal", {"seed_shares", "key_shares"}, number)
-        message.array("seed_shares", "uint8", (len(self.heard), SEED_BYTES))
-        message.array("key_shares", "uint8", (len(self._silent("masked")), KEY_BYTES))
+        message.array("seed_shares", "uint8", (len(self.heard), SEED_SHARE_BYTES))
+        message.array("key_shares", "uint8", (len(self._silent("masked")), KEY_SHARE_BYTES))
         return message.arrays
 
     def _unmasked(self) -> npt.NDArray[np.uint64]:
         total = self._sum.copy()
         mask_keys = {number: answer["mask_key"].tobytes() for number, answer in self._answers["keys"].items()}
-        for row, number in enumerate(self.heard):
-            seed = self._rebuilt("seed_shares", row)
+        for number, seed in zip(self.heard, self._rebuilt("seed_shares", SEED_BYTES), strict=True):
             if derive(self._session, b"check", seed, number) != self._answers["shares"][number]["check"].tobytes():
                 raise MessageError(_misfit("seed", number))
             add_stream(total, derive(self._session, b"self", seed, number), -1)
-        for row, number in enumerate(self._silent("masked")):
-            secret = X25519PrivateKey.from_private_bytes(self._rebuilt("key_shares", row))
+        for number, key in zip(self._silent("masked"), self._rebuilt("key_shares", KEY_BYTES), strict=True):
+            secret = X25519PrivateKey.from_private_bytes(key)
             if public_bytes(secret) != mask_keys[number]:
                 raise MessageError(_misfit("mask key", number))
             for other in self.heard:
@@ -222,11 +226,12 @@ class SecureSum:
                 add_stream(total, pair_key(self._session, b"mask", secret, mine, others), -mask_sign(other, number))
         return total
 
-    def _rebuilt(self, name: str, row: int) -> bytes:
-        """The secret whose shares stand in this row of the first answers that suffice."""
-        points = {number: point for point, number in enumerate(self._asked("shares"), start=1)}
+    def _rebuilt(self, name: str, length: int) -> list[bytes]:
+        """The secrets of all rows, from the first answers that suffice."""
         answers = sorted(self._answers["reveal"].items())[: self._threshold]
-        return combine_shares({points[number]: answer[name][row].tobytes() for number, answer in answers})
+        shares = np.stack([answer[name] for _, answer in answers], axis=1)
+        points = np.searchsorted(self._asked("shares"), [number for number, _ in answers]) + 1
+        return combine(np.broadcast_to(points, shares.shape[:2]), shares.astype(np.uint8), length)
 
 
 def _misfit(secret: str, number: int) -> str:
