@@ -10,13 +10,12 @@ import logging
 import math
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from headstart.channel.fixed import BITS
 from headstart.config.stage import ClosedForm, Rounds
 from headstart.core.message import Message
 from headstart.core.reply import Failure, GroupReply, Reply
@@ -54,6 +53,8 @@ class FlowerClients:
     earlier: Sequence[tuple[int, ClientStates]]
     shapes: Callable[[], Mapping[str, tuple[int, ...]]]
     """Names and shapes of what clients add in a secure sum."""
+    integers: Collection[str] = ()
+    """Names of those that are whole numbers."""
     _told: dict[tuple[int, bool], tuple[bytes, str]] = field(default_factory=dict)
     _know: set[int] = field(default_factory=set)
     """Clients that have what the stage starts from, as this process knows."""
@@ -93,11 +94,15 @@ class FlowerClients:
 
         numbers = request.clients.tolist()
         exchange = _Exchange(dict.fromkeys(numbers, 0), dict.fromkeys(numbers, 0), dict.fromkeys(numbers, 0))
-        server = SecureSum(uuid.uuid4().bytes, numbers, request.threshold, self.shapes(), BITS)
+        server = SecureSum(uuid.uuid4().bytes, numbers, request.threshold, self.shapes(), self.integers)
         sent = dict(zip(numbers, zip(request.messages, request.new.tolist(), strict=True), strict=True))
         while server.step:
             self._exchange(server, sent, exchange)
-            server.next()
+            try:
+                server.next()
+            except HeadstartError as error:
+                refusals = "".join(f"; client {client}: {why}" for client, why in sorted(exchange.refused.items()))
+                raise HeadstartError(f"{error}{refusals}") from None
         heard = set(server.heard)
         why = {c: exchange.refused.get(c, f"no answer in step {step}") for c, step in server.dropped().items()}
         return GroupReply(
@@ -117,7 +122,7 @@ class FlowerClients:
         clients = {self.nodes.ids[client]: client for client in sent}
         asked, step = {}, str(server.step)
         for client, told in server.instructions().items():
-            message, new = sent[client] if step == "masked" else (Message(), False)
+            message, new = sent[client] if step == "keys" else (Message(), False)
             facts, parts = self._request(client, message, new, "secure", step == "keys")
             parts["told"] = told.to_bytes()
             exchange.down[client] += len(parts["told"])

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from filelock import FileLock
@@ -33,6 +33,9 @@ from headstart.engine.client_states import ClientStates
 from headstart.engine.setup import StageSetup, digest, plan_of
 from headstart.errors import HeadstartError, MessageError
 from headstart.solvers.cohort import Cohort
+
+if TYPE_CHECKING:  # a node without secure sums does not load their cryptography
+    from headstart.channel.secure import Identity
 
 StatesInUse = Sequence[tuple[int, int, Mapping[str, tuple[int, ...]]]]
 """Of this stage, and of those that it goes on from: the stage's number, the slot that holds the client's state, -1 for
@@ -90,15 +93,23 @@ class _Stage:
 class Node:
     """Examples of one client, or of all clients of a simulation, and a folder for what is to last.
 
-    ``alone``: whether the federation holds the examples of the client that is asked, whatever its number.
+    ``alone``: whether the federation holds the examples of the client that is asked, whatever its number;
+    ``identity``: as whom a node that is alone signs what it sends to secure sums.
     """
 
-    def __init__(self, recipe: Recipe, federation: Federation, folder: Path, alone: bool) -> None:
+    def __init__(
+        self, recipe: Recipe, federation: Federation, folder: Path, alone: bool, identity: Identity | None = None
+    ) -> None:
         self.recipe, self.federation, self.folder, self.alone = recipe, federation, folder, alone
+        self.identity = identity
         self._stage: tuple[str, _Stage] | None = None
 
     def node_info(self) -> dict[str, Any]:
         """What a server has to know before the first stage."""
+        if self.alone and any(stage.secure for stage in self.recipe.stages):
+            from headstart.engine.node_sums import check_identity
+
+            check_identity(self.identity)
         train = self.federation.dataset.train
         dim = train.features().shape[1] if train.kind == "features" else 1
         examples = int(self.federation.sizes.sum())
@@ -133,6 +144,10 @@ class Node:
     @contextmanager
     def _as(self, client: int) -> Iterator[None]:
         """One message at a time, and always for the client that the node was first asked as."""
+        if self.identity is not None and self.identity.number != client:
+            raise HeadstartError(
+                f"the node is number {self.identity.number} of its list of peers, and is asked as client {client}"
+            )
         with self._locked():
             path = self.folder / "client.json"
             if self.alone and not path.is_file():
