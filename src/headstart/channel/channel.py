@@ -122,7 +122,7 @@ class UpdateChannel:
         examples = message.whole_number("examples", _MOST_EXAMPLES)
         return float(examples) if self.method.weighting == "examples" else 1.0
 
-    def add_vector(self, total: Total, values: Mapping[str, Floats]) -> None:
+    def add_vector(self, total: Total, values: Mapping[str, Any]) -> None:
         """Add the sum of several clients' vectors."""
         total.add_vector(values, self.method.blocks)
 

@@ -9,14 +9,13 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from headstart.channel.figures import FiguresChannel
-from headstart.channel.fixed import BITS
+from headstart.channel.figures import SHAPES, FiguresChannel
 from headstart.config.stage import ClosedForm, Rounds
 from headstart.core.message import Message
 from headstart.core.reply import Failure, GroupReply, Reply
@@ -57,6 +56,8 @@ class FlowerClients:
     """Names and shapes of what clients add in a secure sum."""
     figures: FiguresChannel
     """What clients tell of tests."""
+    integers: Collection[str] = ()
+    """Names of those that are whole numbers."""
     _told: dict[tuple[int, bool], tuple[bytes, str]] = field(default_factory=dict)
     _know: set[int] = field(default_factory=set)
     """Clients that have what the stage starts from, as this process knows."""
@@ -75,7 +76,7 @@ class FlowerClients:
         self._played = request.round + 1
         if request.threshold:
             try:
-                yield self._sum(request)
+                yield self._sum(request, "secure", self.shapes(), self.integers)
             except HeadstartError as error:
                 yield Failure(request.clients, str(error))
             return
@@ -90,17 +91,23 @@ class FlowerClients:
             while order and order[0] in ready:
                 yield ready.pop(order.pop(0))
 
-    def _sum(self, request: Request) -> GroupReply:
+    def _sum(
+        self, request: Request, kind: str, shapes: Mapping[str, tuple[int, ...]], integers: Collection[str] = ()
+    ) -> GroupReply:
         """The protocol of `channel.secure`, an exchange after the other; who does not answer is left behind."""
         from headstart.channel.secure import SecureSum
 
         numbers = request.clients.tolist()
         exchange = _Exchange(dict.fromkeys(numbers, 0), dict.fromkeys(numbers, 0), dict.fromkeys(numbers, 0))
-        server = SecureSum(uuid.uuid4().bytes, numbers, request.threshold, self.shapes(), BITS)
+        server = SecureSum(uuid.uuid4().bytes, numbers, request.threshold, shapes, integers)
         sent = dict(zip(numbers, zip(request.messages, request.new.tolist(), strict=True), strict=True))
         while server.step:
-            self._exchange(server, sent, exchange)
-            server.next()
+            self._exchange(server, kind, sent, exchange)
+            try:
+                server.next()
+            except HeadstartError as error:
+                refusals = "".join(f"; client {client}: {why}" for client, why in sorted(exchange.refused.items()))
+                raise HeadstartError(f"{error}{refusals}") from None
         heard = set(server.heard)
         why = {c: exchange.refused.get(c, f"no answer in step {step}") for c, step in server.dropped().items()}
         return GroupReply(
@@ -115,13 +122,15 @@ class FlowerClients:
             tuple(sorted(exchange.state_lost)),
         )
 
-    def _exchange(self, server: SecureSum, sent: Mapping[int, tuple[Message, bool]], exchange: _Exchange) -> None:
+    def _exchange(
+        self, server: SecureSum, kind: str, sent: Mapping[int, tuple[Message, bool]], exchange: _Exchange
+    ) -> None:
         """One exchange of the protocol with everybody that is still there."""
         clients = {self.nodes.ids[client]: client for client in sent}
         asked, step = {}, str(server.step)
         for client, told in server.instructions().items():
-            message, new = sent[client] if step == "masked" else (Message(), False)
-            facts, parts = self._request(client, message, new, "secure", step == "keys")
+            message, new = sent[client] if step == "keys" else (Message(), False)
+            facts, parts = self._request(client, message, new, kind, step == "keys")
             parts["told"] = told.to_bytes()
             exchange.down[client] += len(parts["told"])
             asked[self.nodes.ids[client]] = facts, parts
@@ -156,6 +165,8 @@ class FlowerClients:
         """
         if not self.stage.tests_on_nodes:  # they would refuse
             return None, {}
+        if self.stage.secure:
+            return self._test_sum(models), {}
         asked, clients = {}, {node: client for client, node in self.nodes.ids.items()}
         for client in sorted(self.nodes.available(1)):
             asked[self.nodes.ids[client]] = self._request(client, models[int(self.tasks[client])], True, "evaluate")
@@ -168,6 +179,18 @@ class FlowerClients:
                 log.warning("client %d does not test the model: %s", clients[node], error)
         total = np.sum([found[client] for client in sorted(found)], axis=0) if found else None
         return total, {} if self.stage.protected else found
+
+    def _test_sum(self, models: Sequence[Message]) -> Floats | None:
+        """The figures of all clients that are there, as one secure sum."""
+        there = np.array(sorted(self.nodes.available(1)))
+        messages = [models[int(self.tasks[client])] for client in there]
+        new, threshold = np.ones(len(there), np.bool_), self.stage.survivors(len(there))
+        request = Request(self._played, there, messages, np.full(len(there), -1), new, threshold)
+        try:
+            return self._sum(request, "secure-test", SHAPES).values["figures"].astype(np.float64)
+        except HeadstartError as error:
+            log.warning("the model is not tested: %s", error)
+            return None
 
     def judged(self, total: Floats | None) -> tuple[float | None, float | None]:
         """Accuracy and loss of figures that were added up."""
@@ -184,7 +207,7 @@ class FlowerClients:
         chain = [(self.number, self.states), *self.earlier]
         in_use = [(number, int(states.slots[client]), states.shapes) for number, states in chain]
         facts = {"kind": kind, "client": client, "setup": name, "states": in_use, "new": new}
-        if kind == "evaluate":
+        if kind in ("evaluate", "secure-test"):
             facts["done"] = self._played
         return facts, {"message": message.to_bytes()} | ({"setup": setup} if tell and client not in self._know else {})
 

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from scipy.special import log_softmax
@@ -37,6 +37,9 @@ from headstart.engine.node_ledger import NodeLedger, promise_key
 from headstart.engine.setup import StageSetup, digest, plan_of
 from headstart.errors import HeadstartError, MessageError
 from headstart.solvers.cohort import Cohort
+
+if TYPE_CHECKING:  # a node without secure sums does not load their cryptography
+    from headstart.channel.secure import Identity
 
 StatesInUse = Sequence[tuple[int, int, Mapping[str, tuple[int, ...]]]]
 """Of this stage, and of those that it goes on from: the stage's number, the slot that holds the client's state, -1 for
@@ -96,19 +99,30 @@ class Node:
     """Examples of one client, or of all clients of a simulation, and a folder for what is to last.
 
     ``alone``: whether the federation holds the examples of the client that is asked, whatever its number; the folder
-    is then that of a run, in the node's own, which has the ledger.
+    is then that of a run, in the node's own, which has the ledger. ``identity``: as whom such a node signs what it
+    sends to secure sums; ``limits``: what may leave it.
     """
 
     def __init__(
-        self, recipe: Recipe, federation: Federation, folder: Path, alone: bool, limits: NodeLimits | None = None
+        self,
+        recipe: Recipe,
+        federation: Federation,
+        folder: Path,
+        alone: bool,
+        identity: Identity | None = None,
+        limits: NodeLimits | None = None,
     ) -> None:
         self.recipe, self.federation, self.folder, self.alone = recipe, federation, folder, alone
         self.recipe_digest = digest(recipe.to_toml().encode())
-        self.limits, self.ledger = limits or NodeLimits(), NodeLedger(folder.parent)
+        self.identity, self.limits, self.ledger = identity, limits or NodeLimits(), NodeLedger(folder.parent)
         self._stage: tuple[str, _Stage] | None = None
 
     def node_info(self) -> dict[str, Any]:
         """What a server has to know before the first stage."""
+        if self.alone and any(stage.secure for stage in self.recipe.stages):
+            from headstart.engine.node_sums import check_identity
+
+            check_identity(self.identity)
         train = self.federation.dataset.train
         dim = train.features().shape[1] if train.kind == "features" else 1
         examples = int(self.federation.sizes.sum())
@@ -146,6 +160,10 @@ class Node:
     @contextmanager
     def _as(self, client: int) -> Iterator[None]:
         """One message at a time, and always for the client that the node was first asked as."""
+        if self.identity is not None and self.identity.number != client:
+            raise HeadstartError(
+                f"the node is number {self.identity.number} of its list of peers, and is asked as client {client}"
+            )
         with self._locked():
             if self.alone:
                 self.limits.check(self.recipe, self.recipe_digest)
@@ -163,7 +181,7 @@ class Node:
             if stage.stage.secure:
                 raise HeadstartError("in this stage clients are added up; nothing is sent that is not masked")
             reply = self._once(asked)
-            self.enter("answer", **self.promise(asked), **sent(asked, reply.message))
+            self.enter("answer", **self.promise(asked), **sent(asked.digest, reply.message))
             return reply
 
     def enter(self, kind: str, **facts: Any) -> None:
@@ -194,7 +212,7 @@ class Node:
         if type(number) is not int or not 0 <= number < stage.rounds:
             raise HeadstartError(f"the stage has {stage.rounds} rounds, from 0; the server asks for round {number!r}")
         self.promise(asked)
-        path = self._answered(stage.setup.number)
+        path = self.record("answered", stage.setup.number)
         record = Message.from_bytes(path.read_bytes()) if path.is_file() else Message(scalars={"round": -1})
         if record.scalars.get("question") != asked.digest:
             last, once = int(record.scalars["round"]), stage.method.one_shot
@@ -212,12 +230,9 @@ class Node:
         sizes = np.array([answer.nbytes]), np.array([passes])
         return Reply(np.array([asked.client]), answer, *sizes, state, int(record.scalars["task"]))
 
-    def _answered(self, number: int) -> Path:
-        """The last question of a stage that was answered, with the answer and, once a sum is open, its survivors."""
-        return self._record("answered", number)
-
-    def _record(self, what: str, number: int) -> Path:
-        """A record of a run; of all runs of the recipe where the stage is protected."""
+    def record(self, what: str, number: int) -> Path:
+        """The last question of a stage that was answered, with the answer and, once a sum is open, its survivors; or
+        the last model that was tested. Of a run; of all runs of the recipe where the stage is protected."""
         if self.alone and self.recipe.stages[number].protected:
             return self.ledger.home / f"{what}-{self.recipe_digest[:32]}-{number}.safetensors"
         return self.folder / f"{what}-{number}.safetensors"
@@ -241,74 +256,12 @@ class Node:
             states.commit()
         return reply
 
-    def add(self, asked: NodeRequest, told: Message) -> tuple[dict[str, Any], Message]:
+    def add(self, asked: NodeRequest, told: Message, test: bool = False) -> tuple[dict[str, Any], Message]:
         """The next exchange of a secure sum; what the client must not lose is on disk before anybody hears of it."""
+        from headstart.engine.node_sums import next_exchange
+
         with self._as(asked.client):
-            return self._add(asked, told)
-
-    def _add(self, asked: NodeRequest, told: Message) -> tuple[dict[str, Any], Message]:
-        from headstart.channel.secure import SecureClient
-
-        path = self.folder / f"secret-{asked.client}.safetensors"
-        step, facts = told.scalars.get("step"), {"passes": 0, "kept": False}
-        about: dict[str, Any] = {"stage": self._told(asked).number}
-        if step == "keys":
-            client = SecureClient(*self._sum(asked, told))
-            answer = client.keys()
-        elif not path.is_file():
-            raise StateLostError("the node no longer has its keys of this sum")
-        else:
-            saved = Message.from_bytes(path.read_bytes())
-            client = SecureClient.from_message(saved)
-            if saved.scalars["stage"] != about["stage"]:
-                raise MessageError("the sum was begun for another stage")
-            if step == "shares":
-                answer = client.share(told)
-            elif step == "masked":
-                reply, stage = self._once(asked), self._load(asked)
-                answer = client.mask(told, stage.runtime.vector(reply, asked.message))
-                facts = {"passes": int(reply.forward_passes[0]), "kept": bool(reply.state)}
-                about["question"] = asked.digest
-            else:
-                answer = client.reveal(told)
-                self._note_survivors(saved, told)
-                path.unlink()  # nothing of this sum is needed any more, and nobody is to find it
-                return facts, answer
-        self.folder.mkdir(parents=True, exist_ok=True)
-        state = client.to_message()
-        state = Message(state.arrays, {**state.scalars, **about})
-        write_atomically(path, lambda file: file.write_bytes(state.to_bytes()), private=True)
-        return facts, answer
-
-    def _sum(self, asked: NodeRequest, told: Message) -> tuple[bytes, int, int, int, int]:
-        """Session, number, clients, threshold and bits of a sum that the node's recipe allows."""
-        try:
-            session = bytes.fromhex(str(told.scalars["session"]))
-            clients, threshold, bits = (int(told.scalars[name]) for name in ("clients", "threshold", "bits"))
-        except (KeyError, ValueError) as error:
-            raise MessageError(f"the server begins a sum in an unknown way: {error!r}") from None
-        stage = self.recipe.stages[self._told(asked).number]
-        if not stage.secure:
-            raise HeadstartError("the recipe has no secure sums in this stage")
-        if threshold != (least := stage.survivors(clients)):
-            raise HeadstartError(
-                f"the server would open a sum of {clients} clients with {threshold} of them; by the node's recipe "
-                f"{least} have to stay"
-            )
-        return session, asked.client, clients, threshold, bits
-
-    def _note_survivors(self, saved: Message, told: Message) -> None:
-        """A round is opened for one list of survivors, whatever the sum: two totals would differ by single clients."""
-        if not self.alone:
-            return
-        path = self._answered(int(saved.scalars["stage"]))
-        record, heard = Message.from_bytes(path.read_bytes()), told.arrays["survivors"]
-        if record.scalars["question"] != saved.scalars["question"]:
-            raise HeadstartError("the node has answered another question since")
-        if not np.array_equal(record.arrays.get("survivors", heard), heard):
-            raise HeadstartError("the sum of this round was opened before, for another list of survivors")
-        noted = Message({**record.arrays, "survivors": heard}, record.scalars)
-        write_atomically(path, lambda file: file.write_bytes(noted.to_bytes()), private=True)
+            return next_exchange(self, asked, told, test)
 
     def evaluate(self, asked: NodeRequest) -> Message:
         """How good the model that the server shows is on the client's test examples: one model after every round.
@@ -319,7 +272,7 @@ class Node:
             if self._load(asked).stage.secure:
                 raise HeadstartError("in this stage clients are added up; figures of tests are, too")
             figures = self.tested(asked)
-            self.enter("test", **self.promise(asked, test=True), **sent(asked, figures))
+            self.enter("test", **self.promise(asked, test=True), **sent(asked.digest, figures))
             return figures
 
     def tested(self, asked: NodeRequest) -> Message:
@@ -342,7 +295,7 @@ class Node:
                 f"asks after {asked.done}"
             )
         self.promise(asked, test=True)
-        path = self._record("tested", stage.setup.number)
+        path = self.record("tested", stage.setup.number)
         record = Message.from_bytes(path.read_bytes()) if path.is_file() else Message(scalars={"done": -1})
         if asked.done > int(record.scalars["done"]):
             record = Message(self._evaluate(asked).arrays, {"done": asked.done, "question": asked.digest})
@@ -429,7 +382,7 @@ class Node:
         return message
 
 
-def sent(asked: NodeRequest, answer: Message) -> dict[str, Any]:
+def sent(question: str, answer: Message) -> dict[str, Any]:
     """What the ledger says of an answer: to which question, which one, and how long it is."""
     data = answer.to_bytes()
-    return {"question": asked.digest, "answer": digest(data), "bytes": len(data)}
+    return {"question": question, "answer": digest(data), "bytes": len(data)}

@@ -30,8 +30,9 @@ def respond(message: FlowerMessage, node: Node, name: str) -> FlowerMessage:
                 node.remember(given["setup"])
             if asked.get("kind") == "evaluate":
                 return reply_to(message, {}, {"message": node.evaluate(_asked(asked, given)).to_bytes()})
-            if asked.get("kind") == "secure":
-                facts, told = node.add(_asked(asked, given), Message.from_bytes(given.get("told", b"")))
+            if asked.get("kind") in ("secure", "secure-test"):
+                told, test = Message.from_bytes(given.get("told", b"")), asked["kind"] == "secure-test"
+                facts, told = node.add(_asked(asked, given), told, test)
                 return reply_to(message, facts, {"message": told.to_bytes()})
             reply = node.answer(_asked(asked, given))
             facts = {"passes": int(reply.forward_passes[0]), "kept": bool(reply.state)}

@@ -1,0 +1,174 @@
+"""Secure sums on a node: which it takes part in, for whom it signs, and what it keeps between two exchanges."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from headstart.channel.secure import Identity, SecureClient
+from headstart.core.files import write_atomically
+from headstart.core.message import Array, Message
+from headstart.engine.node import StateLostError, sent
+from headstart.engine.setup import digest
+from headstart.errors import HeadstartError, MessageError
+
+if TYPE_CHECKING:
+    from headstart.engine.node import Node, NodeRequest
+
+
+def check_identity(identity: Identity | None) -> Identity:
+    """What a node on a machine of its own needs for secure sums; refused with what to do where it is missing."""
+    if identity is None:
+        raise HeadstartError(
+            "the recipe has secure sums, in which nodes sign what they send to each other: make a key with "
+            "ssh-keygen -t ed25519, and give the node signing_key (the private key) and peers (everybody's public keys)"
+        )
+    return identity
+
+
+def next_exchange(node: Node, asked: NodeRequest, told: Message, test: bool) -> tuple[dict[str, Any], Message]:
+    """The node's answer to an exchange of a secure sum, with its facts; to be called under the node's lock.
+
+    test: whether figures of a test are added up, and not answers of a round.
+    """
+    path = node.folder / f"secret-{asked.client}.safetensors"
+    if told.scalars.get("step") == "keys":
+        return _begin(node, asked, told, path, test)
+    if not path.is_file():
+        raise StateLostError("the node no longer has its keys of this sum")
+    saved = Message.from_bytes(path.read_bytes())
+    promise, question = json.loads(str(saved.scalars["promise"])), str(saved.scalars["question"])
+    identity = _identity(node, bytes.fromhex(str(saved.scalars["session"])), asked.client)
+    client = SecureClient.from_message(saved, identity)
+    if promise["stage"] != node._told(asked).number:
+        raise MessageError("the sum was begun for another stage")
+    privacy, more = promise.pop("privacy"), dict[str, Any]()
+    match step := str(told.scalars.get("step")):
+        case "shares":
+            answer = client.share(told)
+        case "masked":
+            answer, more = client.mask(told), {"privacy": privacy}
+        case "agree":
+            answer = client.agree(told)
+        case _:
+            answer = client.reveal(told)
+            more = _note_survivors(node, promise, question, saved.arrays["survivors"])
+            path.unlink()  # nothing of this sum is needed any more, and nobody is to find it
+    if path.is_file():
+        _keep(path, client, {name: saved.scalars[name] for name in ("promise", "question")})
+    node.enter(step, **promise, **sent(question, answer), **more)
+    return {"passes": 0, "kept": False}, answer
+
+
+def _begin(node: Node, asked: NodeRequest, told: Message, path: Path, test: bool) -> tuple[dict[str, Any], Message]:
+    """The answer to the first exchange; what is to be added is known from here on."""
+    session, clients, threshold = _settings(node, asked, told)
+    identity = _identity(node, session, asked.client)
+    facts: dict[str, Any] = {"passes": 0, "kept": False}
+    if test:
+        values: Mapping[str, Array] = node.tested(asked).arrays
+    else:
+        reply = node._once(asked)
+        values = node._load(asked).runtime.vector(reply, asked.message)
+        facts = {"passes": int(reply.forward_passes[0]), "kept": bool(reply.state)}
+    client = SecureClient(session, clients, threshold, identity, values, _context(node, asked, test))
+    answer, promise = client.keys(), node.promise(asked, test)
+    _keep(path, client, {"promise": json.dumps(promise), "question": asked.digest})
+    del promise["privacy"]  # nothing of the values has left yet
+    node.enter("keys", **promise, **sent(asked.digest, answer))
+    return facts, answer
+
+
+def _identity(node: Node, session: bytes, client: int) -> Identity:
+    """The node's own on a machine of its own; in a simulation, one that anybody can compute."""
+    if not node.alone:
+        return Identity.derived(session, client)
+    return check_identity(node.identity)
+
+
+def _context(node: Node, asked: NodeRequest, test: bool) -> bytes:
+    """What the node answers in this sum: the recipe, run, stage and round, and what all clients are sent alike.
+
+    Where a method tells each client what it has missed, that is the log from its start on. With several tasks, or
+    parts of the model that are the client's own, clients are sent different things, which are then left out.
+    """
+    stage = node._load(asked)
+    setup, question = stage.setup, asked.message.to_bytes()
+    if stage.method.replays and not test:
+        question = (node.folder / f"log-{setup.number}-{asked.client}.safetensors").read_bytes()
+    alike = [digest(question)] if len(setup.tasks) == 1 else []
+    alike += [asked.setup] if len(setup.tasks) == 1 and not setup.personal else []
+    round = ["test", asked.done] if test else asked.message.scalars.get("round")
+    facts = [node.recipe_digest, node.folder.name, setup.number, round, alike]
+    return bytes.fromhex(digest(json.dumps(facts).encode()))
+
+
+def _keep(path: Path, client: SecureClient, about: dict[str, Any]) -> None:
+    """Write the client's secrets before anybody hears of its answer."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    state = client.to_message()
+    data = Message(state.arrays, {**state.scalars, **about}).to_bytes()
+    write_atomically(path, lambda file: file.write_bytes(data), private=True)
+
+
+def _settings(node: Node, asked: NodeRequest, told: Message) -> tuple[bytes, int, int]:
+    """Session, clients and threshold of a sum that the node's recipe allows."""
+    try:
+        session = bytes.fromhex(str(told.scalars["session"]))
+        clients, threshold = (int(told.scalars[name]) for name in ("clients", "threshold"))
+    except (KeyError, ValueError) as error:
+        raise MessageError(f"the server begins a sum in an unknown way: {error!r}") from None
+    stage = node.recipe.stages[node._told(asked).number]
+    if not stage.secure:
+        raise HeadstartError("the recipe has no secure sums in this stage")
+    if threshold != (least := stage.survivors(clients)):
+        raise HeadstartError(
+            f"the server would open a sum of {clients} clients with {threshold} of them; by the node's recipe "
+            f"{least} have to stay"
+        )
+    return session, clients, threshold
+
+
+def _note_survivors(node: Node, promise: Mapping[str, Any], question: str, heard: Array) -> dict[str, Any]:
+    """A round is opened for one list of survivors, whatever the sum: two totals would differ by single clients.
+
+    Nor are the same statistics added up again with others, in any run of any recipe.
+    """
+    if not node.alone:
+        return {}
+    path = node.record("tested" if promise["of"] == "test" else "answered", promise["stage"])
+    record = Message.from_bytes(path.read_bytes())
+    if record.scalars["question"] != question:
+        raise HeadstartError("the node has answered another question since")
+    if not np.array_equal(record.arrays.get("survivors", heard), heard):
+        raise HeadstartError("the sum of this round was opened before, for another list of survivors")
+    facts = {"participants": _participants(node, heard), "statistics": _statistics(node, promise)}
+    if facts["statistics"] and not node.limits.other_participants:
+        for entry in node.ledger.entries():
+            same = entry.get("statistics") == facts["statistics"]
+            if same and entry["participants"] != facts["participants"]:
+                raise HeadstartError(
+                    "the same statistics were added up before with other participants, and the difference of the two "
+                    "totals would tell of single nodes; limits.other_participants in node.toml allows it"
+                )
+    noted = Message({**record.arrays, "survivors": heard}, record.scalars)
+    write_atomically(path, lambda file: file.write_bytes(noted.to_bytes()), private=True)
+    return facts
+
+
+def _participants(node: Node, heard: Array) -> list[str]:
+    """Whoever is in a sum, by the first digits of the digests of their public keys."""
+    peers = check_identity(node.identity).peers
+    return sorted(digest(peers[int(number)])[:16] for number in heard)
+
+
+def _statistics(node: Node, promise: Mapping[str, Any]) -> str | None:
+    """The same for all sums of the same statistics; None for updates and tests, each of which is of its own model."""
+    stage = node.recipe.stages[promise["stage"]]
+    if stage.trains or promise["of"] == "test":
+        return None
+    return digest(json.dumps([stage.method, node.recipe.model.model_dump(mode="json")]).encode())
