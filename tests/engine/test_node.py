@@ -24,6 +24,7 @@ pytest.importorskip("flwr")
 from flwr.app import ArrayRecord, ConfigRecord, Error, Message, RecordDict
 from flwr.supercore.task_identity import TaskIdentity
 
+from headstart.config.node import NodeLimits
 from headstart.config.recipe import Recipe
 from headstart.core.files import secret
 from headstart.core.message import Message as Wire
@@ -89,6 +90,7 @@ class Grid:
     ) -> None:
         self.recipe, self.silos, self.state, self.change, self.names = recipe, silos, state, change, names
         self.online = dict(enumerate(names, start=10))
+        self.limits = NodeLimits()
         self.said: list[tuple[str, str, set[str]]] = []
         self.replies: dict[str, Message] = {}
         self.asked = 0
@@ -119,7 +121,7 @@ class Grid:
         secure = any(stage.secure for stage in self.recipe.stages)
         identity = identities(len(self.names))[self.names.index(name)] if secure else None
         folder = self.folder(name) / run_of(message)
-        return respond(message, Node(self.recipe, federation, folder, alone=True, identity=identity), name)
+        return respond(message, Node(self.recipe, federation, folder, True, identity, self.limits), name)
 
     def folder(self, name: str) -> Path:
         return self.state / name
@@ -534,6 +536,7 @@ def test_a_full_disk_is_a_sentence_and_loses_nothing(command: list[str], tmp_pat
 BUSY = """
 import sys, time
 from pathlib import Path
+from headstart.config.node import NodeLimits
 from headstart.config.recipe import Recipe
 from headstart.runner import run
 def wait(line):

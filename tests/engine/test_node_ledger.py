@@ -1,5 +1,6 @@
 """The ledger of a node, and the limits that its owner sets."""
 
+import csv
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,10 @@ from headstart.engine.node_ledger import NodeLedger
 from headstart.engine.respond import respond, run_of
 from headstart.errors import HeadstartError
 from tests.channel.test_attacks import NCM, SGD, Silo, head, model, statistics
+from tests.engine.test_node import FOUR, LOCAL, Grid, recipe_of, serve, silos
+
+
+__all__ = ["silos"]  # a fixture
 
 
 @pytest.fixture(autouse=True)
@@ -205,3 +210,69 @@ def test_mistakes_in_node_toml_are_told_at_once(tmp_path: Path) -> None:
     path.write_text("no toml")
     with pytest.raises(HeadstartError, match=r"node\.toml"):
         NodeLimits.load(path)
+
+
+# ---------------------------------------------------------------------------------------------------------- secure sums
+
+
+def grid_of(silos: Path, state: Path, stage: dict[str, Any], names: tuple[str, ...] = FOUR, **keys: Any) -> Grid:
+    recipe = recipe_of(silos, stage)
+    return Grid(recipe.model_copy(update=keys), silos, state, names=names)
+
+
+def test_a_secure_run_is_audited_from_a_nodes_ledger(silos: Path, tmp_path: Path) -> None:
+    """Everything that left one node, with the bytes of the server's own account."""
+    grid = grid_of(
+        silos, tmp_path / "state", {**LOCAL, "method": "fedavg", "secure": True, "rounds": 2, "evaluate_every": 1}
+    )
+    summary = serve(grid, tmp_path / "out").summary
+    entries = NodeLedger(grid.folder("a")).entries()
+    steps = ["keys", "shares", "masked", "agree", "reveal"]
+    assert [entry["kind"] for entry in entries] == ["join", *4 * steps]
+    assert [entry["of"] for entry in entries[1::5]] == ["answer", "test", "answer", "test"]
+    with (tmp_path / "out" / "clients.csv").open(newline="") as file:
+        (mine,) = [row for row in csv.DictReader(file) if row["client"] == "a"]
+    left = sum(entry["bytes"] for entry in entries if entry.get("of") == "answer")
+    assert left == int(mine["bytes_up"])
+    assert all("privacy" in entry for entry in entries if entry["kind"] == "masked")
+    assert len(entries[5]["participants"]) == 4
+    assert 0.2 < summary["accuracy"] <= 1
+
+
+def test_figures_of_a_secure_test_are_those_of_an_open_one(silos: Path, tmp_path: Path) -> None:
+    stage = {**LOCAL, "method": "fedavg", "weighting": "uniform", "rounds": 1}
+    found = []
+    for secure in (False, True):
+        grid = grid_of(silos, tmp_path / str(secure), {**stage, "secure": secure})
+        result = serve(grid, tmp_path / f"out-{secure}")
+        found.append((result.summary["accuracy"], result.summary["stages"][0]["loss"]))
+        assert (result.summary["stages"][0]["local_accuracy_mean"] is None) == secure
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
+
+
+def test_the_same_statistics_are_not_added_up_with_other_participants(silos: Path, tmp_path: Path) -> None:
+    """The attack: totals of four nodes and of three differ by one hospital's counts and sums, exactly."""
+    stage = {"method": "fedncm", "secure": True}
+    serve(grid_of(silos, tmp_path / "state", stage), tmp_path / "four")
+    again = serve(grid_of(silos, tmp_path / "state", stage), tmp_path / "again")  # the same nodes get the same total
+    assert again.summary["stages"][0]["dropped"] == []
+    fewer = grid_of(silos, tmp_path / "state", stage, FOUR)
+    fewer.online.popitem()
+    with pytest.raises(HeadstartError, match="0 of 3 clients gave a usable answer|opened before|other participants"):
+        serve(fewer, tmp_path / "three", expected=3)
+    other = grid_of(silos, tmp_path / "state", stage, FOUR, seed=7)  # a recipe that the nodes agree to anew
+    other.online.popitem()
+    with pytest.raises(HeadstartError, match="with other participants"):
+        serve(other, tmp_path / "other", expected=3)
+    for name in FOUR[:3]:
+        entries = NodeLedger(other.folder(name)).entries()
+        assert len([entry for entry in entries if entry["kind"] == "reveal" and entry["of"] == "answer"]) == 2
+
+
+def test_a_nodes_owner_may_allow_other_participants(silos: Path, tmp_path: Path) -> None:
+    stage = {"method": "fedncm", "secure": True}
+    serve(grid_of(silos, tmp_path / "state", stage), tmp_path / "four")
+    other = grid_of(silos, tmp_path / "state", stage, FOUR, seed=7)
+    other.limits = NodeLimits(other_participants=True)
+    other.online.popitem()
+    assert serve(other, tmp_path / "other", expected=3).summary["stages"][0]["dropped"] == []
