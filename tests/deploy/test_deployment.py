@@ -30,6 +30,8 @@ from flwr.supercore.protobuf.translation import PROTOBUF_REQUEST_TYPES
 from headstart.config.recipe import Recipe
 from headstart.deploy.folder import init
 from headstart.deploy.guard import app_digest
+from headstart.engine.flower_messages import recipe_digest
+from headstart.engine.node_ledger import NodeLedger
 from headstart.runner import run
 
 pytestmark = [
@@ -122,6 +124,8 @@ class Machines:
         """Start the SuperLink, and wait until it listens."""
         # Whoever sets these opens nothing.
         careless = {"FORWARDED_ALLOW_IPS": "*", "FLWR_INTERNAL_GRPC_CONTROL_API": "1"}
+        path = [str(Path(__file__).parent / "lying"), *filter(None, [os.environ.get("PYTHONPATH")])]
+        careless["PYTHONPATH"] = os.pathsep.join(path)
         self.superlink_process = self.start(self.folder / "superlink.sh", log="superlink", **careless)
         wait_for(lambda: self.superlink_process.poll() is None and self.listens())
 
@@ -410,6 +414,30 @@ import importlib.metadata
 true = importlib.metadata.version
 importlib.metadata.version = lambda name: "0.0.1" if name == "headstart" else true(name)
 """
+
+
+def test_a_server_that_lies_gets_one_answer_from_a_node(machines: Machines, data: Path) -> None:
+    """Real processes on both sides; the server asks what no recipe asks."""
+    privacy = {"epsilon": 1.0, "clip": 1.0, "noise": "client"}
+    recipe = recipe_of(data, {"method": "fedncm", "privacy": privacy})
+    (machines.folder / "lie").touch()
+    try:
+        out = machines.run(recipe, "lies")
+    finally:
+        (machines.folder / "lie").unlink()
+    said = json.loads((out / "said.json").read_text())
+    assert len({said[name]["answer"] for name in ("first", "again", "new run")}) == 1
+    assert said["first"]["answer"] is not None
+    for name, why in (
+        ("fewer clients", "answers no other question for it"),
+        ("another number", "is client 0 of this run, and is asked as client 1"),
+        ("beyond the stage", "the stage has 1 rounds, from 0; the server asks for round 7"),
+        ("a model", "with privacy a node tests no models"),
+    ):
+        assert why in said[name]["error"], said[name]
+        assert said[name]["answer"] is None
+    entries = NodeLedger(machines.folder / "state" / NODES[0]).entries()
+    assert [entry["kind"] for entry in entries if entry["recipe"] == recipe_digest(recipe)].count("answer") == 3
 
 
 def test_nodes_that_cannot_take_part_stay_out_and_the_run_says_why(
