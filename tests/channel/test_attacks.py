@@ -18,10 +18,11 @@ from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.supercore.task_identity import TaskIdentity
 
 from headstart.channel.links import ClientNoise
-from headstart.channel.noise import SystemGenerator, generators_of
+from headstart.channel.noise import generators_of
 from headstart.channel.secure import SecureClient, protocol
 from headstart.config.recipe import Recipe
 from headstart.core.message import Message as Wire
+from headstart.core.seeds import SecureGenerator
 from headstart.core.statistics import ClientStatistics
 from headstart.data import Federation
 from headstart.engine.flower_messages import facts_of, package_version, recipe_digest
@@ -258,18 +259,17 @@ def test_whoever_knows_the_recipe_cannot_subtract_a_nodes_noise(tmp_path: Path) 
         np.testing.assert_allclose(simulated(silo, bench, model())[name], guess[name], atol=1e-4)
 
 
-def test_the_operating_systems_noise_is_gaussian(monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn = SystemGenerator().standard_normal(200_000)
+def test_the_operating_systems_noise_is_gaussian() -> None:
+    drawn = SecureGenerator().standard_normal(200_000)
     assert abs(drawn.mean()) < 6 / 200_000**0.5
     assert drawn.std() == pytest.approx(1, abs=0.01)
     inside = [(np.abs(drawn) < bound).mean() for bound in (0.6744897501960817, 1.959963984540054, 2.5758293035489004)]
     assert inside == pytest.approx([0.5, 0.95, 0.99], abs=0.006)
     assert abs(np.corrcoef(drawn[1:], drawn[:-1])[0, 1]) < 0.02
     for byte in (0, 255):  # the first and the last number that there are
-        with monkeypatch.context() as patched:
-            patched.setattr("headstart.channel.noise.os.urandom", lambda size, byte=byte: bytes([byte]) * size)
-            assert 8 < abs(SystemGenerator().standard_normal(1)[0]) < 9
-    moved = SystemGenerator().normal(np.full((300, 300), 5.0), 0.5)
+        generator = SecureGenerator(lambda size, byte=byte: bytes([byte]) * size)
+        assert 8 < abs(generator.standard_normal(1)[0]) < 9
+    moved = SecureGenerator().normal(np.full((300, 300), 5.0), 0.5)
     assert moved.shape == (300, 300)
     assert (moved.mean(), moved.std()) == pytest.approx((5.0, 0.5), abs=0.01)
 

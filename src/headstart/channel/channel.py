@@ -13,8 +13,8 @@ from headstart.channel.quantise import Quantise
 from headstart.channel.statistics import StatisticsChannel, TaskChannels
 from headstart.config.stage import ClosedForm, Rounds
 from headstart.core.message import Message
-from headstart.core.params import Seed
 from headstart.core.reply import ClientResult, ClientState, Reply, Sender, scalars_of
+from headstart.core.seeds import Seed
 from headstart.core.statistics import Floats
 from headstart.core.update import Blocks, RobustTotal, Total, array_name, block_of
 from headstart.errors import HeadstartError, MessageError

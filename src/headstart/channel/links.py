@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 
 from headstart.channel.accounting import noise_multiplier, sensitivity, spent
-from headstart.channel.noise import generator_of
 from headstart.config.stage import Privacy
 from headstart.core.message import Array, Message
-from headstart.core.params import Seed, clipped, norm
+from headstart.core.params import clipped, norm
 from headstart.core.reply import Sender
+from headstart.core.seeds import Seed, generator_of
 from headstart.core.statistics import Floats
 from headstart.core.update import Blocks, Total, block_of
 from headstart.errors import MessageError

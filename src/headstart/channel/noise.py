@@ -7,47 +7,28 @@ Gaussian mechanism covers them all: their joint sensitivity is √2, or √3 wit
 part, present or not, so that neither noise nor length of a message tells which classes a client has. Everything that is
 computed from the noisy values is post-processing.
 
-In a simulation the noise is drawn from the recipe's seed, so that a run can be repeated; whoever knows the seed can
-subtract it. In a deployment a client's noise comes from the operating system's generator, anew for every answer, and
-the server's from a secret of the run, which is deleted when the run is complete. The noise is drawn in floating point;
+In a simulation the noise is drawn from the recipe's seed by NumPy's generator, so that a run can be repeated; whoever
+knows the seed can subtract it. In a deployment it is cryptographic (`core.seeds`): a client's comes from the operating
+system's generator, anew for every answer, and the server's from a stream of AES-256 whose key is derived from a secret
+of the run, which is deleted when the run is complete. The noise is drawn in floating point;
 attacks on its lowest bits (Mironov, 2012) are outside the guarantee, and so are the figures of cost under the server's
 noise, which count examples exactly.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import sqrt
 
 import numpy as np
-from scipy import special
 
 from headstart.config.stage import CountNoise
-from headstart.core.params import Seed
+from headstart.core.seeds import Generator, Seed, generator_of
 from headstart.core.statistics import ClientStatistics, Floats, Ints, Moments
 
 _STATISTICS, _COUNTS = 0xD9, 0xC0
 _LARGEST_COUNT = 2**31 - 1  # what travels as int32
-
-
-class SystemGenerator:
-    """Gaussian numbers from the operating system's generator, which depend on nothing that anybody knows."""
-
-    def standard_normal(self, size: int) -> Floats:
-        """So many numbers [size], by the inverse of the distribution function at odd multiples of 2⁻⁵³: never 0, 1."""
-        words = np.frombuffer(os.urandom(8 * size), np.uint64)
-        return np.asarray(special.ndtri(((words >> np.uint64(12)) + 0.5) * 2.0**-52))
-
-    def normal(self, mean: Floats, deviation: float) -> Floats:
-        """Numbers around these means [...]."""
-        return np.asarray(mean + deviation * self.standard_normal(mean.size).reshape(mean.shape))
-
-
-def generator_of(seed: Seed, *key: int) -> np.random.Generator | SystemGenerator:
-    """The generator of a seed and a key, or the operating system's, which has no use for either."""
-    return SystemGenerator() if seed is None else np.random.default_rng([*seed, *key])
 
 
 def every_class(statistics: ClientStatistics, owners: Ints, clients: Ints) -> ClientStatistics:
@@ -106,9 +87,7 @@ class StatisticsNoise:
         """Standard deviation of the noise on each entry of the scaled statistics."""
         return self.multiplier * sqrt(2 if self.moments is None else 3)
 
-    def add(
-        self, statistics: ClientStatistics, generators: Sequence[np.random.Generator | SystemGenerator]
-    ) -> ClientStatistics:
+    def add(self, statistics: ClientStatistics, generators: Sequence[Generator]) -> ClientStatistics:
         """Noise on every entry, from as many generators as there are sets of rows of equal size.
 
         Each client of a cohort has a generator of its own, and its noise is what it would be if it were alone; the
@@ -131,9 +110,7 @@ class StatisticsNoise:
         return self.deviation * self.bound**2 * sqrt(2 * dim * times)
 
 
-def generators_of(
-    seed: Seed, task: int, clients: Ints | None = None, round: int = 0
-) -> list[np.random.Generator | SystemGenerator]:
+def generators_of(seed: Seed, task: int, clients: Ints | None = None, round: int = 0) -> list[Generator]:
     """The server's generator of a task in a round (from 0), or one for each client."""
     if clients is None:
         return [generator_of(seed, _STATISTICS, task, *([0, round] if round else []))]
@@ -151,7 +128,7 @@ def blur_counts(
     counts = statistics.counts.astype(np.float64)
     starts = np.flatnonzero(np.diff(owners, prepend=-1))
     for start, stop in zip(starts, [*starts[1:], len(owners)], strict=True):
-        key = None if seed is None else [*seed, _COUNTS, int(owners[start])]
+        key = [*seed, _COUNTS, int(owners[start])] if isinstance(seed, tuple) else None
         rng, mine = np.random.default_rng(key), slice(start, stop)
         if noise.kind == "uniform":
             counts[mine] *= 1 + rng.uniform(-1, 1, stop - start) * max(0.0, 1 - noise.epsilon)

@@ -19,8 +19,8 @@ import numpy as np
 from headstart.channel.accounting import noise_multiplier
 from headstart.channel.noise import StatisticsNoise, blur_counts, every_class, generators_of
 from headstart.config.stage import CountNoise, Privacy
-from headstart.core.params import Seed
 from headstart.core.reply import Reply, Sender, StatisticsResult
+from headstart.core.seeds import Seed
 from headstart.core.statistics import ClientStatistics, Floats, Ints, Summary, message_nbytes
 from headstart.core.update import StatisticsTotal
 from headstart.solvers.cohort import Cohort

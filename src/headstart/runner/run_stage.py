@@ -13,6 +13,7 @@ from headstart.core.files import secret
 from headstart.core.ledger import Ledger
 from headstart.core.message import Array
 from headstart.core.plan import part_of
+from headstart.core.seeds import Secret, Seed, extended
 from headstart.core.state import pack, unpack
 from headstart.engine.body import PRETRAINED
 from headstart.engine.client import ClientRuntime
@@ -67,7 +68,7 @@ class StageRun:
         module, norm_statistics = run.body.module(), run.body.norm_statistics
         self.tasks = self._tasks()
         hides = self.settings.privacy is not None and self.remote
-        self.noise = secret(run.folder / "noise.secret") if hides else ()
+        self.noise: Seed = Secret(secret(run.folder / "noise.secret")) if hides else ()
         self.method, self.channel = method_of(self.settings, self.plan, self.seed, run.body, self.tasks, self.noise)
         self.start = Start(self._weights(), module, norm_statistics, self.personal, self._own_names())
         self.rounds = self.settings.rounds_for(self.federation.n_clients)
@@ -153,9 +154,10 @@ class StageRun:
     # -------------------------------------------------------------------------------------------------- who takes part
 
     @property
-    def draw_seed(self) -> tuple[int, ...]:
+    def draw_seed(self) -> Seed:
         """What draws clients. Sampling amplifies privacy only where nobody knows who was drawn: then a secret does."""
-        return (*self.noise, *self.seed) if self.run.nodes is not None and not self.settings.pooled else self.seed
+        remote = self.run.nodes is not None and not self.settings.pooled
+        return extended(self.noise, *self.seed) if remote else self.seed
 
     def _states(self, slots: Any) -> ClientStates:
         """What stays with clients: here, or on machines of their own."""
