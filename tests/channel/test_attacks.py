@@ -240,7 +240,8 @@ def test_whoever_knows_the_recipe_cannot_subtract_a_nodes_noise(tmp_path: Path) 
     _, said = silo.ask("answer", statistics())
     bench = known(silo)
     channel = bench.channel
-    nothing = ClientStatistics(CLASSES, np.arange(CLASSES), np.zeros(CLASSES, np.int64), np.zeros((CLASSES, DIM)))
+    zeros = np.zeros((CLASSES, DIM))
+    nothing = ClientStatistics(CLASSES, np.arange(CLASSES), np.ones(CLASSES, np.int64), zeros, counted=False)
     guessed = channel.noise.add(nothing, generators_of(channel.seed, 0, np.array([0])))
     exact = np.stack([silo.x[silo.y == label].sum(axis=0) for label in range(CLASSES)])
     assert channel.noise.deviation > 3

@@ -1,14 +1,15 @@
-"""Random numbers that hide something: what they are drawn from, and that another library draws the same."""
+"""Random numbers that hide something: what they are drawn from, and how they are spread."""
+
+import hmac
 
 import numpy as np
 import pytest
 
 pytest.importorskip("cryptography")
-pytest.importorskip("Crypto")
 
-from Crypto.Cipher import AES
-from Crypto.Hash import SHA256
-from Crypto.Protocol.KDF import HKDF
+from cryptography.hazmat.primitives.ciphers import Cipher
+from cryptography.hazmat.primitives.ciphers.algorithms import AES
+from cryptography.hazmat.primitives.ciphers.modes import ECB
 from scipy import stats
 
 from headstart.core.seeds import Secret, SecureGenerator, Seed, extended, generator_of
@@ -17,9 +18,11 @@ KEY = bytes(range(32))
 
 
 def test_a_secret_is_the_key_of_aes_in_counter_mode() -> None:
-    """The same bytes from another library's HKDF and AES."""
-    key = HKDF(KEY, 32, b"", SHA256, context=b"headstart noise 3 0 222 7")
-    expected = AES.new(key, AES.MODE_CTR, nonce=b"", initial_value=0).encrypt(bytes(8 * 100))  # type: ignore[arg-type]
+    """HKDF as in RFC 5869, and the counter block by block."""
+    extracted = hmac.digest(bytes(32), KEY, "sha256")
+    key = hmac.digest(extracted, b"headstart noise 3 0 222 7" + bytes([1]), "sha256")
+    blocks = b"".join(counter.to_bytes(16) for counter in range(50))
+    expected = Cipher(AES(key), ECB()).encryptor().update(blocks)  # noqa: S305 (one block at a time is what is meant)
     generator = Secret(KEY, (3, 0)).generator(222, 7)
     words = np.concatenate([generator.words(30), generator.words(70)])
     np.testing.assert_array_equal(words, np.frombuffer(expected, "<u8"))

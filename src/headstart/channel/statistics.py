@@ -50,7 +50,8 @@ class StatisticsChannel:
         if self.privacy is None:
             return None
         multiplier = noise_multiplier(self.privacy.epsilon, self.privacy.delta)
-        return StatisticsNoise(multiplier, min(self.privacy.clip, self.summary.longest), self.summary.moments)
+        summary = self.summary
+        return StatisticsNoise(multiplier, min(self.privacy.clip, summary.longest), summary.moments, summary.counts)
 
     @property
     def memory_per_client(self) -> int:
@@ -65,9 +66,11 @@ class StatisticsChannel:
 
     def encode(self, result: StatisticsResult, cohort: Cohort, round: int) -> list[Reply]:
         """What clients say, all of a cohort in one reply: with privacy, of every class."""
-        statistics, owners = self._said(result.statistics, result.owners, cohort.clients)
+        counted = replace(result.statistics, counted=self.summary.counts)
+        statistics, owners = self._said(counted, result.owners, cohort.clients)
         rows = np.bincount(np.searchsorted(cohort.clients, owners), minlength=len(cohort.clients))
-        nbytes = np.array([message_nbytes(int(n), self.summary.dim, self.summary.moments) for n in rows])
+        layout = self.summary.dim, self.summary.moments, self.summary.counts
+        nbytes = np.array([message_nbytes(int(n), *layout) for n in rows])
         passes = np.zeros_like(result.passes) if self.by_client else result.passes  # how many examples they have
         return [Reply(cohort.clients, statistics.to_message(), nbytes, passes, task=cohort.task)]
 
@@ -111,6 +114,7 @@ class StatisticsChannel:
             noisy=self.by_client,
             rows_per_class=summary.means_per_client * len(reply.clients),
             longest=inf if self.noise is None else self.noise.bound,
+            counted=summary.counts,
         )
         return self._marked(statistics)
 
