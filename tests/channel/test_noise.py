@@ -484,6 +484,7 @@ def test_what_is_spent(noise: str) -> None:
     assert channel.spent(0)["epsilon"] == 0
     found = channel.spent(1)
     multiplier = found.pop("noise_multiplier")
+    assert found.pop("released") == {"server": "one head", "client": "every client's statistics, once"}[noise]
     assert found == {"epsilon": 2.0, "delta": 1e-5, "unit": "example", "noise": noise, "clip": 3.0}
     assert multiplier == pytest.approx(multiplier_of(2.0), rel=1e-5)
     assert bench_of("fed3r").channel.spent(1) is None

@@ -22,7 +22,7 @@ def test_a_secret_is_the_key_of_aes_in_counter_mode() -> None:
     extracted = hmac.digest(bytes(32), KEY, "sha256")
     key = hmac.digest(extracted, b"headstart noise 3 0 222 7" + bytes([1]), "sha256")
     blocks = b"".join(counter.to_bytes(16) for counter in range(50))
-    expected = Cipher(AES(key), ECB()).encryptor().update(blocks)  # noqa: S305 (one block at a time is what is meant)
+    expected = Cipher(AES(key), ECB()).encryptor().update(blocks)
     generator = Secret(KEY, (3, 0)).generator(222, 7)
     words = np.concatenate([generator.words(30), generator.words(70)])
     np.testing.assert_array_equal(words, np.frombuffer(expected, "<u8"))

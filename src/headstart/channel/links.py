@@ -119,6 +119,8 @@ class _ClientLevel(Link):
     """
 
     lossy = True
+    released = "a model after every round"
+    """What anybody sees that the guarantee is about."""
 
     def __init__(self, privacy: Privacy, rounds: int, sampled: tuple[int, int] | None, seed: Seed) -> None:
         """sampled: of how many clients a round draws how many, where nobody knows whom; None: all count in full."""
@@ -157,6 +159,7 @@ class _ClientLevel(Link):
             "noise": privacy.noise,
             "noise_multiplier": self.multiplier,
             "clip": privacy.clip,
+            "released": self.released,
         }
 
 
@@ -209,6 +212,8 @@ class ClientNoise(_ClientLevel):
     Any two updates of length ``clip`` are 2 · clip apart at most. The server sees who takes part, so every round counts
     in full, and a client that is drawn less often has spent less than what is said.
     """
+
+    released = "every client's update in every round"
 
     @property
     def deviation(self) -> float:

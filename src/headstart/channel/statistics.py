@@ -154,7 +154,15 @@ class StatisticsChannel:
             "noise": self.privacy.noise,
             "noise_multiplier": self.noise.multiplier,
             "clip": self.noise.bound,
+            "released": self._released,
         }
+
+    @property
+    def _released(self) -> str:
+        """What anybody sees that the guarantee is about."""
+        if self.by_client:
+            return "every client's statistics, once"
+        return "a head after every round" if self.summary.by_row else "one head"
 
 
 class TaskChannels:

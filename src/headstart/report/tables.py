@@ -76,8 +76,9 @@ def remarks(stage: dict[str, Any]) -> list[str]:
         spent = stage["privacy"]
         found.append(
             f"differential privacy of any one {spent['unit']}: ε = {spent['epsilon']:.3g}, δ = {spent['delta']:.1g}, "
-            f"noise by the {spent['noise']}"
+            f"noise by the {spent['noise']}" + (f"; released: {spent['released']}" if "released" in spent else "")
         )
+        found += [spent["warning"]] if "warning" in spent else []
     if "feature_similarity" in stage:
         found.append(f"cosine of features before and after: {stage['feature_similarity']:.4f}")
     if "best_round" in stage:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from headstart.channel.accounting import large_delta
 from headstart.core.files import secret
 from headstart.core.ledger import Ledger
 from headstart.core.message import Array
@@ -72,6 +73,8 @@ class StageRun:
         self.method, self.channel = method_of(self.settings, self.plan, self.seed, run.body, self.tasks, self.noise)
         self.start = Start(self._weights(), module, norm_statistics, self.personal, self._own_names())
         self.rounds = self.settings.rounds_for(self.federation.n_clients)
+        if warning := self._large_delta():
+            log.warning("stages.%d.privacy.delta: %s", number, warning)
         self.validates = self.settings.trains and run.federation.dataset.validation is not None
         self._embed()
         self._open(saved)
@@ -252,6 +255,8 @@ class StageRun:
         state = self.observers.kept(last)
         self._save(state)
         guarantee = self.channel.spent(done)
+        if guarantee and (warning := self._large_delta()):
+            guarantee["warning"] = warning
         self.run.stages.append(
             {
                 "method": settings.method,
@@ -270,6 +275,15 @@ class StageRun:
             }
         )
         self.run.spent = {name: round(self.run.spent[name] + cost, 3) for name, cost in ledger.totals().items()}
+
+    def _large_delta(self) -> str | None:
+        """What to say of the stage's δ, by the number of examples or clients, as far as it is known."""
+        privacy = self.settings.privacy
+        if privacy is None:
+            return None
+        if self.settings.trains:
+            return large_delta(privacy.delta, "client", self.federation.n_clients)
+        return large_delta(privacy.delta, "example", int(self.federation.sizes.sum()))
 
     def _save(self, state: Any) -> None:
         """The model of a state, for later stages and for the user."""
