@@ -136,14 +136,14 @@ class ClientStatistics:
             second = unpacked(second, sums.shape[1])
         return cls(len(counts), labels, counts[labels], sums[labels], second, counted=counted)
 
-    def to_message(self) -> Message:
-        """What travels: present classes only; class sums in float32.
+    def to_message(self, precise: bool = False) -> Message:
+        """What travels: present classes only; class sums in float32, or in float64 where they are to be precise.
 
         Statistics with second moments travel in float64, the Gram matrix as its upper triangle: the solve subtracts
         them from each other, so that rounding to float32 makes a badly conditioned Gram matrix indefinite. A triangle
         in float64 costs what the papers count for the full square in float32.
         """
-        precision = _sums_dtype(self.moments is not None)
+        precision = _sums_dtype(precise or self.moments is not None)
         with np.errstate(over="ignore"):  # checked below, with a sentence
             sums = self.sums.astype(precision)
         if not np.isfinite(sums).all():
@@ -171,18 +171,19 @@ class ClientStatistics:
         rows_per_class: int = 1,
         longest: float = inf,
         counted: bool = True,
+        precise: bool = False,
     ) -> ClientStatistics:
         """Read and check what a client sent, or raise `MessageError` with what is wrong.
 
         ``every_class``: there is a row for every class, present or not. ``noisy``: clients added noise, and nothing is
         impossible. ``rows_per_class``: rows that a class may have. ``longest``: no feature vector is longer.
-        ``counted``: the counts are sent.
+        ``counted``: the counts are sent. ``precise``: in float64.
         """
         labels = message.array("labels", "int32", (None,)).astype(np.int64)
         counts = np.ones(len(labels), np.int64)
         if counted:
             counts = message.array("counts", "int32", (len(labels),)).astype(np.int64)
-        sums = message.array("sums", _sums_dtype(moments is not None), (len(labels), dim))
+        sums = message.array("sums", _sums_dtype(precise or moments is not None), (len(labels), dim))
         if len(labels) and (labels.min() < 0 or labels.max() >= n_classes):
             raise MessageError(f"class labels must lie between 0 and {n_classes - 1}")
         if (often := np.bincount(labels, minlength=1)).max() > rows_per_class:
@@ -376,8 +377,8 @@ def _moments_length(dim: int, moments: Moments) -> int:
     return dim * (dim + 1) // 2 if moments == "full" else dim
 
 
-def _sums_dtype(with_moments: bool) -> str:
-    return "float64" if with_moments else "float32"
+def _sums_dtype(precise: bool) -> str:
+    return "float64" if precise else "float32"
 
 
 def unpacked(triangle: Floats, dim: int) -> Floats:

@@ -72,15 +72,19 @@ class LocalClients:
         Bytes are those of the masked values; what the protocol sends beside them is not counted.
         """
         total: dict[str, npt.NDArray[np.int64]] = {}
+        shared = self.runtime.channel.shared
+        bits = BITS if shared is None else shared.bits
         count, states = len(request.clients), {}
         nbytes, passes = np.zeros(count, np.int64), np.zeros(count, np.int64)
         for place, client in enumerate(request.clients.tolist()):
             (reply,) = self._ask(request.part(np.array([place])))
-            values = to_fixed(self.runtime.vector(reply, request.messages[place]), count, BITS)
+            values = to_fixed(self.runtime.vector(reply, request.messages[place]), count, bits)
+            if shared is not None:  # nobody drops out here, and nothing has to be removed
+                values = shared.noised(values, count, client, request.round)
             total = {name: total[name] + value if total else value for name, value in values.items()}
             nbytes[place], passes[place] = Message(values).nbytes, reply.forward_passes[0]
             states[client] = reply.state
-        found = {name: from_fixed(value, BITS) for name, value in total.items()}
+        found = {name: from_fixed(value, bits) for name, value in total.items()}
         none = np.zeros(count, np.int64)
         return GroupReply(request.clients, request.clients, found, nbytes, none, passes, states)
 

@@ -248,7 +248,7 @@ class StageRun:
         """The model of the last round, or of the best one, and what is said of it in the summary."""
         last, ledger, settings = self.server.state, self.ledger, self.settings
         counts = self.federation.counts[(ledger.forward_passes > 0) | (ledger.last_round >= 0)]
-        if settings.privacy and settings.privacy.noise == "client":  # how many examples there are is not to be known
+        if settings.privacy and settings.privacy.from_server:  # how many examples there are is not to be known
             counts = np.zeros_like(counts)
         done = self.record.done
         cost = paper_cost(settings, self.method, self.tasks, self.run.body.dim, done, counts, last)
