@@ -190,12 +190,12 @@ def test_counts_travel_only_where_the_head_needs_them(name: str, noise: str) -> 
     assert "counts" in plain.message.arrays
 
 
-def test_a_ridge_without_counts_is_as_large_as_the_noise() -> None:
+def test_without_counts_the_noise_is_its_own_ridge() -> None:
     bench = private("fed3r", epsilon=2.0, clip=5.0)
     state = heard(bench, cohort_of(*blobs(300, 6)))
-    assert bench.method.selected(state)["ridge"] == pytest.approx(bench.channel.noise.floor(DIM, 1))
     total = merged(state).solvable()
     assert total.moments is not None
+    assert 0 < bench.method.selected(state)["ridge"] < 1e-5 * np.linalg.eigvalsh(total.moments).max()
     assert np.linalg.eigvalsh(total.moments).min() >= bench.channel.noise.floor(DIM, 1) * (1 - 1e-9)
     quiet = private("fed3r", epsilon=1e9, clip=5.0)
     assert np.isfinite(quiet.head(heard(quiet, cohort_of(*blobs(300, 6)))).weight).all()

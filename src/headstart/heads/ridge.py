@@ -11,7 +11,7 @@ from headstart.core.statistics import ClientStatistics, Floats
 from headstart.errors import HeadstartError
 from headstart.heads.linear import LinearHead, unit_rows
 
-# Of the mean eigenvalue of the Gram matrix: the least ridge where the noise is next to nothing.
+# Of the mean eigenvalue of the Gram matrix: a ridge that makes it regular and no difference otherwise.
 _LEAST_RIDGE = 1e-6
 
 
@@ -21,7 +21,8 @@ def ridge_head(statistics: ClientStatistics, ridge: float | Literal["auto"], bia
     ``bias`` adds a column of ones to X, regularised like the others, as the official code does: the statistics
     already hold its entries, the sums and the count. Where λ is chosen here, the column has the root mean square of the
     features instead of 1, so that the head follows their scale. Without counts there is no bias and no
-    cross-validation: the λ that is chosen is as large as the noise, which is why counts are left out.
+    cross-validation: the eigenvalues of the Gram matrix are not below the noise (`ClientStatistics.solvable`), which
+    does what a ridge is for, and the λ that is chosen only keeps the solve regular.
     """
     total = statistics.pooled()
     if total.moments is None or total.moments.ndim != 2:
@@ -38,7 +39,7 @@ def ridge_head(statistics: ClientStatistics, ridge: float | Literal["auto"], bia
         gram = np.block([[gram, column], [column.T, size**2 * count]])
         targets = np.vstack([targets, size * total.counts[None, :]])
     if ridge == "auto" and not total.counted:
-        ridge = max(total.noise_floor or 0.0, _LEAST_RIDGE * float(np.trace(gram)) / total.dim)
+        ridge = _LEAST_RIDGE * float(np.trace(gram)) / total.dim
     if ridge == "auto":
         weight, chosen = cross_validated(gram, targets, int(total.counts.sum()))
     else:

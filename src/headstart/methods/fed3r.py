@@ -28,8 +28,8 @@ class Fed3RStage(ClosedFormStage):
 
     method: Literal["fed3r"]
     ridge: NonNegativeFloat | Auto = "auto"
-    """"auto": generalised cross-validation on the server, and with privacy as large as the noise's largest eigenvalue;
-    the papers use 0.01."""
+    """"auto": generalised cross-validation on the server; with privacy next to none, since eigenvalues below the noise
+    are raised to it, which does the same. The papers use 0.01."""
     bias: bool = True
     """True: a ones column, as the official code; False: as in the FedCOF paper. With privacy there is none, except for
     random features: a bias that goes with shortened features does not go with those that the head is used on."""
@@ -56,7 +56,7 @@ class Fed3R(ClosedForm):
     def summary(self) -> Summary:
         """Of the random features, where there are any; none of those is longer than √2.
 
-        Counts are for the bias and for the choice of λ: with privacy there is no bias, and λ goes by the noise.
+        Counts are for the bias and for the choice of λ: with privacy there is no bias, and the noise is its own ridge.
         """
         summary = replace(super().summary, counts=self.stage.privacy is None or self._bias)
         return replace(summary, dim=self.stage.random_features, longest=sqrt(2)) if self.transform else summary
