@@ -18,8 +18,8 @@ from matplotlib.figure import Figure
 from tests.helpers import Bench, context_of, play
 
 from benchmarks.common import SHARED, THREADS, in_fresh_process, show
-from headstart.channel.fixed import BITS
-from headstart.channel.secure import SecureClient, SecureSum
+from headstart.channel.fixed import exponents_of, from_fixed, largest_exponents, to_fixed
+from headstart.channel.secure import Identity, SecureClient, SecureSum
 from headstart.config.recipe import Recipe
 from headstart.core.files import write_atomically
 from headstart.core.ledger import Ledger
@@ -131,7 +131,12 @@ def one_sum(method: str, dim: str, clients: str, lost: str) -> None:
         shapes["moments"] = (d * (d + 1) // 2,)
     threshold = math.ceil(THRESHOLD * count)
     server = SecureSum(b"benchmark", range(count), threshold, shapes)
-    members = {number: SecureClient(b"benchmark", number, count, threshold) for number in range(count)}
+    values = [values_of(number, shapes) for number in range(count)]
+    members = [
+        SecureClient(b"benchmark", count, threshold, Identity.derived(b"benchmark", number), values[number])
+        for number in range(count)
+    ]
+    exponents = largest_exponents(exponents_of(value) for value in values)
     up, down = np.zeros(count, np.int64), np.zeros(count, np.int64)
     client_seconds, server_seconds = np.zeros(count), 0.0
     plain = {name: np.zeros(shape, np.int64) for name, shape in shapes.items()}
@@ -143,13 +148,13 @@ def one_sum(method: str, dim: str, clients: str, lost: str) -> None:
             down[number] += told.nbytes
             if number in silent.get(step, ()):
                 continue
-            values = values_of(number, shapes) if step == "masked" else {}
             start = time.process_time()
-            answer = answer_of(members[number], step, told, values)
+            answer = answer_of(members[number], step, told)
             client_seconds[number] += time.process_time() - start
             up[number] += answer.nbytes
-            for name, value in values.items():
-                plain[name] += np.rint(value * 2**BITS).astype(np.int64)
+            if step == "masked":
+                for name, value in to_fixed(values[number], exponents, count).items():
+                    plain[name] += value
             start = time.process_time()
             server.receive(number, answer)
             server_seconds += time.process_time() - start
@@ -157,8 +162,8 @@ def one_sum(method: str, dim: str, clients: str, lost: str) -> None:
     start = time.process_time()
     total = server.total()
     server_seconds += time.process_time() - start
-    for name, value in plain.items():
-        np.testing.assert_array_equal(total[name], value / 2**BITS)
+    for name, expected in from_fixed(plain, exponents, count).items():
+        np.testing.assert_array_equal(total[name], expected)
     stayed = slice(0, count - gone)
     asked = Message(scalars={"round": 0}).nbytes
     print(
@@ -185,13 +190,10 @@ def values_of(number: int, shapes: dict[str, tuple[int, ...]]) -> dict[str, np.n
     return {name: 100 * rng.standard_normal(shape) for name, shape in shapes.items()}
 
 
-def answer_of(client: SecureClient, step: str, told: Message, values: dict[str, np.ndarray]) -> Message:
+def answer_of(client: SecureClient, step: str, told: Message) -> Message:
     """A client's answer to an exchange."""
-    if step == "keys":
-        return client.keys()
-    if step == "shares":
-        return client.share(told)
-    return client.mask(told, values) if step == "masked" else client.reveal(told)
+    answers = {"shares": client.share, "masked": client.mask, "agree": client.agree, "reveal": client.reveal}
+    return client.keys() if step == "keys" else answers[step](told)
 
 
 # ------------------------------------------------------------------------------------------------------- secure groups

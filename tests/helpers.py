@@ -29,6 +29,8 @@ from headstart.solvers.cohort import Cohort
 if TYPE_CHECKING:  # benchmarks of memory use these, too
     import pytest
 
+    from headstart.channel.secure import Identity
+
 
 def context_of(
     stage: Any,
@@ -160,3 +162,14 @@ def played_on(
         state = play(bench, federation, features, ledger, states, after_round, **keys)
         own = bench.method.own(partial(states.read, clients=np.arange(federation.n_clients)))
     return state, own
+
+
+def identities(count: int) -> list[Identity]:
+    """Clients with long-term keys, each knowing the public keys of all."""
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+    from headstart.channel.secure import Identity
+
+    keys = [Ed25519PrivateKey.from_private_bytes(bytes([number]) * 32) for number in range(count)]
+    peers = {number: key.public_key().public_bytes_raw() for number, key in enumerate(keys)}
+    return [Identity(number, key, peers) for number, key in enumerate(keys)]

@@ -13,13 +13,12 @@ import pytest
 
 pytest.importorskip("flwr")
 
-from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.supercore.task_identity import TaskIdentity
 
 from headstart.channel.links import ClientNoise
 from headstart.channel.noise import generators_of
-from headstart.channel.secure import SecureClient, protocol
+from headstart.channel.secure import SecureClient
 from headstart.config.recipe import Recipe
 from headstart.core.message import Message as Wire
 from headstart.core.seeds import SecureGenerator
@@ -29,8 +28,7 @@ from headstart.engine.flower_messages import facts_of, package_version, recipe_d
 from headstart.engine.node import Node
 from headstart.engine.respond import respond, run_of
 from headstart.engine.setup import StageSetup, digest
-from headstart.errors import HeadstartError
-from tests.helpers import Bench, cohort_of, context_of
+from tests.helpers import Bench, cohort_of, context_of, identities
 
 CLASSES, DIM = 3, 4
 COUNTS = (18, 5, 7)
@@ -49,25 +47,27 @@ def _identity(monkeypatch: pytest.MonkeyPatch) -> None:
 class Silo:
     """A node with its own data and folder, and a server that may ask it anything. Every answer is a new process's."""
 
-    def __init__(self, folder: Path, *stages: dict[str, Any]) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, *stages: dict[str, Any], data: Path | None = None) -> None:
+        """data: where the examples are; with the node by default."""
+        self.folder, self.data = folder, (data or folder) / "data.npz"
+        self.identity = identities(8)[0] if any(stage.get("secure") for stage in stages) else None
         folder.mkdir(exist_ok=True)
         rng = np.random.default_rng(7)
         self.y = np.repeat(np.arange(CLASSES), COUNTS)
         self.x = rng.normal(size=(len(self.y), DIM)).astype(np.float32)
         self.x /= 2 * np.linalg.norm(self.x, axis=1, keepdims=True)
         np.savez(
-            folder / "data.npz",
+            self.data,
             X=np.concatenate([self.x, self.x[:9]]),
             y=np.concatenate([self.y, self.y[:9]]),
             split=np.repeat([0, 2], [len(self.y), 9]),
         )
-        data = {"dataset": str(folder / "data.npz"), "classes": list(range(CLASSES))}
-        self.recipe = Recipe.parse({"data": data, "model": {"backbone": "features"}, "stages": list(stages)})
+        table = {"dataset": str(self.data), "classes": list(range(CLASSES))}
+        self.recipe = Recipe.parse({"data": table, "model": {"backbone": "features"}, "stages": list(stages)})
 
     def node(self, run: str = "0" * 32) -> Node:
-        federation = Federation.silo(self.recipe, str(self.folder / "data.npz"), "a")
-        return Node(self.recipe, federation, self.folder / "state" / run, alone=True)
+        federation = Federation.silo(self.recipe, str(self.data), "a")
+        return Node(self.recipe, federation, self.folder / "state" / run, alone=True, identity=self.identity)
 
     def setup(self, stage: Any = 0, clients: int = 5) -> bytes:
         return StageSetup(stage, 0, (("", CLASSES, clients, 100),), (None,)).to_message().to_bytes()
@@ -305,104 +305,24 @@ def test_a_node_tests_one_model_after_each_round(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------------------------------------------- secure sums
 
 
-class LyingServer:
-    """A server that passes the keys on, and tells every client another story of who has dropped out."""
-
-    def __init__(self, clients: list[SecureClient], values: list[np.ndarray], threshold: int) -> None:
-        self.clients, self.values, self.threshold = clients, values, threshold
-
-    def told(self, step: str, **arrays: Any) -> Wire:
-        named = {name: np.asarray(each) for name, each in arrays.items()}
-        return Wire(named, {"session": b"s".hex(), "step": step})
-
-    def open_first(self) -> np.ndarray:
-        """The values of client 0.
-
-        It is told that only the first clients, as many as the threshold, have sent parts. Everybody else is told that
-        all have, and that all of those first ones but client 0 and itself then dropped out.
-        """
-        everybody = list(range(len(self.clients)))
-        group = everybody[: self.threshold]
-        keys = [client.keys().arrays for client in self.clients]
-        listed = {f"{kind}s": np.stack([key[kind] for key in keys]) for kind in ("share_key", "mask_key")}
-        parts = [client.share(self.told("shares", numbers=everybody, **listed)).arrays for client in self.clients]
-
-        def for_client(number: int, senders: list[int]) -> Wire:
-            rows = [parts[s]["parts"][parts[s]["recipients"].tolist().index(number)] for s in senders]
-            return self.told("masked", senders=senders, parts=np.stack(rows))
-
-        masked = np.zeros(0)
-        for number, client in enumerate(self.clients):
-            senders = [other for other in (group if number == 0 else everybody) if other != number]
-            said = client.mask(for_client(number, senders), {"x": self.values[number]})
-            masked = said.arrays["x"].view(np.uint64).copy() if number == 0 else masked
-        seeds: dict[int, bytes] = {}
-        shares: dict[int, dict[int, bytes]] = {number: {} for number in group[1:]}
-        for number, client in enumerate(self.clients):
-            missing = [] if number == 0 else [other for other in group[1:] if other != number]
-            heard = [other for other in (group if number == 0 else everybody) if other not in missing]
-            told = self.told("reveal", survivors=heard, missing=np.array(missing, np.int64))
-            said = client.reveal(told)
-            seeds[number + 1] = said.arrays["seed_shares"][heard.index(0)].tobytes()
-            for row, other in enumerate(missing):
-                shares[other][number + 1] = said.arrays["key_shares"][row].tobytes()
-
-        def first(shares: dict[int, bytes]) -> dict[int, bytes]:
-            return dict(list(shares.items())[: self.threshold])
-
-        protocol.add_stream(masked, protocol.derive(b"s", b"self", protocol.combine_shares(first(seeds)), 0), -1)
-        for other in group[1:]:
-            key = X25519PrivateKey.from_private_bytes(protocol.combine_shares(first(shares[other])))
-            theirs = (other, keys[other]["mask_key"].tobytes())
-            pair = protocol.pair_key(b"s", b"mask", key, theirs, (0, keys[0]["mask_key"].tobytes()))
-            protocol.add_stream(masked, pair, -protocol.mask_sign(0, other))
-        return masked.view(np.int64) / 2.0**24
-
-
-@pytest.mark.parametrize(("count", "low", "high"), [(5, 3, 4), (7, 4, 5), (9, 5, 7)])
-def test_lies_about_dropouts_do_not_open_one_clients_values(count: int, low: int, high: int) -> None:
-    values = [np.random.default_rng(number).normal(size=6) for number in range(count)]
-
-    def attack(threshold: int) -> np.ndarray:
-        clients = [SecureClient("s", number, count, threshold) for number in range(count)]
-        return LyingServer(clients, values, threshold).open_first()
-
-    with pytest.raises(HeadstartError, match=rf"from {high} \(more than two thirds\) to {count}, not {low}"):
-        attack(low)
-    with pytest.raises(HeadstartError, match=f"clients have sent values, {high} are needed to open the sum"):
-        attack(high)
-
-
-@pytest.mark.parametrize(("count", "threshold"), [(5, 3), (7, 4), (9, 5)])
-def test_the_attack_opens_one_clients_values_where_little_more_than_half_suffice(
-    count: int, threshold: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What is refused above is refused for a reason."""
-    monkeypatch.setattr("headstart.channel.secure.client.check_settings", lambda *settings: None)
-    values = [np.random.default_rng(number).normal(size=6) for number in range(count)]
-    clients = [SecureClient("s", number, count, threshold) for number in range(count)]
-    opened = LyingServer(clients, values, threshold).open_first()
-    np.testing.assert_allclose(opened, values[0], atol=2.0**-24)
-
-
 SECURE: dict[str, Any] = {"method": "fedncm", "secure": True}
 
 
 def begun(session: str, clients: int, threshold: int) -> Wire:
     facts: dict[str, Any] = {"session": session.encode().hex(), "step": "keys"}
-    return Wire({}, {**facts, "clients": clients, "threshold": threshold, "bits": 24})
+    return Wire({}, {**facts, "clients": clients, "threshold": threshold})
 
 
 def test_a_node_takes_the_threshold_from_its_own_recipe(tmp_path: Path) -> None:
     for share, count, wanted in ((0.95, 5, 5), (0.67, 5, 4), (0.67, 4, 3), (0.67, 3, 3)):
         silo = Silo(tmp_path / str(share), {**SECURE, "secure_threshold": share})
         for threshold in set(range(1, count + 1)) - {wanted}:
-            facts, _ = silo.ask("secure", Wire(), told=begun("s", count, threshold))
+            facts, _ = silo.ask("secure", statistics(), told=begun("s", count, threshold))
             assert facts["error"].endswith(f"by the node's recipe {wanted} have to stay")
-        assert "error" not in silo.ask("secure", Wire(), told=begun("s", count, wanted))[0]
+        assert "error" not in silo.ask("secure", statistics(), told=begun("s", count, wanted))[0]
     silo = Silo(tmp_path / "few", SECURE)
     for count in (1, 2):
-        facts, _ = silo.ask("secure", Wire(), told=begun("s", count, 3))
+        facts, _ = silo.ask("secure", statistics(), told=begun("s", count, 3))
         assert facts == {"error": f"a secure sum needs at least 3 clients, not {count}"}
     plain = Silo(tmp_path / "plain", {"method": "fedncm"})
     facts, _ = plain.ask("secure", Wire(), told=begun("s", 4, 3))
@@ -410,11 +330,11 @@ def test_a_node_takes_the_threshold_from_its_own_recipe(tmp_path: Path) -> None:
 
 
 class Sum:
-    """A secure sum of three clients played by the server, and a node; the node's values are known to be masked."""
+    """A secure sum of three clients played by the server, who know their keys, and a node that does not help it."""
 
     def __init__(self, silo: Silo, session: str, **facts: Any) -> None:
         self.silo, self.session, self.facts = silo, session, facts
-        self.others = {number: SecureClient(session, number, 4, 3) for number in (1, 2, 3)}
+        self.others: dict[int, SecureClient] = {}
 
     def exchange(self, told: Wire, message: Wire | None = None) -> tuple[dict[str, Any], Wire]:
         return self.silo.ask("secure", message or Wire(), told=told, **self.facts)
@@ -423,18 +343,51 @@ class Sum:
         named = {name: np.asarray(each) for name, each in arrays.items()}
         return Wire(named, {"session": self.session.encode().hex(), "step": step})
 
-    def until_reveal(self, question: Wire) -> dict[str, Any]:
-        keys = {0: self.exchange(begun(self.session, 4, 3))[1].arrays}
-        keys |= {number: client.keys().arrays for number, client in self.others.items()}
-        listed = {f"{kind}s": np.stack([keys[n][kind] for n in range(4)]) for kind in ("share_key", "mask_key")}
+    def begin(self, question: Wire) -> tuple[dict[str, Any], Wire]:
+        """The node's keys; the others take the node's word for what the sum is about."""
+        facts, answer = self.exchange(begun(self.session, 4, 3), question)
+        if "error" not in facts:
+            (state,) = secrets_of(self.silo)
+            context = bytes.fromhex(str(Wire.from_bytes(state.read_bytes()).scalars["context"]))
+            zeros = {"counts": np.zeros(CLASSES), "sums": np.zeros((CLASSES, DIM))}
+            for one in identities(4)[1:]:
+                self.others[one.number] = SecureClient(self.session, 4, 3, one, zeros, context)
+        return facts, answer
+
+    def until_agree(self, question: Wire) -> dict[str, Any]:
+        facts, answer = self.begin(question)
+        if "error" in facts:
+            return facts
+        keys = {0: answer.arrays} | {number: client.keys().arrays for number, client in self.others.items()}
+        names = {"share_keys": "share_key", "mask_keys": "mask_key", "exponents": "exponents"}
+        names["signatures"] = "signature"
+        listed = {many: np.stack([keys[n][one] for n in range(4)]) for many, one in names.items()}
         everyone = self.told("shares", numbers=[0, 1, 2, 3], **listed)
-        self.exchange(everyone)
-        parts = [self.others[number].share(everyone).arrays["parts"][0] for number in (1, 2, 3)]
-        return self.exchange(self.told("masked", senders=[1, 2, 3], parts=np.stack(parts)), question)[0]
+        mine = self.exchange(everyone)[1].arrays["parts"]
+        parts = {number: client.share(everyone).arrays["parts"] for number, client in self.others.items()}
+        assert (
+            "error"
+            not in self.exchange(
+                self.told("masked", senders=[1, 2, 3], parts=np.stack([parts[number][0] for number in (1, 2, 3)]))
+            )[0]
+        )
+        for number, client in self.others.items():
+            senders = [n for n in range(4) if n != number]
+            rows = [mine[number - 1] if n == 0 else parts[n][number - (number > n)] for n in senders]
+            client.mask(self.told("masked", senders=senders, parts=np.stack(rows)))
+        return facts
+
+    def agree(self, survivors: list[int]) -> tuple[dict[str, Any], Wire]:
+        """The request to reveal, with the signatures of everybody on the list."""
+        told = self.told("agree", survivors=survivors)
+        facts, answer = self.exchange(told)
+        signed = {0: answer.arrays.get("signature", np.zeros(64, np.uint8))}
+        signed |= {n: self.others[n].agree(told).arrays["signature"] for n in survivors if n}
+        return facts, self.told("reveal", signers=survivors, signatures=np.stack([signed[n] for n in survivors]))
 
     def reveal(self, survivors: list[int]) -> tuple[dict[str, Any], Wire]:
-        missing = np.array([number for number in range(4) if number not in survivors], np.int64)
-        return self.exchange(self.told("reveal", survivors=survivors, missing=missing))
+        facts, request = self.agree(survivors)
+        return (facts, Wire()) if "error" in facts else self.exchange(request)
 
 
 def secrets_of(silo: Silo) -> list[Path]:
@@ -444,50 +397,100 @@ def secrets_of(silo: Silo) -> list[Path]:
 def test_secrets_of_a_sum_are_gone_once_it_is_open(tmp_path: Path) -> None:
     silo = Silo(tmp_path / "a", SECURE)
     sum_ = Sum(silo, "s")
-    assert sum_.until_reveal(statistics()) == {"passes": sum(COUNTS), "kept": False}
+    assert sum_.until_agree(statistics()) == {"passes": sum(COUNTS), "kept": False}
     (path,) = secrets_of(silo)
     assert path.stat().st_mode & 0o077 == 0
-    assert sum_.reveal([0, 1, 2, 3])[1].arrays["seed_shares"].shape == (4, 16)
+    _, request = sum_.agree([0, 1, 2, 3])
+    assert sum_.exchange(request)[1].arrays["seed_shares"].shape == (4, 20)
     assert not secrets_of(silo)
-    assert "no longer has its keys" in sum_.reveal([0, 1, 2])[0]["error"]
+    assert "no longer has its keys" in sum_.exchange(request)[0]["error"]
 
 
 def test_a_round_is_opened_for_one_list_of_survivors(tmp_path: Path) -> None:
     """Two sums of one round, of four clients and of three, would differ by the values of one."""
     silo = Silo(tmp_path / "a", SECURE)
     first = Sum(silo, "first")
-    first.until_reveal(statistics())
+    first.until_agree(statistics())
     assert first.reveal([0, 1, 2, 3])[1].arrays
     second = Sum(silo, "second")
-    assert "error" not in second.until_reveal(statistics())  # the server was interrupted, say
+    assert "error" not in second.until_agree(statistics())  # the server was interrupted, say
     facts, _ = second.reveal([0, 1, 2])
     assert facts == {"error": "the sum of this round was opened before, for another list of survivors"}
-    assert second.reveal([0, 1, 2, 3])[1].arrays  # shows nothing new
+    third = Sum(silo, "third")
+    third.until_agree(statistics())
+    assert third.reveal([0, 1, 2, 3])[1].arrays  # shows nothing new
     other = Sum(silo, "other", new=False)
-    assert "answered this stage before" in other.until_reveal(statistics())["error"]
+    assert "answered this stage before" in other.until_agree(statistics())["error"]
+
+
+def test_a_node_opens_nothing_without_the_signatures_of_enough_others(tmp_path: Path) -> None:
+    silo = Silo(tmp_path / "a", SECURE)
+    sum_ = Sum(silo, "s")
+    sum_.until_agree(statistics())
+    _, request = sum_.agree([0, 1, 2, 3])
+    few = sum_.told("reveal", signers=[0, 1], signatures=request.arrays["signatures"][:2])
+    assert sum_.exchange(few)[0] == {"error": "2 clients have signed the list of survivors, 3 are needed"}
+    forged = sum_.told("reveal", signers=[0, 1, 2, 3], signatures=request.arrays["signatures"][[0, 0, 0, 0]])
+    assert sum_.exchange(forged)[0] == {"error": "1 clients have signed the list of survivors, 3 are needed"}
+    assert sum_.exchange(request)[1].arrays
+
+
+def test_what_a_node_signs_is_of_one_run_stage_round_and_question(tmp_path: Path) -> None:
+    found = []
+    for number, (stages, facts, question) in enumerate(
+        [
+            ([{**SGD, "secure": True}], {}, model()),
+            ([{**SGD, "secure": True}], {}, model()),
+            ([{**SGD, "secure": True}], {"run": "1" * 32}, model()),
+            ([{**SGD, "secure": True}], {}, model(round=1)),
+            ([{**SGD, "secure": True}], {}, model(weight=1.0)),
+            ([{**SGD, "secure": True}], {"setup": Silo(tmp_path / "x", SGD).setup(clients=6)}, model()),
+            ([{**SGD, "secure": True, "lr": 0.2}], {}, model()),
+        ]
+    ):
+        silo = Silo(tmp_path / str(number), *stages, data=tmp_path)
+        assert "error" not in silo.ask("secure", question, told=begun("s", 4, 3), **facts)[0]
+        (state,) = secrets_of(silo)
+        found.append(Wire.from_bytes(state.read_bytes()).scalars["context"])
+    assert found[0] == found[1]
+    assert len(set(found)) == 6
+
+
+def test_a_node_without_a_signing_key_says_what_to_do(tmp_path: Path) -> None:
+    silo = Silo(tmp_path / "a", SECURE)
+    silo.identity = None
+    facts, _ = silo.ask("secure", statistics(), told=begun("s", 4, 3))
+    assert "make a key with ssh-keygen -t ed25519, and give the node signing_key" in facts["error"]
+    assert facts == silo.ask("join", Wire())[0]
+
+
+def test_a_node_is_the_client_that_its_list_of_peers_says(tmp_path: Path) -> None:
+    silo = Silo(tmp_path / "a", SECURE)
+    for number in (1, 7):
+        facts, _ = silo.ask("secure", statistics(), told=begun("s", 4, 3), client=number)
+        assert facts == {"error": f"the node is number 0 of its list of peers, and is asked as client {number}"}
 
 
 def test_a_sum_is_not_begun_for_one_stage_and_given_the_values_of_another(tmp_path: Path) -> None:
     silo = Silo(tmp_path / "a", SECURE, {**SECURE, "secure_threshold": 1.0})
     sum_ = Sum(silo, "s")
-    sum_.exchange(begun("s", 4, 3))
+    sum_.begin(statistics())
     facts, _ = silo.ask("secure", Wire(), told=sum_.told("shares"), setup=silo.setup(1))
     assert facts == {"error": "the sum was begun for another stage"}
 
 
-def test_two_reveals_at_once_do_not_give_both_secrets_of_a_client(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_lists_at_once_are_not_both_signed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     silo = Silo(tmp_path / "a", SECURE)
     sum_ = Sum(silo, "s")
-    sum_.until_reveal(statistics())
-    quick = SecureClient.reveal
+    sum_.until_agree(statistics())
+    quick = SecureClient.agree
 
     def slow(self: SecureClient, survivors: Wire) -> Wire:
         answer = quick(self, survivors)
         time.sleep(0.3)
         return answer
 
-    monkeypatch.setattr(SecureClient, "reveal", slow)
-    said = at_once(lambda: sum_.reveal([0, 1, 2, 3]), lambda: sum_.reveal([0, 1, 2]))
+    monkeypatch.setattr(SecureClient, "agree", slow)
+    asks = [sum_.told("agree", survivors=survivors) for survivors in ([0, 1, 2, 3], [0, 1, 2])]
+    said = at_once(*(lambda told=told: sum_.exchange(told) for told in asks))
     assert sorted("error" in facts for facts, _ in said) == [False, True]

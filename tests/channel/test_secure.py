@@ -3,11 +3,12 @@
 import math
 import struct
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
 import pytest
-from Crypto.Protocol.SecretSharing import Shamir
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from cryptography.hazmat.primitives.hashes import SHA256
@@ -15,8 +16,9 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headstart.channel.fixed import from_fixed, to_fixed
-from headstart.channel.secure import STEPS, SecureClient, SecureSum
+from headstart.channel.fixed import exponents_of, fractional_bits, from_fixed, largest_exponents, to_fixed
+from headstart.channel.secure import STEPS, Identity, SecureClient, SecureSum
+from headstart.channel.secure.shamir import combine
 from headstart.core.message import Message
 from headstart.errors import HeadstartError, MessageError
 
@@ -30,28 +32,51 @@ def drawn(number: int, shapes: Mapping[str, tuple[int, ...]] = SHAPES) -> Values
     return {name: np.asarray(rng.normal(scale=100.0, size=shape)) for name, shape in shapes.items()}
 
 
-def plain(values: list[Values], bits: int = 24) -> Values:
-    """The sum in Python's own integers, of `round` (half to even, as np.rint) of exact products."""
-    return {
-        name: np.array(
-            [math.ldexp(sum(round(float(x) * 2**bits) for x in column), -bits) for column in zip(*flat, strict=True)]
-        ).reshape(values[0][name].shape)
-        for name in values[0]
-        for flat in [[value[name].ravel() for value in values]]
-    }
+def plain(values: list[Values], clients: int, everybody: list[Values] | None = None) -> Values:
+    """The sum in Python's own integers, of `round` (half to even, as np.rint) of exact products.
+
+    everybody: those whose exponents count, who sent keys.
+    """
+    total = {}
+    for name, first in values[0].items():
+        largest = max(float(np.abs(value[name]).max(initial=0.0)) for value in everybody or values)
+        exponent = -1072 if not largest else 16 * math.ceil(math.frexp(largest)[1] / 16)
+        scale = Fraction(2) ** (63 - clients.bit_length() - exponent)
+        columns = zip(*[value[name].ravel().tolist() for value in values], strict=True)
+        exact = [float(sum(round(Fraction(x) * scale) for x in column) / scale) for column in columns]
+        total[name] = np.array(exact).reshape(first.shape)
+    return total
+
+
+def member(number: int, clients: int, threshold: int, values: Values | None = None, session: str = "s") -> SecureClient:
+    """A client with the keys of a simulation."""
+    identity = Identity.derived(session.encode(), number)
+    return SecureClient(session, clients, threshold, identity, {"x": np.zeros(())} if values is None else values)
 
 
 class Federation:
     """A server and its clients, driven exchange by exchange, every message and state through bytes."""
 
-    def __init__(self, numbers: tuple[int, ...], threshold: int, shapes: Any = SHAPES, session: str = "s") -> None:
+    def __init__(
+        self,
+        numbers: tuple[int, ...],
+        threshold: int,
+        shapes: Any = SHAPES,
+        session: str = "s",
+        values: dict[int, Values] | None = None,
+        integers: Collection[str] = (),
+    ) -> None:
         self.shapes = shapes
-        self.server = SecureSum(session, numbers, threshold, shapes)
-        self.states = {n: SecureClient(session, n, len(numbers), threshold).to_message().to_bytes() for n in numbers}
-        self.values = {n: drawn(n, shapes) for n in numbers}
+        self.server = SecureSum(session, numbers, threshold, shapes, integers)
+        self.session, self.numbers = session, numbers
+        self.values = values or {n: drawn(n, shapes) for n in numbers}
+        self.states = {
+            n: member(n, len(numbers), threshold, self.values[n], session).to_message().to_bytes() for n in numbers
+        }
 
     def client(self, number: int) -> SecureClient:
-        return SecureClient.from_message(Message.from_bytes(self.states[number]))
+        identity = Identity.derived(self.session.encode(), number)
+        return SecureClient.from_message(Message.from_bytes(self.states[number]), identity)
 
     def answer(self, number: int, instruction: Message | None = None) -> Message:
         step = self.server.step
@@ -62,7 +87,9 @@ class Federation:
         elif step == "shares":
             answer = client.share(instruction)
         elif step == "masked":
-            answer = client.mask(instruction, self.values[number])
+            answer = client.mask(instruction)
+        elif step == "agree":
+            answer = client.agree(instruction)
         else:
             answer = client.reveal(instruction)
         self.states[number] = client.to_message().to_bytes()
@@ -81,7 +108,8 @@ class Federation:
         return self
 
     def expected(self) -> Values:
-        return plain([self.values[number] for number in self.server.heard])
+        listed = [self.values[number] for number in self.numbers if self.server.dropped().get(number) != "keys"]
+        return plain([self.values[number] for number in self.server.heard], len(self.numbers), listed)
 
 
 def same(a: Mapping[str, np.ndarray], b: Mapping[str, np.ndarray]) -> bool:
@@ -119,21 +147,26 @@ def test_total_is_exactly_the_sum_of_the_fixed_point_integers() -> None:
 
 
 def test_total_worked_out_by_hand() -> None:
-    server = SecureSum(b"\x00\xff", [0, 1, 2], 3, {"x": (3,)}, bits=1)
-    clients = [SecureClient(b"\x00\xff", n, 3, 3, bits=1) for n in (0, 1, 2)]
     values = [np.array([0.25, 0.75, -1.5]), np.array([0.3, 2.0, 1.0]), np.array([0.0, 0.0, -4.0])]
+    values = [np.ldexp(value, 60) for value in values]
+    server = SecureSum(b"\x00\xff", [0, 1, 2], 3, {"x": (3,)})
+    identities = [Identity.derived(b"\x00\xff", number) for number in range(3)]
+    clients = [SecureClient(b"\x00\xff", 3, 3, one, {"x": x}) for one, x in zip(identities, values, strict=True)]
     for step in STEPS:
         for n, told in server.instructions().items():
             answers: dict[str, Callable[[], Message]] = {
                 "keys": clients[n].keys,
                 "shares": lambda n=n, told=told: clients[n].share(told),
-                "masked": lambda n=n, told=told: clients[n].mask(told, {"x": values[n]}),
+                "masked": lambda n=n, told=told: clients[n].mask(told),
+                "agree": lambda n=n, told=told: clients[n].agree(told),
                 "reveal": lambda n=n, told=told: clients[n].reveal(told),
             }
             server.receive(n, answers[step]())
         server.next()
-    # Halves: 0.25 is 0.5 halves, to the even 0; 0.75 is 1.5, to 2; 0.3 is 0.6, to 1.
-    np.testing.assert_array_equal(server.total()["x"], [0.5, 3.0, -4.5])
+    # 4 · 2**60 is 2**62, whose exponent of 63 goes up to 64: 63 - 2 - 64 = -3 places, so steps of 8.
+    steps = [sum(round(Fraction(float(value[i])) / 8) for value in values) for i in range(3)]
+    np.testing.assert_array_equal(server.total()["x"], [8.0 * step for step in steps])
+    np.testing.assert_array_equal(server.total()["x"][1:], np.ldexp([2.75, -4.5], 60))
 
 
 @pytest.mark.parametrize("lost", [1, 2])
@@ -146,7 +179,7 @@ def test_as_many_as_the_threshold_allows_may_drop_out_in_any_exchange(step: str,
     federation.until(None)
     server = federation.server
     assert server.dropped() == dict.fromkeys(gone, step)
-    assert set(server.heard) == (set(numbers) if step == "reveal" else set(numbers) - gone)
+    assert set(server.heard) == (set(numbers) if step in ("agree", "reveal") else set(numbers) - gone)
     assert same(server.total(), federation.expected())
 
 
@@ -179,7 +212,7 @@ def test_any_pattern_of_dropouts(data: st.DataObject) -> None:
                 federation.exchange(silent=set(numbers) - left)
             return
         federation.exchange(silent=set(numbers) - left)
-    assert server.heard == tuple(n for n in numbers if fate[n] in ("reveal", "stays"))
+    assert server.heard == tuple(n for n in numbers if fate[n] in ("agree", "reveal", "stays"))
     assert server.dropped() == {n: step for n, step in fate.items() if step != "stays"}
     assert same(server.total(), federation.expected())
 
@@ -194,7 +227,7 @@ def test_opening_needs_only_threshold_answers_and_gives_the_same_every_time() ->
 
 def test_objects_kept_in_memory_give_what_states_in_bytes_give() -> None:
     server = SecureSum("s", NUMBERS, 4, SHAPES)
-    clients = {n: SecureClient("s", n, 5, 4) for n in NUMBERS}
+    clients = {n: member(n, 5, 4, drawn(n)) for n in NUMBERS}
     for n in NUMBERS:
         server.receive(n, clients[n].keys())
     server.next()
@@ -202,7 +235,10 @@ def test_objects_kept_in_memory_give_what_states_in_bytes_give() -> None:
         server.receive(n, clients[n].share(told))
     server.next()
     for n, told in server.instructions().items():
-        server.receive(n, clients[n].mask(told, drawn(n)))
+        server.receive(n, clients[n].mask(told))
+    server.next()
+    for n, told in server.instructions().items():
+        server.receive(n, clients[n].agree(told))
     server.next()
     for n, told in server.instructions().items():
         server.receive(n, clients[n].reveal(told))
@@ -216,7 +252,7 @@ def test_objects_kept_in_memory_give_what_states_in_bytes_give() -> None:
 def test_one_state_gives_one_masked_answer() -> None:
     federation = Federation(NUMBERS, 4).until("masked")
     told = federation.server.instructions()[11]
-    first, second = (federation.client(11).mask(told, federation.values[11]) for _ in range(2))
+    first, second = (federation.client(11).mask(told) for _ in range(2))
     assert first.to_bytes() == second.to_bytes()
 
 
@@ -230,9 +266,10 @@ def test_what_a_client_sends_and_gets_is_as_large_as_said() -> None:
         down += sum(array.nbytes for array in told.arrays.values())
         up += sum(array.nbytes for array in answer.arrays.values())
     others = count - 1
-    # Beside what grows with the others: keys, a check value, the own share; own keys and numbers in the lists.
-    assert up == 800 + 64 + 100 * others + 32 + 16
-    assert down == 164 * others + 72 + 8
+    # Beside what grows with the others: keys, an exponent, two signatures, a check value, the own share; the client's
+    # own row in the lists.
+    assert up == 800 + 64 + 4 + 128 + 112 * others + 32 + 20
+    assert down == (140 + 92 + 8 + 72) * others + 140 + 8 + 72
 
 
 # The masks
@@ -244,7 +281,7 @@ def stream(key: bytes, length: int) -> np.ndarray:
 
 
 def hkdf(secret: bytes, info: bytes) -> bytes:
-    return HKDF(SHA256(), 32, b"s", b"headstart secure sum " + info).derive(secret)
+    return HKDF(SHA256(), 32, b"s", b"headstart secure sum 2 " + info).derive(secret)
 
 
 def pair_mask(state: Message, mine: int, other: int, length: int) -> np.ndarray:
@@ -287,7 +324,8 @@ def test_masks_are_the_ones_recomputed_here() -> None:
         for other in others:
             masked = masked - pair_mask(states[number], number, other, SIZE)
         masked = masked - self_mask(states[number], number, SIZE)
-        wanted = [np.rint(federation.values[number][name].ravel() * 2**24) for name in ("b", "s", "w")]
+        places = dict.fromkeys(("b", "s", "w"), 63 - 2 - 16)  # values of hundreds, three clients
+        wanted = [np.rint(federation.values[number][name].ravel() * 2.0 ** places[name]) for name in places]
         np.testing.assert_array_equal(masked.view(np.int64), np.concatenate(wanted))
     np.testing.assert_array_equal(
         pair_mask(states[2], 2, 5, SIZE) + pair_mask(states[5], 5, 2, SIZE), np.zeros(SIZE, np.uint64)
@@ -320,12 +358,11 @@ def test_fewer_shares_than_the_threshold_do_not_give_the_seed() -> None:
     federation = Federation(NUMBERS, 4).until("masked")
     seed = Message.from_bytes(federation.states[12]).arrays["seed"].tobytes()
     federation.exchange()
-    shares = []
-    for point, number in enumerate(NUMBERS, start=1):
-        state = Message.from_bytes(federation.states[number])
-        shares.append((point, state.arrays["secrets"][2, :16].tobytes()))
-    assert Shamir.combine(shares[1:5], ssss=False) == seed
-    assert Shamir.combine(shares[1:4], ssss=False) != seed
+    states = [Message.from_bytes(federation.states[number]) for number in NUMBERS]
+    shares = np.stack([state.arrays["secrets"][2, :20] for state in states])[None]
+    assert combine(np.array([[2, 3, 4, 5]]), shares[:, 1:5], 16) == [seed]
+    assert combine(np.array([[1, 3, 4, 5]]), shares[:, [0, 2, 3, 4]], 16) == [seed]
+    assert combine(np.array([[2, 3, 4]]), shares[:, 1:4], 16) != [seed]
 
 
 def test_the_server_sees_parts_only_encrypted_and_secrets_leave_the_state_when_used() -> None:
@@ -336,7 +373,7 @@ def test_the_server_sees_parts_only_encrypted_and_secrets_leave_the_state_when_u
     told = federation.server.instructions()[3].to_bytes()
     federation.exchange()
     opened = Message.from_bytes(federation.states[3]).arrays["secrets"]
-    assert all(row.tobytes()[:16] not in told and row.tobytes()[16:] not in told for row in opened)
+    assert all(row.tobytes()[:20] not in told and row.tobytes()[20:] not in told for row in opened)
     kept = federation.states[11]
     for secret in (fresh.arrays["mask_secret"], fresh.arrays["share_secret"], shared.arrays["seed"]):
         assert secret.tobytes() not in kept
@@ -345,30 +382,77 @@ def test_the_server_sees_parts_only_encrypted_and_secrets_leave_the_state_when_u
 # Values
 
 
-def test_values_that_could_overflow_are_refused_with_the_largest_allowed() -> None:
-    limit = 2.0**62 - 2**9  # the largest float64 not above (2**63 - 1) // 2
-    assert to_fixed({"x": np.array(limit)}, 2, 0)["x"] == 2**62 - 2**9
-    with pytest.raises(
-        HeadstartError, match=r"'x' reaches 4.611686018427388e\+18 in size; with 2 clients and 0 fractional"
-    ):
-        to_fixed({"x": np.array([-(2.0**62)])}, 2, 0)
-    allowed = ((2**63 - 1) // 5 // 2**8 * 2**8) / 2**24  # float64 is spaced by 2**8 there
-    fixed = to_fixed({"y": np.array([allowed, -allowed])}, 5, 24)["y"]
-    assert int(fixed[0]) * 5 < 2**63
-    assert int(fixed[1]) * 5 >= -(2**63)
-    with pytest.raises(HeadstartError, match=f"array 'y' .* largest value allowed is {allowed!r}"):
-        to_fixed({"y": np.array(allowed * 1.0001)}, 5, 24)
-    with pytest.raises(HeadstartError, match="array 'y'"):
-        to_fixed({"y": np.array([1e308])}, 5, 24)
+def test_exponents_are_those_of_the_largest_values_rounded_up_to_sixteen() -> None:
+    values = {
+        "one": np.array([0.25, -1.0]),  # 1 is 0.5 · 2**1
+        "below": np.array(-0.99),  # below 2**0
+        "large": np.array([3.0, 70000.0]),  # below 2**17
+        "small": np.array([1e-10]),  # below 2**-33
+        "none": np.zeros((0, 3)),
+        "zero": np.zeros(4),
+        "tiny": np.array(5e-324),
+        "huge": np.array(1.7e308),
+        "whole": np.array([3, 4]),
+    }
+    assert exponents_of(values) == {
+        "one": 16, "below": 0, "large": 32, "small": -32, "none": -1072, "zero": -1072, "tiny": -1072, "huge": 1024
+    }  # fmt: skip
+    assert largest_exponents([{"a": 16, "b": -32}, {"a": 0, "b": 0}, {}]) == {"a": 16, "b": 0}
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.floats(-1e300, 1e300), st.integers(3, 10**6))
+def test_as_many_binary_places_as_fit_for_all_clients(value: float, clients: int) -> None:
+    values = {"x": np.array([value, -value])}
+    exponents = exponents_of(values)
+    fixed = to_fixed(values, exponents, clients)["x"].tolist()
+    assert fixed[0] * clients < 2**63
+    assert fixed[1] * clients >= -(2**63)
+    bits = fractional_bits(exponents["x"], clients)
+    assert clients * Fraction(2) ** (exponents["x"] + bits + 2) > 2**63  # two places more could overflow
+    found = from_fixed({"x": np.array(fixed)}, exponents, clients)["x"]
+    # Sixteen bits to the next exponent, and those that count the clients, are what is lost of 63.
+    near = abs(value) * 2.0 ** (-63 + 16 + clients.bit_length()) + 5e-324
+    assert abs(found[0] - value) <= near or value == 0
 
 
 def test_the_largest_values_of_all_clients_do_not_overflow() -> None:
-    federation = Federation((0, 1, 2), 3, {"x": (2,)})
-    largest = math.nextafter(float((2**63 - 1) // 3), 0) / 2**24
-    federation.values = {n: {"x": np.array([largest, -largest])} for n in (0, 1, 2)}
-    federation.until(None)
+    largest = math.nextafter(2.0**16, 0)
+    for count in (3, 4, 7, 8):
+        values = {n: {"x": np.array([largest, -largest])} for n in range(count)}
+        federation = Federation(tuple(range(count)), count, {"x": (2,)}, values=values).until(None)
+        assert same(federation.server.total(), federation.expected())
+        assert federation.server.total()["x"][0] == pytest.approx(count * largest)
+
+
+def test_values_of_any_size_keep_their_digits() -> None:
+    """A Gram matrix of features around 1e-5 would be nothing in 24 binary places."""
+    for scale in (1e-300, 1e-10, 1.0, 1e25):
+        values = {n: {"x": scale * np.random.default_rng(n).normal(size=4)} for n in NUMBERS}
+        federation = Federation(NUMBERS, 4, {"x": (4,)}, values=values).until(None)
+        np.testing.assert_allclose(
+            federation.server.total()["x"], sum(value["x"] for value in values.values()), rtol=1e-10
+        )
+
+
+def test_the_exponents_of_everybody_that_sent_keys_count() -> None:
+    values = {n: {"x": np.array([1.0 if n else 1e30])} for n in range(5)}
+    federation = Federation(tuple(range(5)), 4, {"x": (1,)}, values=values)
+    federation.until("masked").exchange(silent={0})
+    assert federation.until(None).server.total()["x"] == 0  # client 0 left, and its scale stayed
     assert same(federation.server.total(), federation.expected())
-    assert federation.server.total()["x"][0] == pytest.approx(3 * largest)
+
+
+def test_whole_numbers_are_added_as_they_are() -> None:
+    big = 2**61 + 1
+    values: Any = {n: {"n": np.array([big - n, -n]), "x": np.array(0.5)} for n in range(3)}
+    federation = Federation((0, 1, 2), 3, {"n": (2,), "x": ()}, values=values, integers=["n"])
+    answers = federation.exchange()
+    assert all(answer.arrays["exponents"].tolist() == [0] for answer in answers.values())
+    total = federation.until(None).server.total()
+    assert total["n"].dtype == np.int64
+    assert total["n"].tolist() == [3 * big - 3, -3]
+    assert total["x"] == 1.5
 
 
 @pytest.mark.parametrize(
@@ -377,57 +461,52 @@ def test_the_largest_values_of_all_clients_do_not_overflow() -> None:
         ({"x": np.array([1.0, np.nan])}, "array 'x' holds NaN or infinity"),
         ({"x": np.array(-np.inf)}, "array 'x' holds NaN or infinity"),
         ({"x": np.ones(2, np.float32)}, "array 'x' is float32"),
-        ({"x": np.ones(2, np.int64)}, "array 'x' is int64"),
+        ({"x": np.array([0, -(2**62)])}, "array 'x' holds 4611686018427387904, which 3 clients cannot add"),
         ({}, "at least one array"),
     ],
 )
-def test_values_that_cannot_be_summed_are_refused_and_the_client_can_still_answer(
-    values: Values, sentence: str
-) -> None:
-    federation = Federation((0, 1, 2), 3, {"x": (2,)}).until("masked")
-    client, told = federation.client(0), federation.server.instructions()[0]
-    before = client.to_message().to_bytes()
+def test_values_that_cannot_be_summed_are_refused(values: Values, sentence: str) -> None:
     with pytest.raises(HeadstartError, match=sentence):
-        client.mask(told, values)
-    assert client.to_message().to_bytes() == before
-    federation.until(None)
-    assert same(federation.server.total(), federation.expected())
+        member(0, 3, 3, values)
 
 
 def test_fixed_point_is_rounded_once_each_way() -> None:
-    assert to_fixed({"x": np.array([0.5, 1.5, -2.5, 0.75])}, 2, 0)["x"].tolist() == [0, 2, -2, 1]
-    assert from_fixed(np.array([2**53 + 3, -1, 0]), 52).tolist() == [(2**53 + 4) / 2**52, -(2.0**-52), 0.0]
+    # Exponent 64 and three clients: 63 - 2 - 64 places, so steps of 8, and halves go to the even.
+    assert to_fixed({"x": np.array([4.0, 12.0, -20.0, 6.0])}, {"x": 64}, 3)["x"].tolist() == [0, 2, -2, 1]
+    found = from_fixed({"x": np.array([2**53 + 3, -1, 0])}, {"x": 0}, 3)["x"]
+    assert found.tolist() == [(2**53 + 4) / 2**61, -(2.0**-61), 0.0]
+    with pytest.raises(HeadstartError, match=r"array 'x' holds values of 2\*\*0 or more"):
+        to_fixed({"x": np.array([1.0])}, {"x": 0}, 3)
 
 
 # Settings
 
 
 @pytest.mark.parametrize(
-    ("clients", "threshold", "bits", "sentence"),
+    ("clients", "threshold", "sentence"),
     [
-        (3, 2, 24, r"from 3 \(more than two thirds\) to 3, not 2"),
-        (5, 3, 24, r"from 4 \(more than two thirds\) to 5, not 3"),
-        (6, 4, 24, r"from 5 \(more than two thirds\) to 6, not 4"),
-        (5, 6, 24, "not 6"),
-        (2, 2, 24, "at least 3 clients"),
-        (4, 3, 53, "from 0 to 52, not 53"),
-        (4, 3, -1, "from 0 to 52, not -1"),
+        (3, 2, r"from 3 \(more than two thirds\) to 3, not 2"),
+        (5, 3, r"from 4 \(more than two thirds\) to 5, not 3"),
+        (6, 4, r"from 5 \(more than two thirds\) to 6, not 4"),
+        (5, 6, "not 6"),
+        (2, 2, "at least 3 clients"),
     ],
 )
-def test_settings_are_refused(clients: int, threshold: int, bits: int, sentence: str) -> None:
+def test_settings_are_refused(clients: int, threshold: int, sentence: str) -> None:
     with pytest.raises(HeadstartError, match=sentence):
-        SecureClient("s", 0, clients, threshold, bits)
+        member(0, clients, threshold)
     with pytest.raises(HeadstartError, match=sentence):
-        SecureSum("s", range(clients), threshold, {"x": ()}, bits)
+        SecureSum("s", range(clients), threshold, {"x": ()})
 
 
 def test_names_of_sums_and_clients_are_refused() -> None:
     with pytest.raises(HeadstartError, match="session name"):
-        SecureClient("", 0, 3, 3)
+        member(0, 3, 3, session="")
+    identity = Identity.derived(b"s", 0)
     for number in (-1, 2**63, True, "1", 1.0):
         with pytest.raises(HeadstartError, match="whole number"):
-            SecureClient("s", number, 3, 3)
-        with pytest.raises(HeadstartError, match="whole numbers"):
+            SecureClient("s", 3, 3, replace(identity, number=number), {"x": np.zeros(())})  # type: ignore[arg-type]
+        with pytest.raises(HeadstartError, match="whole number"):
             SecureSum("s", [0, 5, number], 3, {"x": ()})
     with pytest.raises(HeadstartError, match="different"):
         SecureSum("s", [0, 1, 1], 3, {"x": ()})
@@ -436,7 +515,7 @@ def test_names_of_sums_and_clients_are_refused() -> None:
 
 
 def test_a_state_that_is_none_is_refused() -> None:
-    client = SecureClient("s", 0, 3, 3).to_message()
+    client, identity = member(0, 3, 3).to_message(), Identity.derived(b"s", 0)
     shared = Message.from_bytes(Federation((0, 1, 2), 3).until("masked").states[0])
     for bad in (
         Message(),
@@ -449,9 +528,11 @@ def test_a_state_that_is_none_is_refused() -> None:
         altered(shared, numbers=np.array([0, 1])),
     ):
         with pytest.raises(MessageError):
-            SecureClient.from_message(bad)
+            SecureClient.from_message(bad, identity)
     with pytest.raises(HeadstartError, match="threshold"):
-        SecureClient.from_message(altered(client, threshold=1))
+        SecureClient.from_message(altered(client, threshold=1), identity)
+    with pytest.raises(MessageError, match="of client 0, not of client 1"):
+        SecureClient.from_message(client, Identity.derived(b"s", 1))
 
 
 # What the server refuses
@@ -474,6 +555,11 @@ SERVER_REFUSES: list[tuple[str, Callable[[Message], Message], str]] = [
     ("keys", lambda m: altered(m, share_key=LOW_ORDER), "'share_key' is not a usable"),
     ("keys", lambda m: altered(m, mask_key=LOW_ORDER), "'mask_key' is not a usable"),
     ("keys", lambda m: altered(m, mask_key=m.arrays["share_key"]), "'mask_key' is a public key that was sent before"),
+    ("keys", lambda m: altered(m, exponents=m.arrays["exponents"][1:]), "shape"),
+    ("keys", lambda m: altered(m, exponents=m.arrays["exponents"] + np.int32(1)), "multiples of 16"),
+    ("keys", lambda m: altered(m, exponents=m.arrays["exponents"] * 0 + np.int32(1040)), "multiples of 16"),
+    ("keys", lambda m: altered(m, signature=m.arrays["signature"][1:]), "shape"),
+    ("agree", lambda m: altered(m, signature=m.arrays["signature"][1:]), "shape"),
     ("shares", lambda m: altered(m, parts=m.arrays["parts"][:-1]), "shape"),
     ("shares", lambda m: altered(m, parts=m.arrays["parts"][:, :-1]), "shape"),
     ("shares", lambda m: altered(m, parts=m.arrays["parts"].astype(np.float64)), "float64, not uint8"),
@@ -486,7 +572,7 @@ SERVER_REFUSES: list[tuple[str, Callable[[Message], Message], str]] = [
     ("masked", lambda m: altered(m, sums=m.arrays["sums"].astype(np.float64)), "float64, not int64"),
     ("masked", lambda m: altered(m, count=m.arrays["count"].reshape(1)), "shape"),
     ("reveal", lambda m: altered(m, seed_shares=m.arrays["seed_shares"][1:]), "shape"),
-    ("reveal", lambda m: altered(m, key_shares=np.zeros((1, 32), np.uint8)), "shape"),
+    ("reveal", lambda m: altered(m, key_shares=np.zeros((1, 36), np.uint8)), "shape"),
     ("reveal", lambda m: altered(m, seed_shares=m.arrays["seed_shares"].astype(np.int32)), "int32, not uint8"),
 ]
 
@@ -572,7 +658,11 @@ CLIENT_REFUSES: list[tuple[str, Callable[[Message], Message], str]] = [
     ("shares", lambda m: altered(m, mask_keys=m.arrays["share_keys"]), "the same"),
     ("shares", lambda m: altered(m, mask_keys=m.arrays["mask_keys"][[1, 0, 2, 3, 4]]), "are not its own"),
     ("shares", lambda m: altered(m, share_keys=m.arrays["share_keys"][[1, 0, 2, 3, 4]]), "are not its own"),
-    ("shares", lambda m: altered(m, share_keys=with_row(m.arrays["share_keys"], 3, 0)), "client 40 is not usable"),
+    (
+        "shares",
+        lambda m: altered(m, share_keys=with_row(m.arrays["share_keys"], 3, 0)),
+        "client 40 are not signed",
+    ),
     ("masked", lambda m: altered(m, senders=np.array([3, 12, 40, 42])), r"clients \[42\]"),
     ("masked", lambda m: altered(m, senders=np.array([3, 11, 12, 40])), r"clients \[11\]"),
     ("masked", lambda m: altered(m, senders=np.array([12, 3, 40, 41])), "rising"),
@@ -582,12 +672,17 @@ CLIENT_REFUSES: list[tuple[str, Callable[[Message], Message], str]] = [
     ("masked", lambda m: altered(m, parts=flipped(m.arrays["parts"], (2, 40))), "part from client 40 "),
     ("masked", lambda m: altered(m, parts=flipped(m.arrays["parts"], (3, 75))), "part from client 41 "),
     ("masked", lambda m: altered(m, parts=m.arrays["parts"][[0, 1, 3, 2]]), "part from client 40 "),
-    ("reveal", lambda m: lists(m, [3, 11, 12, 40, 41], [12]), r"both secrets of clients \[12\]"),
-    ("reveal", lambda m: lists(m, [3, 11, 12], [40]), "not the clients that sent parts"),
-    ("reveal", lambda m: lists(m, [3, 11, 12, 40], [41, 42]), "not the clients that sent parts"),
-    ("reveal", lambda m: lists(m, [3, 12, 40, 41], [11]), "has sent its values"),
-    ("reveal", lambda m: lists(m, [3, 11], [12, 40, 41]), "2 clients .* 4 are needed"),
-    ("reveal", lambda m: lists(m, [11, 11, 12], [3, 40, 41]), "rising"),
+    ("shares", lambda m: altered(m, exponents=m.arrays["exponents"][:, 1:]), "shape"),
+    ("shares", lambda m: altered(m, exponents=m.arrays["exponents"] + np.int32(8)), "multiples of 16"),
+    ("shares", lambda m: altered(m, exponents=m.arrays["exponents"] + np.int32(16)), "client 3 are not signed by it"),
+    ("agree", lambda m: altered(m, survivors=np.array([3, 12, 40, 41])), "has sent its values"),
+    ("agree", lambda m: altered(m, survivors=np.array([3, 11])), "2 clients .* 4 are needed"),
+    ("agree", lambda m: altered(m, survivors=np.array([3, 11, 12, 40, 42])), r"clients \[42\] .* sent no parts"),
+    ("agree", lambda m: altered(m, survivors=np.array([11, 11, 12, 40])), "rising"),
+    ("reveal", lambda m: cut(m, [0, 1, 2]), "3 clients have signed the list of survivors, 4 are needed"),
+    ("reveal", lambda m: cut(m, [0, 1, 2, 2, 3]), "rising"),
+    ("reveal", lambda m: altered(m, signers=np.array([3, 11, 12, 40, 42])), r"clients \[42\] sign"),
+    ("reveal", lambda m: altered(m, signatures=m.arrays["signatures"][[1, 0, 2, 3, 4]]), "3 clients have signed"),
 ]
 
 
@@ -601,10 +696,6 @@ def with_row(array: np.ndarray, row: int, value: int) -> np.ndarray:
     return array
 
 
-def lists(message: Message, survivors: list[int], missing: list[int]) -> Message:
-    return altered(message, survivors=np.array(survivors), missing=np.array(missing, dtype=np.int64))
-
-
 @pytest.mark.parametrize(("step", "change", "sentence"), CLIENT_REFUSES)
 def test_a_client_refuses_malformed_requests_and_goes_on(
     step: str, change: Callable[[Message], Message], sentence: str
@@ -616,7 +707,8 @@ def test_a_client_refuses_malformed_requests_and_goes_on(
     with pytest.raises(MessageError, match=sentence):
         {
             "shares": lambda: client.share(request),
-            "masked": lambda: client.mask(request, federation.values[11]),
+            "masked": lambda: client.mask(request),
+            "agree": lambda: client.agree(request),
             "reveal": lambda: client.reveal(request),
         }[step]()
     assert client.to_message().to_bytes() == before
@@ -624,15 +716,25 @@ def test_a_client_refuses_malformed_requests_and_goes_on(
     assert same(federation.server.total(), federation.expected())
 
 
-def test_a_client_reveals_for_one_list_only_even_when_rebuilt() -> None:
-    federation = Federation(NUMBERS, 4).until("reveal")
+def test_a_client_signs_one_list_and_reveals_for_it_only() -> None:
+    federation = Federation(NUMBERS, 4).until("agree")
     told = federation.server.instructions()[11]
+    federation.answer(11)
+    with pytest.raises(MessageError, match="next exchange is 'reveal'"):
+        federation.client(11).agree(altered(told, survivors=np.array([3, 11, 12, 40])))
+    federation = Federation(NUMBERS, 4).until("reveal")
     first = federation.answer(11)
     assert federation.answer(11).to_bytes() == first.to_bytes()
-    with pytest.raises(MessageError, match="another list of survivors"):
-        federation.answer(11, lists(told, [3, 11, 12, 40], [41]))
-    assert first.arrays["seed_shares"].shape == (5, 16)
-    assert first.arrays["key_shares"].shape == (0, 32)
+    assert first.arrays["seed_shares"].shape == (5, 20)
+    assert first.arrays["key_shares"].shape == (0, 36)
+
+
+def test_a_signature_that_is_none_does_not_keep_the_sum_from_opening() -> None:
+    federation = Federation(NUMBERS, 4).until("agree")
+    good = federation.answer(11)
+    federation.server.receive(11, altered(good, signature=flipped(good.arrays["signature"], (5,))))
+    federation.until(None)
+    assert same(federation.server.total(), federation.expected())
 
 
 def test_a_client_answers_in_turn_and_once() -> None:
@@ -641,25 +743,25 @@ def test_a_client_answers_in_turn_and_once() -> None:
     client = federation.client(11)
     assert client.keys().to_bytes() == client.keys().to_bytes()
     with pytest.raises(MessageError, match="next exchange is 'shares'"):
-        client.mask(told, federation.values[11])
+        client.mask(told)
     client.share(told)
-    for again in (client.keys, lambda: client.share(told), lambda: client.reveal(told)):
+    for again in (client.keys, lambda: client.share(told), lambda: client.agree(told), lambda: client.reveal(told)):
         with pytest.raises(MessageError, match="next exchange is 'masked'; this request is out of turn"):
             again()
     federation.until("masked")
     told, client = federation.server.instructions()[11], federation.client(11)
-    client.mask(told, federation.values[11])
-    with pytest.raises(MessageError, match="next exchange is 'reveal'"):
-        client.mask(told, federation.values[11])
+    client.mask(told)
+    with pytest.raises(MessageError, match="next exchange is 'agree'"):
+        client.mask(told)
 
 
-@pytest.mark.parametrize("setting", ["threshold", "bits"])
-def test_clients_with_other_settings_cannot_read_each_others_parts(setting: str) -> None:
+@pytest.mark.parametrize("setting", ["threshold", "clients"])
+def test_clients_with_other_settings_do_not_accept_each_other(setting: str) -> None:
     federation = Federation(NUMBERS, 4)
     odd = Message.from_bytes(federation.states[12])
-    federation.states[12] = altered(odd, **{setting: int(odd.scalars[setting]) + 1}).to_bytes()
-    federation.until("masked")
-    with pytest.raises(MessageError, match="part from client 12 was not made for this client and sum"):
+    federation.states[12] = altered(odd, **{setting: 5 if setting == "threshold" else 4}).to_bytes()
+    federation.until("shares")
+    with pytest.raises(MessageError, match="the keys listed for client 12 are not signed by it for this sum"):
         federation.answer(11)
 
 

@@ -17,7 +17,6 @@ from headstart.channel import shared_noise
 from headstart.channel.shared_noise import (
     SharedNoise,
     discrete_gaussian,
-    fresh_keys,
     part_variances,
     survivor_levels,
     unneeded,
@@ -121,16 +120,15 @@ def test_what_is_left_in_a_total_after_dropouts(answering: str) -> None:
     """Clients that are silent at the end leave too much noise in, never too little."""
     clients, threshold, size = 9, 7, 40_000
     noise = SharedNoise.of(Privacy(epsilon=1.0, noise="shared"), 1.0, size, clients, seed=(1,))
-    values = {"b": np.arange(size // 2), "a": np.full((2, size // 4), 7)}
-    keys = {client: fresh_keys(clients, threshold) for client in range(clients)}
-    sent = {c: noise.noised(values, clients, c, 0, keys[c], threshold) for c in range(clients)}
+    values = {"b": np.arange(size // 2) / 100, "a": np.full((2, size // 4), 7.0)}
+    whole = {name: np.rint(array * 2**noise.bits).astype(np.int64) for name, array in values.items()}
+    sent = {c: noise.noised(values, c, 0, clients, threshold) for c in range(clients)}
     for survivors in range(threshold, clients + 1):
         total = {name: sum(sent[c][name] for c in range(survivors)) for name in values}
-        gone = unneeded(clients, threshold, survivors)
         speaking = range(survivors) if answering == "all" else ()
-        revealed = [{number: keys[c][number - 1] for number in gone} for c in speaking]
+        revealed = [noise.revealed(c, 0, clients, threshold, survivors) for c in speaking]
         opened = noise.removed(total, clients, threshold, revealed)  # type: ignore[arg-type]
-        left = np.concatenate([(opened[name] - survivors * values[name]).ravel() for name in values])
+        left = np.concatenate([(opened[name] - survivors * whole[name]).ravel() for name in values])
         share = left.var() / noise.variance
         if answering == "all":
             assert 1 - 5 * sqrt(2 / size) < share < 1.15 + 5 * sqrt(2 / size)
@@ -229,11 +227,11 @@ def test_a_stage_adds_the_claimed_noise_and_nothing_else(name: str, monkeypatch:
     noises: list[SharedNoise] = []
     plain, sums = SharedNoise.noised, {"fedncm-groups": 3}.get(name, 1)
 
-    def noised(self: SharedNoise, values: Any, clients: int, client: int, round: int) -> Any:
-        found = plain(self, values, clients, client, round)
+    def noised(self: SharedNoise, values: Any, client: int, round: int, clients: int, threshold: int) -> Any:
+        found = plain(self, values, client, round, clients, threshold)
         if round == 0:
             noises.append(self)
-            totals.append({key: found[key] - values[key] for key in values})
+            totals.append({key: found[key] - np.rint(values[key] * 2**self.bits).astype(int) for key in values})
         return found
 
     monkeypatch.setattr(SharedNoise, "noised", noised)

@@ -16,6 +16,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import load_pem_private_key, load_ssh_private_key, load_ssh_public_key
 from cryptography.x509.verification import PolicyBuilder, Store, VerificationError
 
+from headstart.channel.secure import Identity
 from headstart.config.recipe import Recipe
 from headstart.deploy.folder import init
 from headstart.deploy.guard import app_digest
@@ -42,6 +43,7 @@ def test_everything_is_written_and_the_commands_run_it(tmp_path: Path) -> None:
         "node-hospital-a.sh", "node-B2.sh",
         "certificates/ca.pem", "certificates/ca.key", "certificates/server.pem", "certificates/server.key",
         "keys/hospital-a", "keys/hospital-a.pub", "keys/B2", "keys/B2.pub",
+        "signing/hospital-a", "signing/hospital-a.pub", "signing/B2", "signing/B2.pub", "peers",
     }  # fmt: skip
     assert Recipe.load(path / "recipe.toml") == RECIPE
     assert list(path.parent.iterdir()) == [path]
@@ -91,8 +93,11 @@ def test_a_recipe_names_its_classes(tmp_path: Path) -> None:
 
 
 def test_private_keys_are_the_owners_alone(folder: Path) -> None:
-    private = [*folder.glob("certificates/*.key"), *(folder / "keys" / name for name in NODES)]
-    assert len(private) == 4
+    private = [
+        *folder.glob("certificates/*.key"),
+        *(folder / kind / name for kind in ("keys", "signing") for name in NODES),
+    ]
+    assert len(private) == 6
     for file in private:
         assert b"PRIVATE KEY" in file.read_bytes()
         assert file.stat().st_mode & 0o777 == 0o600
@@ -111,6 +116,15 @@ def test_each_node_has_a_key_pair_of_its_own_on_a_nist_curve(folder: Path) -> No
         assert private.public_key() == public
         numbers.add(public.public_numbers().x)
     assert len(numbers) == len(NODES)
+
+
+def test_nodes_know_each_other_by_a_list_in_the_order_of_the_federation(folder: Path) -> None:
+    lines = (folder / "peers").read_text().splitlines()
+    assert lines == [f"{name} {(folder / 'signing' / f'{name}.pub').read_text().strip()}" for name in NODES]
+    sides = [Identity.load(folder / "signing" / name, folder / "peers", name) for name in NODES]
+    assert [one.number for one in sides] == [0, 1]
+    assert sides[0].signed_by(1, sides[1].sign(b"message"), b"message")
+    assert not sides[0].signed_by(0, sides[1].sign(b"message"), b"message")
 
 
 def verify(folder: Path, subject: x509.DNSName | x509.IPAddress, authority: Path | None = None) -> None:
@@ -219,7 +233,7 @@ def test_a_node_tells_flower_who_it_is_and_tries_again_when_refused(folder: Path
     assert asked.auth_supernode_private_key == str(folder / "keys/B2")
     assert flower.parse_config_args([asked.node_config]) == {
         "name": "B2", "data": str(folder / "data/B2"), "recipe": str(folder / "recipe.toml"),
-        "state": str(folder / "state/B2"),
+        "state": str(folder / "state/B2"), "signing_key": str(folder / "signing/B2"), "peers": str(folder / "peers"),
     }  # fmt: skip
 
 

@@ -117,6 +117,31 @@ def test_every_method_gives_the_same_model_on_flower(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_secure_sums_give_the_same_model_on_flower(tmp_path: Path) -> None:
+    shared = {"epsilon": 5.0, "noise": "shared"}
+    stages = [
+        {"method": "fedncm"},
+        {"method": "fed3r", "start": "pretrained", "clients_per_round": 4},
+        {**LOCAL, "method": "fedavg", "start": 1, "clients_per_round": 4},
+        {**LOCAL, "method": "scaffold", "rounds": 3, "clients_per_round": 4},
+        {**LOCAL, "method": "fedmezo", "rounds": 4, "clients_per_round": 4},
+        {**MLP, "method": "fedper", "rounds": 2, "clients_per_round": 4},
+        {"method": "fedncm", "privacy": shared | {"clip": 50.0}},
+        {**LOCAL, "method": "fedavg", "clients_per_round": 4, "weighting": "uniform", "privacy": shared},
+    ]
+    recipe = features([{**stage, "secure": True} for stage in stages], clients=8)
+    run(recipe, tmp_path / "here")
+    (tmp_path / "recipe.toml").write_text(recipe.to_toml())
+    command = [sys.executable, "-m", "headstart.cli", "run", "recipe.toml", "--out", "there", "--engine", "flower"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    summary = json.loads((tmp_path / "there" / "summary.json").read_text())
+    assert [stage["dropped"] for stage in summary["stages"]] == [[]] * len(stages)
+    assert_same(tmp_path / "here", tmp_path / "there", costs=False)
+
+
+@pytest.mark.slow
 def test_a_simulation_that_is_interrupted_ends_as_if_it_had_not_been(tmp_path: Path) -> None:
     """With what is each client's own: a whole model, and a head that a later stage goes on from."""
     stages = [

@@ -38,6 +38,7 @@ from headstart.engine.setup import digest
 from headstart.errors import HeadstartError, MessageError
 from headstart.report import summary_table
 from headstart.runner import Result, run, run_federation
+from tests.helpers import identities
 
 NAMES = ("a", "b", "c")
 FOUR = (*NAMES, "d")
@@ -116,7 +117,10 @@ class Grid:
         """The reply of a process that has only just started."""
         name = self.online[number]
         federation = Federation.silo(self.recipe, str(self.silos / f"{name}.npz"), name)
-        return respond(message, Node(self.recipe, federation, self.folder(name) / run_of(message), alone=True), name)
+        secure = any(stage.secure for stage in self.recipe.stages)
+        identity = identities(len(self.names))[self.names.index(name)] if secure else None
+        folder = self.folder(name) / run_of(message)
+        return respond(message, Node(self.recipe, federation, folder, alone=True, identity=identity), name)
 
     def folder(self, name: str) -> Path:
         return self.state / name
@@ -728,7 +732,7 @@ def test_a_node_that_lost_its_log_in_a_secure_stage_is_told_everything_again(sil
         if facts["kind"] == "secure" and grid.online[node] == "b":
             told = Wire.from_bytes(parts["told"]).scalars["step"]
             steps.append(str(told))
-            if steps.count("masked") == 3 and told == "masked":
+            if steps.count("keys") == 3 and told == "keys":
                 next(grid.folder("b").glob("*/log-*")).unlink()
 
     steps: list[str] = []

@@ -142,10 +142,10 @@ class UpdateChannel:
         examples = message.whole_number("examples", _MOST_EXAMPLES)
         return float(examples) if self.method.weighting == "examples" else 1.0
 
-    def add_vector(self, total: Total, values: Mapping[str, Floats]) -> None:
+    def add_vector(self, total: Total, values: Mapping[str, Any]) -> None:
         """Add the sum of several clients' vectors."""
         if self.shared is not None:
-            values = {**values, "weights": np.ones(1)}
+            values = {**self.shared.read(values), "weights": np.ones(1)}
         total.add_vector(values, self.method.blocks)
 
     @property

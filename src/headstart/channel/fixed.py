@@ -1,9 +1,14 @@
-"""Fixed-point numbers: sums of them are exact, whatever the order."""
+"""Fixed-point numbers: sums of them are exact, whatever the order.
+
+How many binary places an array gets follows from a public exponent: as many as let the values of all clients add up
+within 63 bits. The exponent is that of the largest value of any client, rounded up to a multiple of 16: it tells a
+client's largest value within a factor of 65,536 and nothing else of it. For the largest value of all, 48 bits or more
+are left, less those that count the clients.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 import numpy.typing as npt
@@ -11,37 +16,77 @@ import numpy.typing as npt
 from headstart.core.message import Array
 from headstart.errors import HeadstartError
 
-BITS = 24
-"""Binary places of what clients send to a secure sum."""
+GRID = 16
+"""Exponents are multiples of this."""
+SMALLEST, LARGEST = -1072, 1024
+"""Exponents of the smallest and of the largest numbers that float64 has."""
+
+Fixed = npt.NDArray[np.int64]
 
 
-def to_fixed(values: Mapping[str, Array], clients: int, bits: int) -> dict[str, npt.NDArray[np.int64]]:
-    """The float64 arrays as integers with `bits` fractional bits; refused where `clients` of them could overflow."""
+def check_values(values: Mapping[str, Array], clients: int) -> None:
+    """Refuse what a sum cannot carry: no arrays, other types than float64 and int64, NaN, integers that overflow."""
     if not values:
         raise HeadstartError("a secure sum needs at least one array of values")
-    largest = (2**63 - 1) // clients
-    limit = float(largest)
-    if int(limit) > largest:
-        limit = math.nextafter(limit, 0.0)
-    fixed = {}
     for name, array in values.items():
-        array = np.asarray(array)
-        if array.dtype != np.float64:
-            raise HeadstartError(f"array {name!r} is {array.dtype}; a secure sum takes float64, convert it first")
-        if not np.isfinite(array).all():
+        if array.dtype == np.int64:
+            largest = max(abs(int(array.min(initial=0))), abs(int(array.max(initial=0))))
+            if largest > (2**63 - 1) // clients:
+                raise HeadstartError(f"array {name!r} holds {largest}, which {clients} clients cannot add in 64 bits")
+        elif array.dtype != np.float64:
+            raise HeadstartError(f"array {name!r} is {array.dtype}; a secure sum takes float64 or int64")
+        elif not np.isfinite(array).all():
             raise HeadstartError(f"array {name!r} holds NaN or infinity, which a secure sum cannot carry")
-        with np.errstate(over="ignore"):
-            rounded = np.asarray(np.rint(np.ldexp(array, bits)))
-        if rounded.size and np.abs(rounded).max() > limit:
-            raise HeadstartError(
-                f"array {name!r} reaches {float(np.abs(array).max())!r} in size; with {clients} clients and {bits} "
-                f"fractional bits the largest value allowed is {math.ldexp(limit, -bits)!r}: scale the values "
-                f"down or use fewer bits"
-            )
-        fixed[name] = rounded.astype(np.int64)
+
+
+def exponents_of(values: Mapping[str, Array]) -> dict[str, int]:
+    """Of every float64 array: the exponent that its values stay below, a multiple of 16; none for integers."""
+    return {name: _exponent(array) for name, array in values.items() if array.dtype == np.float64}
+
+
+def _exponent(array: Array) -> int:
+    largest = float(np.abs(array).max(initial=0.0))
+    return -(-int(np.frexp(largest)[1]) // GRID) * GRID if largest else SMALLEST
+
+
+def largest_exponents(each: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """The exponents that hold for all clients, of those of each."""
+    found: dict[str, int] = {}
+    for exponents in each:
+        found |= {name: max(exponent, found.get(name, SMALLEST)) for name, exponent in exponents.items()}
+    return found
+
+
+def fractional_bits(exponent: int, clients: int) -> int:
+    """Binary places with which the values of so many clients, each below 2**exponent, add up to less than 2**63."""
+    return 63 - clients.bit_length() - exponent
+
+
+def to_fixed(values: Mapping[str, Array], exponents: Mapping[str, int], clients: int) -> dict[str, Fixed]:
+    """Float64 arrays as integers with the places that the exponents leave; int64 arrays as they are."""
+    check_values(values, clients)
+    fixed: dict[str, Fixed] = {}
+    for name, array in values.items():
+        if array.dtype == np.int64:
+            fixed[name] = array.astype(np.int64)
+            continue
+        if _exponent(array) > exponents[name]:
+            raise HeadstartError(f"array {name!r} holds values of 2**{exponents[name]} or more, which would overflow")
+        fixed[name] = np.rint(_scaled(array, fractional_bits(exponents[name], clients))).astype(np.int64)
     return fixed
 
 
-def from_fixed(array: npt.NDArray[np.int64], bits: int) -> npt.NDArray[np.float64]:
-    """Integers with `bits` fractional bits as float64, rounded once."""
-    return np.asarray(np.ldexp(array.astype(np.float64), -bits), dtype=np.float64)
+def from_fixed(totals: Mapping[str, Fixed], exponents: Mapping[str, int], clients: int) -> dict[str, Array]:
+    """What `to_fixed` made, added up: float64 arrays, rounded once; those without an exponent as they are."""
+    found: dict[str, Array] = {}
+    for name, total in totals.items():
+        with np.errstate(over="ignore"):
+            scaled = name in exponents
+            found[name] = _scaled(total, -fractional_bits(exponents[name], clients)) if scaled else total.copy()
+        if scaled and not np.isfinite(found[name]).all():
+            raise HeadstartError(f"the total of array {name!r} is larger than float64 holds")
+    return found
+
+
+def _scaled(array: Array, bits: int) -> npt.NDArray[np.float64]:
+    return np.asarray(np.ldexp(array.astype(np.float64), bits), dtype=np.float64)

@@ -33,7 +33,6 @@ exactly (`discrete_gaussian`), so that the server gets the same ones from a seed
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal, localcontext
@@ -47,8 +46,9 @@ import numpy.typing as npt
 
 from headstart.channel.accounting import noise_multiplier, spent
 from headstart.config.stage import Privacy
+from headstart.core.message import Array
 from headstart.core.seeds import Generator, SecureGenerator, Seed, generator_of, stream
-from headstart.core.statistics import Ints
+from headstart.core.statistics import Floats, Ints
 from headstart.errors import HeadstartError
 
 KEY_BYTES = 32
@@ -63,8 +63,8 @@ _TOO_FINE = (
     "privacy: whole numbers of 64 bits do not hold values of length {:g} with this noise; "
     "raise epsilon or clip, or use noise = 'client'"
 )
-# What sets the generator of this noise apart from others.
-_SHARED = 0x5A9E
+# What sets the generators of this noise apart from others, and from each other.
+_SHARED, _KEYS = 0x5A9E, 0x5A9F
 # Candidates that are drawn at once.
 _BATCH = 1 << 17
 # Probabilities in float64 are nearer than this to what they stand for.
@@ -90,7 +90,8 @@ class SharedNoise:
     difference: float
     """Of ε, the share of the difference between the discrete and the rounded Gaussian, over all rounds."""
     seed: Seed = None
-    """What a client's own noise is drawn from: in a simulation the recipe's seed."""
+    """What a client's noise is drawn from: in a simulation the recipe's seed, on a node a secret of the round, so that
+    the same question gets the same noise."""
 
     @classmethod
     def of(
@@ -128,19 +129,31 @@ class SharedNoise:
         return min(spent(self.multiplier, self.delta, rounds) + share, self.epsilon) if rounds else 0.0
 
     def noised(
-        self, values: Mapping[str, Ints], clients: int, client: int, round: int, keys: Sequence[bytes] = (),
-        threshold: int = 0,
-    ) -> dict[str, Ints]:  # fmt: skip
-        """What one of so many clients adds to a sum: its values, its share of the noise, and the parts of these keys.
-
-        Without keys there are no parts to remove: a sum that nobody can drop out of.
-        """
+        self, values: Mapping[str, Floats], client: int, round: int, clients: int, threshold: int
+    ) -> dict[str, Ints]:
+        """What one of so many clients adds to a sum, as whole numbers: its values and all parts of its noise."""
         size = sum(array.size for array in values.values())
-        rng = generator_of(self.seed, _SHARED, round, client)
-        noise = discrete_gaussian(rng, -(-self.variance // clients), size)
-        if keys:
-            noise += self.parts(size, clients, threshold, dict(enumerate(keys, 1)))
-        return _added(values, noise, 1)
+        rng = generator_of(self.seed, _SHARED, round, client, clients)
+        noise = discrete_gaussian(rng, part_variances(self.variance, clients, threshold)[0], size)
+        noise += self.parts(size, clients, threshold, self.keys(client, round, clients, threshold))
+        whole = {name: np.rint(np.ldexp(array, self.bits)).astype(np.int64) for name, array in values.items()}
+        return _added(whole, noise, 1)
+
+    def read(self, total: Mapping[str, Array]) -> dict[str, Floats]:
+        """A total in the units of the values."""
+        return {name: np.ldexp(array.astype(np.float64), -self.bits) for name, array in total.items()}
+
+    def keys(self, client: int, round: int, clients: int, threshold: int) -> dict[int, bytes]:
+        """The keys of the parts of a client's noise that can be removed, by the number of the part from 1."""
+        count = len(survivor_levels(clients, threshold)) - 1
+        rng = generator_of(self.seed, _KEYS, round, client, clients, threshold)
+        data = _words(rng, KEY_BYTES // 8 * count).tobytes()
+        return {number: data[KEY_BYTES * (number - 1) : KEY_BYTES * number] for number in range(1, count + 1)}
+
+    def revealed(self, client: int, round: int, clients: int, threshold: int, survivors: int) -> dict[int, bytes]:
+        """Those of the keys that a total of so many survivors, at least, does not need."""
+        keys = self.keys(client, round, clients, threshold)
+        return {number: keys[number] for number in unneeded(clients, threshold, survivors)}
 
     def parts(self, size: int, clients: int, threshold: int, keys: Mapping[int, bytes]) -> Ints:
         """The sum [size] of the parts of a client's noise that have these keys, by the number of the part from 1."""
@@ -151,14 +164,14 @@ class SharedNoise:
         return noise
 
     def removed(
-        self, total: Mapping[str, Ints], clients: int, threshold: int, revealed: Sequence[Mapping[int, bytes]]
+        self, total: Mapping[str, Array], clients: int, threshold: int, revealed: Sequence[Mapping[int, bytes]]
     ) -> dict[str, Ints]:
         """A total without the parts whose keys its survivors have revealed."""
         size = sum(array.size for array in total.values())
         noise = np.zeros(size, np.int64)
         for keys in revealed:
             noise += self.parts(size, clients, threshold, keys)
-        return _added(total, noise, -1)
+        return _added({name: array.astype(np.int64) for name, array in total.items()}, noise, -1)
 
 
 def _difference(privacy: Privacy, dim: int, deviation: float) -> float:
@@ -193,11 +206,6 @@ def part_variances(total: int, clients: int, threshold: int) -> tuple[int, ...]:
     """The variance of each part of a client's noise: with the first j + 1, that of s_j clients is ``total`` or more."""
     shares = [-(-total // survivors) for survivors in survivor_levels(clients, threshold)]
     return (shares[0], *(more - less for less, more in pairwise(shares)))
-
-
-def fresh_keys(clients: int, threshold: int) -> list[bytes]:
-    """A key for every part of a client's noise that can be removed."""
-    return [os.urandom(KEY_BYTES) for _ in survivor_levels(clients, threshold)[1:]]
 
 
 def unneeded(clients: int, threshold: int, survivors: int) -> range:

@@ -152,10 +152,10 @@ class StatisticsChannel:
         floor = self.noise.floor(self.summary.dim, self.clients) if self.by_client else None
         return replace(statistics, longest=self.noise.bound, noise_floor=floor)
 
-    def add_vector(self, total: StatisticsTotal, values: Mapping[str, Floats]) -> None:
+    def add_vector(self, total: StatisticsTotal, values: Mapping[str, Any]) -> None:
         """Add the sum of several clients' vectors, as if one client had all their examples."""
         if self.shared is not None and self.noise is not None:
-            noisy = unscaled(values["values"], self._nothing, self.noise.bound)
+            noisy = unscaled(self.shared.read(values)["values"], self._nothing, self.noise.bound)
             total.add(replace(noisy, longest=self.noise.bound, noise_floor=self.noise.floor(noisy.dim, self.sums)))
             return
         total.add(self._marked(ClientStatistics.from_vector(values, self.summary.moments, self.private)))
@@ -233,7 +233,7 @@ class TaskChannels:
         """To the total of the reply's task."""
         self.channels[reply.task].add(total[reply.task], reply, sender)
 
-    def add_vector(self, total: list[StatisticsTotal], values: Mapping[str, Floats]) -> None:
+    def add_vector(self, total: list[StatisticsTotal], values: Mapping[str, Any]) -> None:
         """Each task's part to its total."""
         for number, channel in enumerate(self.channels):
             mine = {n.removeprefix(f"{number}."): v for n, v in values.items() if n.startswith(f"{number}.")}

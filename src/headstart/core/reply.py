@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from headstart.core.message import Message
+from headstart.core.message import Array, Message
 from headstart.core.params import Params
-from headstart.core.statistics import ClientStatistics, Floats, Ints
+from headstart.core.statistics import ClientStatistics, Ints
 from headstart.core.update import Blocks
 
 ClientState = Mapping[str, npt.NDArray[np.float32]]
@@ -75,7 +75,7 @@ class GroupReply:
 
     clients: Ints
     asked: Ints
-    values: Mapping[str, Floats]
+    values: Mapping[str, Array]
     bytes_up: Ints
     bytes_down: Ints
     forward_passes: Ints

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,7 @@ from headstart.deploy.guard import check_guarded
 from headstart.errors import HeadstartError
 
 if TYPE_CHECKING:  # a client's process is started for every message, and loads what it needs
+    from headstart.channel.secure import Identity
     from headstart.config.recipe import Recipe
     from headstart.engine.node import Node
     from headstart.runner import Result
@@ -64,7 +65,9 @@ def answer(message: Message, context: Context) -> Message:
     """The answer of a node with its own data.
 
     Node configuration: `name`, `data` (a path as in a recipe's `dataset`), `state` (a folder for what is to last), and
-    optionally `recipe` (a file: the node takes part in this recipe only).
+    optionally `recipe` (a file: the node takes part in this recipe only). For recipes with secure sums also
+    `signing_key` (an OpenSSH Ed25519 private key) and `peers` (a file with a line for every node, its name and public
+    key, in the order of the server's list of nodes).
     """
     from headstart.data import Federation
     from headstart.engine.node import Node
@@ -78,12 +81,22 @@ def answer(message: Message, context: Context) -> Message:
             raise HeadstartError("the server runs another recipe than the one that this node agreed to")
         name = str(config["name"])
         federation = Federation.silo(recipe, str(config["data"]), name)
-        node = Node(recipe, federation, Path(str(config["state"])) / run_of(message), alone=True)
+        identity = _identity(config, name) if any(stage.secure for stage in recipe.stages) else None
+        node = Node(recipe, federation, Path(str(config["state"])) / run_of(message), alone=True, identity=identity)
     except (KeyError, OSError, ValueError) as error:
         return refuse(
             message, f"the node has no {error} in its configuration" if isinstance(error, KeyError) else str(error)
         )
     return respond(message, node, name)
+
+
+def _identity(config: Mapping[str, Any], name: str) -> Identity | None:
+    """As whom a node signs what it sends to secure sums; None where the configuration does not say."""
+    from headstart.channel.secure import Identity
+
+    if not (config.get("signing_key") and config.get("peers")):
+        return None
+    return Identity.load(Path(str(config["signing_key"])), Path(str(config["peers"])), name)
 
 
 def _recipe(text: str) -> Recipe:

@@ -9,34 +9,22 @@ real one.
 from __future__ import annotations
 
 import ipaddress
-import os
 import re
 import shlex
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import tomli_w
 
 from headstart.config.recipe import Recipe
 from headstart.deploy.guard import FLOWER, app_digest, check_flower
+from headstart.deploy.keys import DAYS, address_of, write_certificates, write_node_keys, write_signing_keys
 from headstart.errors import HeadstartError
-
-try:
-    from cryptography import x509
-    from cryptography.hazmat.primitives import hashes
-    from cryptography.hazmat.primitives.asymmetric import ec
-    from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
-    from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
-except ImportError:
-    raise HeadstartError("headstart deploy: Flower is missing; install headstart[federation]") from None
 
 PORT = 9443
 """Of the SuperLink; the nodes' own ports, open on their machines only, are the ones after it."""
-DAYS = 365
-"""How long the certificates are valid."""
 _NODE = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]{0,62}")
 _LABEL = re.compile(r"(?!-)[A-Za-z0-9-]{1,63}(?<!-)")
 
@@ -74,33 +62,23 @@ def _check(folder: Path, recipe: Recipe, nodes: Sequence[str], host: str, port: 
             )
     if len({name.lower() for name in nodes}) < len(nodes):
         raise HeadstartError(f"nodes {', '.join(nodes)}: every node needs a name of its own, whatever the case")
-    if _address(host) is None and not all(_LABEL.fullmatch(label) for label in host.split(".")):
+    if address_of(host) is None and not all(_LABEL.fullmatch(label) for label in host.split(".")):
         raise HeadstartError(f"host {host!r}: give the server's DNS name or IPv4 address, without a port")
     if not 1 <= port <= 65535 - len(nodes):
         raise HeadstartError(f"port {port}: choose one between 1 and {65535 - len(nodes)}")
 
 
-def _address(host: str) -> ipaddress.IPv4Address | None:
-    try:
-        return ipaddress.IPv4Address(host)
-    except ValueError:
-        return None
-
-
 def _write(folder: Path, recipe: Recipe, nodes: Sequence[str], host: str, port: int) -> None:
-    for name in ("app", "certificates", "keys"):
+    for name in ("app", "certificates", "keys", "signing"):
         (folder / name).mkdir()
     (folder / "recipe.toml").write_text(recipe.to_toml(), encoding="utf-8")
     (folder / "app" / "pyproject.toml").write_text(_app(), encoding="utf-8")
     (folder / "README.md").write_text(_readme(nodes), encoding="utf-8")
-    _certificates(folder / "certificates", host)
-    for name in nodes:
-        key = ec.generate_private_key(ec.SECP384R1())
-        _private(folder / "keys" / name, key, PrivateFormat.OpenSSH)
-        public = key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
-        (folder / "keys" / f"{name}.pub").write_bytes(public + b"\n")
+    write_certificates(folder / "certificates", host)
+    write_node_keys(folder / "keys", nodes)
+    write_signing_keys(folder, nodes)
 
-    address = ipaddress.IPv4Address("127.0.0.1") if host == "localhost" else _address(host)
+    address = ipaddress.IPv4Address("127.0.0.1") if host == "localhost" else address_of(host)
     listen = str(address) if address is not None and address.is_loopback else "0.0.0.0"
     local = listen if listen != "0.0.0.0" else "127.0.0.1"
     _script(
@@ -135,71 +113,13 @@ def _write(folder: Path, recipe: Recipe, nodes: Sequence[str], host: str, port: 
                 "name": (name, ""),
                 "data": (f"$here/data/{name}", "what a recipe may name as its dataset"),
                 "recipe": ("$here/recipe.toml", "the only one that this node takes part in"),
+                "signing_key": (f"$here/signing/{name}", "for secure sums"),
+                "peers": ("$here/peers", "everybody's public keys for secure sums, in the order of run.sh"),
                 "app": (digest, "SHA-256 of what this node executes; several with commas"),
                 "local_port": (str(port + number), "any that is free; not seen from outside"),
             },
             _SUPERNODE,
         )
-
-
-# ------------------------------------------------------------------------------------------------ certificates and keys
-
-
-def _certificates(folder: Path, host: str) -> None:
-    """An authority, and a certificate of the server for ``host`` and for its own machine."""
-    authority, server = ec.generate_private_key(ec.SECP384R1()), ec.generate_private_key(ec.SECP384R1())
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "headstart test authority")])
-    usage = dict.fromkeys(
-        ("digital_signature", "content_commitment", "key_encipherment", "data_encipherment", "key_agreement",
-         "key_cert_sign", "crl_sign", "encipher_only", "decipher_only"), False
-    )  # fmt: skip
-    root = (
-        _certificate(name, name, authority.public_key())
-        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .add_extension(x509.KeyUsage(**{**usage, "key_cert_sign": True, "crl_sign": True}), critical=True)
-        .add_extension(x509.SubjectKeyIdentifier.from_public_key(authority.public_key()), critical=False)
-        .sign(authority, hashes.SHA384())
-    )
-    # The ServerApp reaches the SuperLink on the loopback address.
-    local = ipaddress.IPv4Address("127.0.0.1")
-    address = _address(host)
-    names: list[x509.GeneralName] = [x509.DNSName("localhost"), x509.IPAddress(local)]
-    if address is None and host != "localhost":
-        names.append(x509.DNSName(host))
-    elif address is not None and address != local:
-        names.append(x509.IPAddress(address))
-    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "headstart SuperLink")])
-    leaf = (
-        _certificate(subject, name, server.public_key())
-        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .add_extension(x509.KeyUsage(**{**usage, "digital_signature": True}), critical=True)
-        .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
-        .add_extension(x509.SubjectAlternativeName(names), critical=False)
-        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.public_key()), critical=False)
-        .sign(authority, hashes.SHA384())
-    )
-    (folder / "ca.pem").write_bytes(root.public_bytes(Encoding.PEM))
-    (folder / "server.pem").write_bytes(leaf.public_bytes(Encoding.PEM))
-    _private(folder / "ca.key", authority, PrivateFormat.PKCS8)
-    _private(folder / "server.key", server, PrivateFormat.PKCS8)
-
-
-def _certificate(subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey) -> x509.CertificateBuilder:
-    now = datetime.now(UTC)
-    return x509.CertificateBuilder(
-        issuer,
-        subject,
-        key,
-        serial_number=x509.random_serial_number(),
-        not_valid_before=now - timedelta(hours=1),  # clocks differ
-        not_valid_after=now + timedelta(days=DAYS),
-    )
-
-
-def _private(path: Path, key: ec.EllipticCurvePrivateKey, form: PrivateFormat) -> None:
-    """Write a private key into a file that nobody else could read at any moment."""
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(key.private_bytes(Encoding.PEM, form, NoEncryption()))
 
 
 # ------------------------------------------------------------------------------------------------------ app and scripts
@@ -266,7 +186,8 @@ trap 'while kill -INT "$node" 2>/dev/null; do sleep 1; done; exit 0' INT TERM
 while true; do
     python3 -P -m headstart.deploy.guard supernode "$app" --superlink "$host:$port" --port "$local_port" \\
         --root-certificates "$here/certificates/ca.pem" --auth-supernode-private-key "$here/keys/$name" \\
-        --node-config "name='$name' data='$data' recipe='$recipe' state='$here/state/$name'" &
+        --node-config "name='$name' data='$data' recipe='$recipe' state='$here/state/$name' \
+signing_key='$signing_key' peers='$peers'" &
     node=$!
     status=0
     wait "$node" || status=$?
@@ -350,7 +271,7 @@ These certificates and keys are for a test: whoever made them can pose as anybod
 | machine | files |
 |---|---|
 | server | `superlink.sh`, `run.sh`, `recipe.toml`, `app/`, `certificates/` without `ca.key`, `keys/*.pub` |
-| node, here {name} | `node-{name}.sh`, `recipe.toml`, `certificates/ca.pem`, `keys/{name}` |
+| node, here {name} | `node-{name}.sh`, `recipe.toml`, `certificates/ca.pem`, `keys/{name}`, `signing/{name}`, `peers` |
 
 - Private keys never travel. Make a node's on its own machine, in place of the one made here, and give only
   `keys/{name}.pub` to the server, before the first run:
@@ -358,6 +279,17 @@ These certificates and keys are for a test: whoever made them can pose as anybod
   ```bash
   rm -f keys/{name} keys/{name}.pub
   ssh-keygen -q -t ecdsa -b 384 -N "" -f keys/{name}
+  ```
+
+- For secure sums nodes have a second key, which they sign with for each other: the server needs none of it. Make it on
+  the node's own machine, too, and give its public half to all other nodes without the server, in `peers`: a line
+  `NAME ssh-ed25519 AAAA…` for every node, the same file everywhere, in the order of `nodes` in `run.sh`. Whoever can
+  change this file on a node can read what the node adds:
+
+  ```bash
+  rm -f signing/{name} signing/{name}.pub
+  ssh-keygen -q -t ed25519 -N "" -f signing/{name}
+  echo "{name} $(cut -d ' ' -f 1,2 signing/{name}.pub)"    # the line in peers
   ```
 
 - In production let your own authority sign the certificate of the server: `ca.pem` is then the authority's,

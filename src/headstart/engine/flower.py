@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from headstart.channel.fixed import BITS
+from headstart.channel.shared_noise import SharedNoise, survivor_levels
 from headstart.config.stage import ClosedForm, Rounds
 from headstart.core.message import Message
 from headstart.core.reply import Failure, GroupReply, Reply
 from headstart.engine.client_states import ClientStates
-from headstart.engine.flower_messages import count_of, read_reply, reason_of
+from headstart.engine.flower_messages import count_of, noise_keys, read_reply, reason_of
 from headstart.engine.grid import Nodes
 from headstart.engine.node import WRITTEN, StateLostError
 from headstart.engine.round import AnyReply
@@ -54,6 +54,8 @@ class FlowerClients:
     earlier: Sequence[tuple[int, ClientStates]]
     shapes: Callable[[], Mapping[str, tuple[int, ...]]]
     """Names and shapes of what clients add in a secure sum."""
+    shared: Callable[[], SharedNoise | None] = lambda: None
+    """The noise that clients add to a secure sum together."""
     _told: dict[tuple[int, bool], tuple[bytes, str]] = field(default_factory=dict)
     _know: set[int] = field(default_factory=set)
     """Clients that have what the stage starts from, as this process knows."""
@@ -92,18 +94,27 @@ class FlowerClients:
         from headstart.channel.secure import SecureSum
 
         numbers = request.clients.tolist()
-        exchange = _Exchange(dict.fromkeys(numbers, 0), dict.fromkeys(numbers, 0), dict.fromkeys(numbers, 0))
-        server = SecureSum(uuid.uuid4().bytes, numbers, request.threshold, self.shapes(), BITS)
+        parts = len(survivor_levels(len(numbers), request.threshold))
+        exchange = _Exchange(dict.fromkeys(numbers, 0), dict.fromkeys(numbers, 0), dict.fromkeys(numbers, 0), parts)
+        shapes, shared = self.shapes(), self.shared()
+        integers = () if shared is None else tuple(shapes)
+        server = SecureSum(uuid.uuid4().bytes, numbers, request.threshold, shapes, integers)
         sent = dict(zip(numbers, zip(request.messages, request.new.tolist(), strict=True), strict=True))
         while server.step:
             self._exchange(server, sent, exchange)
-            server.next()
-        heard = set(server.heard)
+            try:
+                server.next()
+            except HeadstartError as error:
+                refusals = "".join(f"; client {client}: {why}" for client, why in sorted(exchange.refused.items()))
+                raise HeadstartError(f"{error}{refusals}") from None
+        heard, total = set(server.heard), server.total()
+        if shared is not None:
+            total = dict(shared.removed(total, len(numbers), request.threshold, list(exchange.noise.values())))
         why = {c: exchange.refused.get(c, f"no answer in step {step}") for c, step in server.dropped().items()}
         return GroupReply(
             np.array(sorted(heard)),
             request.clients,
-            server.total(),
+            total,
             np.array([exchange.up[client] for client in numbers]),
             np.array([exchange.down[client] for client in numbers]),
             np.array([exchange.passes[client] for client in numbers]),
@@ -117,7 +128,7 @@ class FlowerClients:
         clients = {self.nodes.ids[client]: client for client in sent}
         asked, step = {}, str(server.step)
         for client, told in server.instructions().items():
-            message, new = sent[client] if step == "masked" else (Message(), False)
+            message, new = sent[client] if step == "keys" else (Message(), False)
             facts, parts = self._request(client, message, new, "secure", step == "keys")
             parts["told"] = told.to_bytes()
             exchange.down[client] += len(parts["told"])
@@ -130,6 +141,8 @@ class FlowerClients:
                 server.receive(client, Message.from_bytes(data))
                 exchange.passes[client] += count_of(facts)
                 exchange.wrote |= {client} if facts.get("kept") else set()
+                if step == "reveal":
+                    exchange.noise[client] = noise_keys(facts, exchange.parts)
             except MessageError as error:
                 exchange.refused[client] = str(error)
                 exchange.state_lost |= {client} if isinstance(error, StateLostError) else set()
@@ -215,7 +228,11 @@ class _Exchange:
     up: dict[int, int]
     down: dict[int, int]
     passes: dict[int, int]
+    parts: int
+    """Of a client's noise, where clients share it."""
     refused: dict[int, str] = field(default_factory=dict)
     wrote: set[int] = field(default_factory=set)
     """Clients that have written a state."""
     state_lost: set[int] = field(default_factory=set)
+    noise: dict[int, dict[int, bytes]] = field(default_factory=dict)
+    """Keys of the parts of each client's noise that the sum does not need."""

@@ -6,14 +6,15 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from tempfile import SpooledTemporaryFile
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from headstart.channel.fixed import BITS, from_fixed, to_fixed
+from headstart.channel.fixed import check_values, exponents_of, from_fixed, largest_exponents, to_fixed
 from headstart.core.message import Message
-from headstart.core.reply import Failure, GroupReply, Reply
+from headstart.core.reply import ClientState, Failure, GroupReply, Reply
 from headstart.core.statistics import Features
 from headstart.data import Federation
 from headstart.engine.client import ClientRuntime
@@ -71,21 +72,26 @@ class LocalClients:
 
         Bytes are those of the masked values; what the protocol sends beside them is not counted.
         """
-        total: dict[str, npt.NDArray[np.int64]] = {}
+        count, exponents, states = len(request.clients), dict[str, int](), dict[int, ClientState]()
         shared = self.runtime.channel.shared
-        bits = BITS if shared is None else shared.bits
-        count, states = len(request.clients), {}
         nbytes, passes = np.zeros(count, np.int64), np.zeros(count, np.int64)
-        for place, client in enumerate(request.clients.tolist()):
-            (reply,) = self._ask(request.part(np.array([place])))
-            values = to_fixed(self.runtime.vector(reply, request.messages[place]), count, bits)
-            if shared is not None:  # nobody drops out here, and nothing has to be removed
-                values = shared.noised(values, count, client, request.round)
-            total = {name: total[name] + value if total else value for name, value in values.items()}
-            nbytes[place], passes[place] = Message(values).nbytes, reply.forward_passes[0]
-            states[client] = reply.state
-        found = {name: from_fixed(value, bits) for name, value in total.items()}
-        none = np.zeros(count, np.int64)
+        with SpooledTemporaryFile(_COHORT_BYTES) as kept:  # the scale is known when everybody has answered
+            for place, client in enumerate(request.clients.tolist()):
+                (reply,) = self._ask(request.part(np.array([place])))
+                vector = self.runtime.vector(reply, request.messages[place])
+                values = Message(vector)
+                if shared is not None:  # nobody drops out here, so that nothing has to be removed
+                    values = Message(shared.noised(vector, client, request.round, count, count))
+                check_values(values.arrays, count)
+                exponents = largest_exponents([exponents, exponents_of(values.arrays)])
+                nbytes[place], passes[place] = kept.write(values.to_bytes()), reply.forward_passes[0]
+                states[client] = reply.state
+            kept.seek(0)
+            total: dict[str, npt.NDArray[np.int64]] = {}
+            for size in nbytes.tolist():
+                fixed = to_fixed(Message.from_bytes(kept.read(size)).arrays, exponents, count)
+                total = {name: total[name] + value if total else value for name, value in fixed.items()}
+        found, none = from_fixed(total, exponents, count), np.zeros(count, np.int64)
         return GroupReply(request.clients, request.clients, found, nbytes, none, passes, states)
 
     def commit(self, reply: AnyReply) -> None:

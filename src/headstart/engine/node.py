@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from filelock import FileLock
@@ -33,6 +33,9 @@ from headstart.engine.client_states import ClientStates
 from headstart.engine.setup import StageSetup, digest, plan_of
 from headstart.errors import HeadstartError, MessageError
 from headstart.solvers.cohort import Cohort
+
+if TYPE_CHECKING:  # a node without secure sums does not load their cryptography
+    from headstart.channel.secure import Identity
 
 StatesInUse = Sequence[tuple[int, int, Mapping[str, tuple[int, ...]]]]
 """Of this stage, and of those that it goes on from: the stage's number, the slot that holds the client's state, -1 for
@@ -90,15 +93,23 @@ class _Stage:
 class Node:
     """Examples of one client, or of all clients of a simulation, and a folder for what is to last.
 
-    ``alone``: whether the federation holds the examples of the client that is asked, whatever its number.
+    ``alone``: whether the federation holds the examples of the client that is asked, whatever its number;
+    ``identity``: as whom a node that is alone signs what it sends to secure sums.
     """
 
-    def __init__(self, recipe: Recipe, federation: Federation, folder: Path, alone: bool) -> None:
+    def __init__(
+        self, recipe: Recipe, federation: Federation, folder: Path, alone: bool, identity: Identity | None = None
+    ) -> None:
         self.recipe, self.federation, self.folder, self.alone = recipe, federation, folder, alone
+        self.identity = identity
         self._stage: tuple[str, _Stage] | None = None
 
     def node_info(self) -> dict[str, Any]:
         """What a server has to know before the first stage."""
+        if self.alone and any(stage.secure for stage in self.recipe.stages):
+            from headstart.engine.node_sums import check_identity
+
+            check_identity(self.identity)
         train = self.federation.dataset.train
         dim = train.features().shape[1] if train.kind == "features" else 1
         examples = int(self.federation.sizes.sum())
@@ -133,6 +144,10 @@ class Node:
     @contextmanager
     def _as(self, client: int) -> Iterator[None]:
         """One message at a time, and always for the client that the node was first asked as."""
+        if self.identity is not None and self.identity.number != client:
+            raise HeadstartError(
+                f"the node is number {self.identity.number} of its list of peers, and is asked as client {client}"
+            )
         with self._locked():
             path = self.folder / "client.json"
             if self.alone and not path.is_file():
@@ -197,72 +212,10 @@ class Node:
 
     def add(self, asked: NodeRequest, told: Message) -> tuple[dict[str, Any], Message]:
         """The next exchange of a secure sum; what the client must not lose is on disk before anybody hears of it."""
+        from headstart.engine.node_sums import next_exchange
+
         with self._as(asked.client):
-            return self._add(asked, told)
-
-    def _add(self, asked: NodeRequest, told: Message) -> tuple[dict[str, Any], Message]:
-        from headstart.channel.secure import SecureClient
-
-        path = self.folder / f"secret-{asked.client}.safetensors"
-        step, facts = told.scalars.get("step"), {"passes": 0, "kept": False}
-        about: dict[str, Any] = {"stage": self._told(asked).number}
-        if step == "keys":
-            client = SecureClient(*self._sum(asked, told))
-            answer = client.keys()
-        elif not path.is_file():
-            raise StateLostError("the node no longer has its keys of this sum")
-        else:
-            saved = Message.from_bytes(path.read_bytes())
-            client = SecureClient.from_message(saved)
-            if saved.scalars["stage"] != about["stage"]:
-                raise MessageError("the sum was begun for another stage")
-            if step == "shares":
-                answer = client.share(told)
-            elif step == "masked":
-                reply, stage = self._once(asked), self._load(asked)
-                answer = client.mask(told, stage.runtime.vector(reply, asked.message))
-                facts = {"passes": int(reply.forward_passes[0]), "kept": bool(reply.state)}
-                about["question"] = asked.digest
-            else:
-                answer = client.reveal(told)
-                self._note_survivors(saved, told)
-                path.unlink()  # nothing of this sum is needed any more, and nobody is to find it
-                return facts, answer
-        self.folder.mkdir(parents=True, exist_ok=True)
-        state = client.to_message()
-        state = Message(state.arrays, {**state.scalars, **about})
-        write_atomically(path, lambda file: file.write_bytes(state.to_bytes()), private=True)
-        return facts, answer
-
-    def _sum(self, asked: NodeRequest, told: Message) -> tuple[bytes, int, int, int, int]:
-        """Session, number, clients, threshold and bits of a sum that the node's recipe allows."""
-        try:
-            session = bytes.fromhex(str(told.scalars["session"]))
-            clients, threshold, bits = (int(told.scalars[name]) for name in ("clients", "threshold", "bits"))
-        except (KeyError, ValueError) as error:
-            raise MessageError(f"the server begins a sum in an unknown way: {error!r}") from None
-        stage = self.recipe.stages[self._told(asked).number]
-        if not stage.secure:
-            raise HeadstartError("the recipe has no secure sums in this stage")
-        if threshold != (least := stage.survivors(clients)):
-            raise HeadstartError(
-                f"the server would open a sum of {clients} clients with {threshold} of them; by the node's recipe "
-                f"{least} have to stay"
-            )
-        return session, asked.client, clients, threshold, bits
-
-    def _note_survivors(self, saved: Message, told: Message) -> None:
-        """A round is opened for one list of survivors, whatever the sum: two totals would differ by single clients."""
-        if not self.alone:
-            return
-        path = self._answered(int(saved.scalars["stage"]))
-        record, heard = Message.from_bytes(path.read_bytes()), told.arrays["survivors"]
-        if record.scalars["question"] != saved.scalars["question"]:
-            raise HeadstartError("the node has answered another question since")
-        if not np.array_equal(record.arrays.get("survivors", heard), heard):
-            raise HeadstartError("the sum of this round was opened before, for another list of survivors")
-        noted = Message({**record.arrays, "survivors": heard}, record.scalars)
-        write_atomically(path, lambda file: file.write_bytes(noted.to_bytes()), private=True)
+            return next_exchange(self, asked, told)
 
     def evaluate(self, asked: NodeRequest) -> dict[str, Any]:
         """How good the model that the server shows is on the client's test examples: one model after every round.

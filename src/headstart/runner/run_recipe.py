@@ -79,8 +79,6 @@ def run_federation(
     states: where the states of clients of this machine are; in the run directory, where that is None and there is one.
     """
     _check(recipe, federation)
-    if nodes is not None:
-        _check_nodes(recipe)
     directory: RunDirectory | NoDirectory = NoDirectory()
     if out is not None:
         directory = RunDirectory.reopen(out, recipe) if resume else RunDirectory.create(out, recipe)
@@ -118,16 +116,6 @@ def _check(recipe: Recipe, federation: Federation) -> None:
     words, classes = recipe.model.label_words, federation.dataset.classes
     if words is not None and len(words) != len(classes):
         raise HeadstartError(f"model.label_words: {len(words)} words for {len(classes)} classes; give one for each")
-
-
-def _check_nodes(recipe: Recipe) -> None:
-    """What clients on nodes of their own cannot do yet."""
-    for number, stage in enumerate(recipe.stages):
-        if stage.privacy is not None and stage.privacy.noise == "shared":
-            raise HeadstartError(
-                f"stages.{number}.privacy.noise: noise that clients share is for clients in this process so far; on "
-                "Flower use 'server' or 'client'"
-            )
 
 
 def _check_remote(number: int, stage: Stage, clients: int) -> None:

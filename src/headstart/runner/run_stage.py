@@ -186,7 +186,7 @@ class StageRun:
 
         return FlowerClients(
             self.run.nodes, self.settings, self.number, self._members, self.setups, self.states, self._earlier(),
-            lambda: self.channel.vector_shapes,
+            lambda: self.channel.vector_shapes, lambda: self.channel.shared,
         )  # fmt: skip
 
     @property

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import struct
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -12,115 +11,137 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from headstart.channel.fixed import BITS, to_fixed
+from headstart.channel.fixed import check_values, exponents_of, to_fixed
+from headstart.channel.secure.identity import SIGNATURE_BYTES, Identity
 from headstart.channel.secure.protocol import (
     KEY_BYTES,
+    KEY_SHARE_BYTES,
     NONCE_BYTES,
     PART_BYTES,
     SECRETS_BYTES,
     SEED_BYTES,
+    SEED_SHARE_BYTES,
+    KeyList,
+    Terms,
     add_stream,
     byte_array,
     byte_matrix,
     byte_rows,
+    check_exponents,
     check_message,
-    check_settings,
+    check_number,
     client_numbers,
     derive,
-    is_number,
     mask_sign,
     pair_key,
+    part_context,
     public_bytes,
     session_bytes,
-    split_secret,
+    signed_keys,
+    signed_survivors,
     unflatten,
 )
+from headstart.channel.secure.shamir import split
 from headstart.core.message import Array, Message, Scalar
-from headstart.errors import HeadstartError, MessageError
+from headstart.errors import MessageError
 
-# What a client keeps until it answers an exchange: every array with its dtype and shape.
-_FRESH: dict[str, tuple[str, tuple[int | None, ...]]] = {
-    "share_secret": ("uint8", (KEY_BYTES,)),
-    "mask_secret": ("uint8", (KEY_BYTES,)),
-}
-_CLIENT_STATE = {
+# What a client keeps until it answers an exchange: every array with its dtype and shape; its values beside them.
+_Layout = dict[str, tuple[str, tuple[int | None, ...]]]
+_FRESH: _Layout = {"share_secret": ("uint8", (KEY_BYTES,)), "mask_secret": ("uint8", (KEY_BYTES,))}
+_LIST: _Layout = {"numbers": ("int64", (None,)), "list_digest": ("uint8", (32,))}
+_REVEAL: _Layout = _LIST | {"present": ("int64", (None,)), "secrets": ("uint8", (None, SECRETS_BYTES))}
+_STATE: dict[str, _Layout] = {
     "shares": _FRESH,
     "masked": _FRESH
+    | _LIST
     | {
-        "numbers": ("int64", (None,)),
         "share_keys": ("uint8", (None, KEY_BYTES)),
         "mask_keys": ("uint8", (None, KEY_BYTES)),
+        "exponents": ("int32", (None,)),
         "seed": ("uint8", (SEED_BYTES,)),
         "own_secrets": ("uint8", (SECRETS_BYTES,)),
     },
-    "reveal": {
-        "numbers": ("int64", (None,)),
-        "secrets": ("uint8", (None, SECRETS_BYTES)),
-        "survivors": ("int64", (None,)),
-    },
+    "agree": _REVEAL,
+    "reveal": _REVEAL | {"survivors": ("int64", (None,))},
 }
+_AS_LONG = (("numbers", "share_keys"), ("numbers", "mask_keys"), ("present", "secrets"))
+_VALUE = "value."
 
 
 class SecureClient:
     """One client's side of one secure sum.
 
-    `keys`, `share`, `mask` and `reveal` answer the four exchanges in this order. Each of `share` and `mask` answers
-    once, `reveal` answers again only to the same request. A refused request changes nothing. Where the next exchange
-    is answered by another process, keep `to_message()` on the node, written before the answer is sent: a client that
-    answers twice from an old state could give its values away. The state holds secrets and must not travel.
+    `keys`, `share`, `mask`, `agree` and `reveal` answer the five exchanges in this order, each of `share`, `mask` and
+    `agree` once. A refused request changes nothing. Where the next exchange is answered by another process, keep
+    `to_message()` on the node, written before the answer is sent: a client that answers twice from an old state could
+    give its values away. The state holds secrets and must not travel. Once the sum is revealed, `agreed` survivors have
+    signed for it.
 
     Parameters
     ----------
     session
         Names this sum; the same for all its clients, and never used for two sums.
-    number
-        This client's number among those the server calls.
     clients, threshold
         How many clients the server calls, and how many must answer to the end; more than two thirds, 3 or more.
-    bits
-        Fractional bits of the fixed-point values, 0 to 52.
+    identity
+        The client's number and key, and the keys of the others.
+    values
+        What is added: float64 arrays, as fixed-point numbers, and int64 arrays, as they are.
+    context
+        What the values are an answer to, from the client's own knowledge: clients that differ in it refuse each other.
     """
 
-    def __init__(self, session: bytes | str, number: int, clients: int, threshold: int, bits: int = BITS) -> None:
-        self._session = session_bytes(session)
-        check_settings(clients, threshold, bits)
-        if not is_number(number):
-            raise HeadstartError(f"a client's number is a whole number from 0, not {number!r}")
-        self._number, self._clients, self._threshold, self._bits = number, clients, threshold, bits
+    def __init__(
+        self,
+        session: bytes | str,
+        clients: int,
+        threshold: int,
+        identity: Identity,
+        values: Mapping[str, Array],
+        context: bytes = b"",
+    ) -> None:
+        self._terms, self._identity = Terms(session_bytes(session), clients, threshold), identity
+        self._number, self._context = check_number(identity.number), context
+        self._values = {name: np.asarray(values[name]) for name in sorted(values)}
+        check_values(self._values, clients)
         self._step = "shares"
         self._state: dict[str, Array] = {
-            name: byte_array(X25519PrivateKey.generate().private_bytes_raw())
-            for name in ("share_secret", "mask_secret")
+            name: byte_array(X25519PrivateKey.generate().private_bytes_raw()) for name in _FRESH
         }
 
     def keys(self) -> Message:
-        """The answer to `keys`: two public keys."""
+        """The answer to `keys`: two public keys and the exponents of the values, signed."""
         self._require("shares")
-        share_key, mask_key = self._public_keys()
-        return self._answer("keys", {"share_key": byte_array(share_key), "mask_key": byte_array(mask_key)})
+        share_key, mask_key = (byte_array(key) for key in self._public_keys())
+        exponents = self._exponents()
+        signed = signed_keys(self._terms, self._context, self._number, share_key, mask_key, exponents)
+        arrays = {"share_key": share_key, "mask_key": mask_key, "exponents": exponents}
+        return self._answer("keys", arrays | {"signature": byte_array(self._identity.sign(signed))})
 
     def share(self, everyone: Message) -> Message:
         """The answer to `shares`: for everybody else an encrypted part of this client's two secrets."""
         self._require("shares")
-        share_keys = self._checked_share_keys(everyone)
-        seed = os.urandom(SEED_BYTES)
-        seed_shares = split_secret(seed, self._threshold, len(share_keys))
-        mask_secret = self._secret("mask_secret").private_bytes_raw()
-        key_shares = split_secret(mask_secret, self._threshold, len(share_keys))
-        secrets = {n: a + b for n, a, b in zip(share_keys, seed_shares, key_shares, strict=True)}
+        listed = self._checked_list(everyone)
+        digest, seed = listed.digest(self._terms), os.urandom(SEED_BYTES)
+        points = range(1, len(listed.numbers) + 1)
+        secrets_of_this = (seed, self._state["mask_secret"].tobytes())
+        shares = [split(secret, self._terms.threshold, points) for secret in secrets_of_this]
+        secrets = dict(zip(listed.numbers, byte_rows(np.concatenate(shares, axis=1)), strict=True))
         own = secrets.pop(self._number)
-        parts = self._encrypted(secrets, share_keys)
+        parts = self._encrypted(secrets, dict(zip(listed.numbers, byte_rows(listed.share_keys), strict=True)), digest)
 
-        self._state |= {name: everyone.arrays[name] for name in ("numbers", "share_keys", "mask_keys")}
+        arrays = listed.arrays()
+        self._state |= {name: arrays[name] for name in ("numbers", "share_keys", "mask_keys")}
+        self._state |= {"list_digest": byte_array(digest), "exponents": np.asarray(listed.exponents.max(axis=0))}
         self._state |= {"seed": byte_array(seed), "own_secrets": byte_array(own)}
         self._step = "masked"
         recipients = np.array(list(secrets), dtype=np.int64)
-        check = byte_array(derive(self._session, b"check", seed, self._number))
+        check = byte_array(derive(self._terms.session, b"check", seed, self._number))
         return self._answer(
             "shares", {"recipients": recipients, "parts": byte_matrix(parts, PART_BYTES), "check": check}
         )
 
-    def mask(self, parts: Message, values: Mapping[str, Array]) -> Message:
+    def mask(self, parts: Message) -> Message:
         """The answer to `masked`: the values, masked, as int64.
 
         A part that does not decrypt is refused with a `MessageError` that names its sender; this client is then
@@ -128,128 +149,170 @@ class SecureClient:
         """
         self._require("masked")
         secrets = self._decrypted(parts)
-        fixed = to_fixed(values, self._clients, self._bits)
-        names = sorted(fixed)
-        masked = np.concatenate([fixed[name].ravel() for name in names]).view(np.uint64)
+        exponents = dict(zip(exponents_of(self._values), self._state["exponents"].tolist(), strict=True))
+        fixed = to_fixed(self._values, exponents, self._terms.clients)
+        masked = np.concatenate([array.ravel() for array in fixed.values()]).view(np.uint64)
         self._add_masks(masked, list(secrets))
 
         secrets[self._number] = self._state["own_secrets"].tobytes()
         present = sorted(secrets)
         self._state = {
-            "numbers": np.array(present, dtype=np.int64),
+            "numbers": self._state["numbers"],
+            "list_digest": self._state["list_digest"],
+            "present": np.array(present, dtype=np.int64),
             "secrets": byte_matrix([secrets[number] for number in present], SECRETS_BYTES),
-            "survivors": np.array([], dtype=np.int64),
         }
-        self._step = "reveal"
-        return self._answer("masked", unflatten(masked.view(np.int64), {name: fixed[name].shape for name in names}))
+        self._step, self._values = "agree", {}
+        return self._answer("masked", unflatten(masked.view(np.int64), {name: a.shape for name, a in fixed.items()}))
 
-    def reveal(self, survivors: Message) -> Message:
-        """The answer to `reveal`: shares of the survivors' seeds and of the missing clients' mask keys, never both."""
-        self._require("reveal")
-        check_message(survivors, self._session, "reveal", {"survivors", "missing"})
-        heard, missing = client_numbers(survivors, "survivors"), client_numbers(survivors, "missing")
-        both = sorted(set(heard) & set(missing))
-        if both:
-            raise MessageError(f"both secrets of clients {both} are asked for, which would give their values away")
-        if sorted(heard + missing) != self._state["numbers"].tolist():
-            raise MessageError("the survivors and the missing are not the clients that sent parts")
+    def agree(self, survivors: Message) -> Message:
+        """The answer to `agree`: a signature of the one list of survivors that this client opens the sum for."""
+        self._require("agree")
+        check_message(survivors, self._terms.session, "agree", {"survivors"})
+        heard = client_numbers(survivors, "survivors")
         if self._number not in heard:
             raise MessageError(f"client {self._number} has sent its values and is not among the survivors")
-        if len(heard) < self._threshold:
-            raise MessageError(f"{len(heard)} clients have sent values, {self._threshold} are needed to open the sum")
-        if self._state["survivors"].size and tuple(self._state["survivors"].tolist()) != heard:
-            raise MessageError("shares were revealed before, for another list of survivors")
-        secrets = self._rows_by_client("secrets")
+        if len(heard) < self._terms.threshold:
+            raise MessageError(
+                f"{len(heard)} clients have sent values, {self._terms.threshold} are needed to open the sum"
+            )
+        strangers = sorted(set(heard) - set(self._state["present"].tolist()))
+        if strangers:
+            raise MessageError(f"clients {strangers} are among the survivors and have sent no parts")
         self._state["survivors"] = np.array(heard, dtype=np.int64)
-        seed_shares = byte_matrix([secrets[number][:SEED_BYTES] for number in heard], SEED_BYTES)
-        key_shares = byte_matrix([secrets[number][SEED_BYTES:] for number in missing], KEY_BYTES)
-        return self._answer("reveal", {"seed_shares": seed_shares, "key_shares": key_shares})
+        self._step = "reveal"
+        return self._answer("agree", {"signature": byte_array(self._identity.sign(self._signed_survivors()))})
+
+    def reveal(self, agreed: Message) -> Message:
+        """The answer to `reveal`: shares of the survivors' seeds and of the missing clients' mask keys, never both.
+
+        Given only when `threshold` survivors have signed the list that this client has signed.
+        """
+        self._require("reveal")
+        self.agreed = self._check_agreed(agreed)
+        secrets = dict(zip(self._state["present"].tolist(), byte_rows(self._state["secrets"]), strict=True))
+        survivors = set(self._state["survivors"].tolist())
+        seeds = [secret[:SEED_SHARE_BYTES] for number, secret in secrets.items() if number in survivors]
+        keys = [secret[SEED_SHARE_BYTES:] for number, secret in secrets.items() if number not in survivors]
+        arrays = {
+            "seed_shares": byte_matrix(seeds, SEED_SHARE_BYTES),
+            "key_shares": byte_matrix(keys, KEY_SHARE_BYTES),
+        }
+        return self._answer("reveal", arrays)
 
     def to_message(self) -> Message:
         """The secret state between two exchanges, to be kept on the node."""
         scalars: dict[str, Scalar] = {
-            "session": self._session.hex(),
+            "session": self._terms.session.hex(),
             "number": self._number,
-            "clients": self._clients,
-            "threshold": self._threshold,
-            "bits": self._bits,
+            "clients": self._terms.clients,
+            "threshold": self._terms.threshold,
+            "context": self._context.hex(),
             "step": self._step,
         }
-        return Message(dict(self._state), scalars)
+        return Message({**self._state, **{_VALUE + name: array for name, array in self._values.items()}}, scalars)
 
     @classmethod
-    def from_message(cls, message: Message) -> SecureClient:
+    def from_message(cls, message: Message, identity: Identity) -> SecureClient:
         """The client whose state `to_message` gave."""
         try:
-            session = bytes.fromhex(str(message.scalars["session"]))
-            layout = _CLIENT_STATE[str(message.scalars["step"])]
-            number, clients, threshold, bits = (
-                int(message.scalars[name]) for name in ("number", "clients", "threshold", "bits")
-            )
+            session, context = (bytes.fromhex(str(message.scalars[name])) for name in ("session", "context"))
+            step = str(message.scalars["step"])
+            layout = _STATE[step]
+            number, clients, threshold = (int(message.scalars[name]) for name in ("number", "clients", "threshold"))
         except (KeyError, ValueError):
             raise MessageError("not the state of a client of a secure sum") from None
-        client = cls(session, number, clients, threshold, bits)
+        if number != identity.number:
+            raise MessageError(f"the state is of client {number}, not of client {identity.number}")
+        client = cls.__new__(cls)
+        client._terms, client._identity = Terms(session, clients, threshold), identity
+        client._number, client._context, client._step = number, context, step
+        client._values = {n.removeprefix(_VALUE): a for n, a in message.arrays.items() if n.startswith(_VALUE)}
         client._state = {name: message.array(name, *wanted) for name, wanted in layout.items()}
-        client._step = str(message.scalars["step"])
-        per_client = [n for n in ("numbers", "share_keys", "mask_keys", "secrets") if n in layout]
-        if len({len(client._state[name]) for name in per_client}) > 1:
+        if any(a in layout and b in layout and len(client._state[a]) != len(client._state[b]) for a, b in _AS_LONG):
             raise MessageError("not the state of a client of a secure sum: its lists differ in length")
         return client
 
-    def _checked_share_keys(self, everyone: Message) -> dict[int, bytes]:
-        """The keys to encrypt shares with, by client, of a list of keys that this client accepts."""
-        check_message(everyone, self._session, "shares", {"numbers", "share_keys", "mask_keys"})
-        numbers = client_numbers(everyone, "numbers")
+    def _checked_list(self, everyone: Message) -> KeyList:
+        """A list of keys that this client accepts: signed by everyone on it, for this sum."""
+        wanted = {"numbers", "share_keys", "mask_keys", "exponents", "signatures"}
+        check_message(everyone, self._terms.session, "shares", wanted)
+        listed = KeyList.of(everyone, len(self._exponents()))
+        numbers = listed.numbers
         if self._number not in numbers:
             raise MessageError(f"client {self._number} is not among the clients listed with their keys")
-        if not self._threshold <= len(numbers) <= self._clients:
+        if not self._terms.threshold <= len(numbers) <= self._terms.clients:
             raise MessageError(
-                f"{len(numbers)} clients are listed with their keys; between {self._threshold} and {self._clients} "
-                f"are accepted"
+                f"{len(numbers)} clients are listed with their keys; between {self._terms.threshold} and "
+                f"{self._terms.clients} are accepted"
             )
-        share_keys = byte_rows(everyone.array("share_keys", "uint8", (len(numbers), KEY_BYTES)))
-        mask_keys = byte_rows(everyone.array("mask_keys", "uint8", (len(numbers), KEY_BYTES)))
+        share_keys, mask_keys = byte_rows(listed.share_keys), byte_rows(listed.mask_keys)
         if len({*share_keys, *mask_keys}) != 2 * len(numbers):
             raise MessageError("two of the public keys listed are the same")
         own = numbers.index(self._number)
         if (share_keys[own], mask_keys[own]) != self._public_keys():
             raise MessageError(f"the public keys listed for client {self._number} are not its own")
-        return dict(zip(numbers, share_keys, strict=True))
+        check_exponents(listed.exponents)
+        for place, number in enumerate(numbers):
+            signed = listed.signed(place, self._terms, self._context)
+            if not self._identity.signed_by(number, listed.signatures[place].tobytes(), signed):
+                raise MessageError(f"the keys listed for client {number} are not signed by it for this sum")
+        return listed
 
-    def _encrypted(self, secrets: Mapping[int, bytes], share_keys: Mapping[int, bytes]) -> list[bytes]:
+    def _check_agreed(self, agreed: Message) -> int:
+        """How many survivors have signed the list that this client has signed; fewer than `threshold` are refused."""
+        check_message(agreed, self._terms.session, "reveal", {"signers", "signatures"})
+        signers = client_numbers(agreed, "signers")
+        signatures = byte_rows(agreed.array("signatures", "uint8", (len(signers), SIGNATURE_BYTES)))
+        strangers = sorted(set(signers) - set(self._state["survivors"].tolist()))
+        if strangers:
+            raise MessageError(f"clients {strangers} sign and are not among the survivors")
+        signed = self._signed_survivors()
+        valid = sum(self._identity.signed_by(*pair, signed) for pair in zip(signers, signatures, strict=True))
+        if valid < self._terms.threshold:
+            raise MessageError(f"{valid} clients have signed the list of survivors, {self._terms.threshold} are needed")
+        return valid
+
+    def _signed_survivors(self) -> bytes:
+        digest = self._state["list_digest"].tobytes()
+        return signed_survivors(self._terms, self._context, digest, self._state["survivors"].tolist())
+
+    def _encrypted(
+        self, secrets: Mapping[int, bytes], share_keys: Mapping[int, bytes], list_digest: bytes
+    ) -> list[bytes]:
         """Everyone's secrets, each readable by its recipient alone."""
         private, parts = self._secret("share_secret"), []
         for recipient, secret in secrets.items():
             key = self._pair_key(b"part", private, share_keys, recipient)
-            nonce = os.urandom(NONCE_BYTES)
-            parts.append(nonce + AESGCM(key).encrypt(nonce, secret, self._associated(self._number, recipient)))
+            nonce, context = os.urandom(NONCE_BYTES), part_context(list_digest, self._number, recipient)
+            parts.append(nonce + AESGCM(key).encrypt(nonce, secret, context))
         return parts
 
     def _decrypted(self, parts: Message) -> dict[int, bytes]:
         """What the others' parts say, by sender, of a message that this client accepts."""
-        check_message(parts, self._session, "masked", {"senders", "parts"})
+        check_message(parts, self._terms.session, "masked", {"senders", "parts"})
         senders, share_keys = client_numbers(parts, "senders"), self._rows_by_client("share_keys")
         strangers = [n for n in senders if n not in share_keys or n == self._number]
         if strangers:
             raise MessageError(f"parts came from clients {strangers}, which are not among the others with keys")
-        if len(senders) + 1 < self._threshold:
+        if len(senders) + 1 < self._terms.threshold:
             raise MessageError(
-                f"{len(senders) + 1} clients have sent parts, {self._threshold} are needed to open the sum"
+                f"{len(senders) + 1} clients have sent parts, {self._terms.threshold} are needed to open the sum"
             )
         encrypted = byte_rows(parts.array("parts", "uint8", (len(senders), PART_BYTES)))
         private, secrets = self._secret("share_secret"), {}
         for sender, part in zip(senders, encrypted, strict=True):
             key = self._pair_key(b"part", private, share_keys, sender)
-            associated = self._associated(sender, self._number)
+            context = part_context(self._state["list_digest"].tobytes(), sender, self._number)
             try:
-                secrets[sender] = AESGCM(key).decrypt(part[:NONCE_BYTES], part[NONCE_BYTES:], associated)
+                secrets[sender] = AESGCM(key).decrypt(part[:NONCE_BYTES], part[NONCE_BYTES:], context)
             except InvalidTag:
                 raise MessageError(f"the part from client {sender} was not made for this client and sum") from None
         return secrets
 
     def _add_masks(self, values: npt.NDArray[np.uint64], others: Sequence[int]) -> None:
         """Add this client's own mask, and the masks it shares with the others, in place."""
-        add_stream(values, derive(self._session, b"self", self._state["seed"].tobytes(), self._number), 1)
+        add_stream(values, derive(self._terms.session, b"self", self._state["seed"].tobytes(), self._number), 1)
         private, mask_keys = self._secret("mask_secret"), self._rows_by_client("mask_keys")
         for other in others:
             add_stream(values, self._pair_key(b"mask", private, mask_keys, other), mask_sign(self._number, other))
@@ -257,6 +320,9 @@ class SecureClient:
     def _require(self, step: str) -> None:
         if self._step != step:
             raise MessageError(f"the client's next exchange is {self._step!r}; this request is out of turn")
+
+    def _exponents(self) -> Array:
+        return np.array(list(exponents_of(self._values).values()), dtype=np.int32)
 
     def _secret(self, name: str) -> X25519PrivateKey:
         return X25519PrivateKey.from_private_bytes(self._state[name].tobytes())
@@ -268,11 +334,8 @@ class SecureClient:
         return dict(zip(self._state["numbers"].tolist(), byte_rows(self._state[name]), strict=True))
 
     def _pair_key(self, purpose: bytes, private: X25519PrivateKey, keys: Mapping[int, bytes], other: int) -> bytes:
-        return pair_key(self._session, purpose, private, (self._number, keys[self._number]), (other, keys[other]))
-
-    def _associated(self, sender: int, recipient: int) -> bytes:
-        settings = (self._clients, self._threshold, self._bits, sender, recipient)
-        return struct.pack("<5q", *settings) + self._session
+        mine, theirs = (self._number, keys[self._number]), (other, keys[other])
+        return pair_key(self._terms.session, purpose, private, mine, theirs)
 
     def _answer(self, step: str, arrays: Mapping[str, Array]) -> Message:
-        return Message(arrays, {"session": self._session.hex(), "step": step, "sender": self._number})
+        return Message(arrays, {"session": self._terms.session.hex(), "step": step, "sender": self._number})

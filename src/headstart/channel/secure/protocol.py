@@ -1,15 +1,16 @@
-"""What both sides of a secure sum share: checks of settings and messages, keys, masks, and Shamir's sharing."""
+"""What both sides of a secure sum share: its terms, checks of messages, the list of keys, masks."""
 
 from __future__ import annotations
 
+import hashlib
 import math
 import struct
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
-from Crypto.Protocol.SecretSharing import Shamir
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 from cryptography.hazmat.primitives.ciphers import Cipher
 from cryptography.hazmat.primitives.ciphers.algorithms import AES
@@ -17,43 +18,122 @@ from cryptography.hazmat.primitives.ciphers.modes import CTR
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
+from headstart.channel.fixed import GRID, LARGEST, SMALLEST
+from headstart.channel.secure.identity import SIGNATURE_BYTES
+from headstart.channel.secure.shamir import share_bytes
 from headstart.core.message import Array, Message
 from headstart.errors import HeadstartError, MessageError
 
-STEPS = ("keys", "shares", "masked", "reveal")
+STEPS = ("keys", "shares", "masked", "agree", "reveal")
+_PROTOCOL = b"headstart secure sum 2"
 
 KEY_BYTES, SEED_BYTES, CHECK_BYTES = 32, 16, 32
-SECRETS_BYTES = SEED_BYTES + KEY_BYTES
+SEED_SHARE_BYTES, KEY_SHARE_BYTES = share_bytes(SEED_BYTES), share_bytes(KEY_BYTES)
+SECRETS_BYTES = SEED_SHARE_BYTES + KEY_SHARE_BYTES
 NONCE_BYTES, _TAG_BYTES = 12, 16
 PART_BYTES = NONCE_BYTES + SECRETS_BYTES + _TAG_BYTES
-_SHAMIR_BLOCK = 16
 _STREAM_BLOCK = bytes(1 << 16)  # zeros; the key stream is made in blocks that stay in the processor's cache
 
 
-def session_bytes(session: bytes | str) -> bytes:
-    """The name of a sum as bytes; refused where it is empty."""
-    data = session.encode() if isinstance(session, str) else bytes(session)
-    if not data:
-        raise HeadstartError("a secure sum needs a session name that is not empty")
-    return data
+@dataclass(frozen=True)
+class Terms:
+    """What all sides of a sum have to have in common.
+
+    session: names this sum, and is never used for two; clients: how many are called; threshold: how many of them must
+    answer to the end, more than two thirds and 3 or more.
+    """
+
+    session: bytes
+    clients: int
+    threshold: int
+
+    def __post_init__(self) -> None:
+        if not self.session:
+            raise HeadstartError("a secure sum needs a session name that is not empty")
+        if self.clients < 3:
+            raise HeadstartError(f"a secure sum needs at least 3 clients, not {self.clients}")
+        if not 2 * self.clients < 3 * self.threshold <= 3 * self.clients:
+            raise HeadstartError(
+                f"the threshold of a secure sum of {self.clients} clients is from {2 * self.clients // 3 + 1} (more "
+                f"than two thirds) to {self.clients}, not {self.threshold}"
+            )
+
+    def encoded(self, purpose: bytes, *parts: bytes) -> bytes:
+        """The parts as bytes that nothing else encodes to: no other purpose, sum or division into parts."""
+        numbers = struct.pack("<2q", self.clients, self.threshold)
+        whole = (_PROTOCOL, purpose, self.session, numbers, *parts)
+        return b"".join(struct.pack("<q", len(part)) + part for part in whole)
 
 
-def is_number(number: object) -> bool:
-    """Whether this is a client's number: a whole number from 0 that int64 holds."""
-    return isinstance(number, int) and not isinstance(number, bool) and 0 <= number < 2**63
+@dataclass(frozen=True, eq=False)
+class KeyList:
+    """Everyone's public keys and exponents, signed, as the exchange `shares` passes them on.
 
+    numbers: [m] rising; share_keys, mask_keys: [m, 32]; exponents: [m, float arrays]; signatures: [m, 64].
+    """
 
-def check_settings(clients: int, threshold: int, bits: int) -> None:
-    """Refuse fewer than 3 clients, a threshold that is not more than two thirds and at most all, bits not 0 to 52."""
-    if clients < 3:
-        raise HeadstartError(f"a secure sum needs at least 3 clients, not {clients}")
-    if not 2 * clients < 3 * threshold <= 3 * clients:
-        raise HeadstartError(
-            f"the threshold of a secure sum of {clients} clients is from {2 * clients // 3 + 1} (more than two thirds) "
-            f"to {clients}, not {threshold}"
+    numbers: tuple[int, ...]
+    share_keys: Array
+    mask_keys: Array
+    exponents: Array
+    signatures: Array
+
+    @classmethod
+    def of(cls, message: Message, exponents: int) -> KeyList:
+        """The list in a message, checked in form only; exponents: how many each client has."""
+        numbers = client_numbers(message, "numbers")
+        count = len(numbers)
+        return cls(
+            numbers,
+            message.array("share_keys", "uint8", (count, KEY_BYTES)),
+            message.array("mask_keys", "uint8", (count, KEY_BYTES)),
+            message.array("exponents", "int32", (count, exponents)),
+            message.array("signatures", "uint8", (count, SIGNATURE_BYTES)),
         )
-    if not 0 <= bits <= 52:
-        raise HeadstartError(f"the fractional bits of a secure sum are from 0 to 52, not {bits}")
+
+    def arrays(self) -> dict[str, Array]:
+        """The list as a message has it."""
+        return {**vars(self), "numbers": np.array(self.numbers, dtype=np.int64)}
+
+    def signed(self, place: int, terms: Terms, context: bytes) -> bytes:
+        """What the client in this place has to have signed."""
+        return signed_keys(
+            terms, context, self.numbers[place], self.share_keys[place], self.mask_keys[place], self.exponents[place]
+        )
+
+    def digest(self, terms: Terms) -> bytes:
+        """The same for clients that were given the same list in the same sum."""
+        parts = (self.arrays()[name].tobytes() for name in ("numbers", "share_keys", "mask_keys", "exponents"))
+        return hashlib.sha256(terms.encoded(b"list", *parts)).digest()
+
+
+def signed_keys(terms: Terms, context: bytes, number: int, share_key: Array, mask_key: Array, exps: Array) -> bytes:
+    """What a client signs in the exchange `keys`; context: what its values are an answer to."""
+    keys = (share_key.tobytes(), mask_key.tobytes(), exps.astype("<i4").tobytes())
+    return terms.encoded(b"keys", context, struct.pack("<q", number), *keys)
+
+
+def signed_survivors(terms: Terms, context: bytes, list_digest: bytes, survivors: Sequence[int]) -> bytes:
+    """What a client signs in the exchange `agree`."""
+    return terms.encoded(b"agree", context, list_digest, np.array(survivors, "<i8").tobytes())
+
+
+def session_bytes(session: bytes | str) -> bytes:
+    """The name of a sum as bytes."""
+    return session.encode() if isinstance(session, str) else bytes(session)
+
+
+def check_number(number: object) -> int:
+    """A client's number; refused where it is no whole number from 0 that int64 holds."""
+    if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < 2**63:
+        raise HeadstartError(f"a client's number is a whole number from 0, not {number!r}")
+    return number
+
+
+def check_exponents(exponents: Array) -> None:
+    """Refuse exponents that no values have."""
+    if exponents.size and ((exponents % GRID).any() or exponents.min() < SMALLEST or exponents.max() > LARGEST):
+        raise MessageError(f"the exponents are not multiples of {GRID} from {SMALLEST} to {LARGEST}")
 
 
 def check_message(message: Message, session: bytes, step: str, arrays: set[str], sender: int | None = None) -> None:
@@ -111,7 +191,7 @@ def unflatten(flat: npt.NDArray[np.int64], shapes: Mapping[str, tuple[int, ...]]
 
 
 def _hkdf(session: bytes, info: bytes, secret: bytes) -> bytes:
-    return HKDF(algorithm=SHA256(), length=32, salt=session, info=b"headstart secure sum " + info).derive(secret)
+    return HKDF(algorithm=SHA256(), length=32, salt=session, info=_PROTOCOL + b" " + info).derive(secret)
 
 
 def derive(session: bytes, purpose: bytes, seed: bytes, number: int) -> bytes:
@@ -131,6 +211,11 @@ def pair_key(
     return _hkdf(session, purpose + pair, agreed)
 
 
+def part_context(list_digest: bytes, sender: int, recipient: int) -> bytes:
+    """What a part is bound to beside its key: one sum's list of keys, a sender and a recipient."""
+    return struct.pack("<2q", sender, recipient) + list_digest
+
+
 def mask_sign(number: int, other: int) -> int:
     """Of a pair, the client with the lower number adds the common mask and the other subtracts it."""
     return 1 if number < other else -1
@@ -145,19 +230,3 @@ def add_stream(values: npt.NDArray[np.uint64], key: bytes, sign: int) -> None:
         block = values[start : start + length]
         stream = np.frombuffer(encryptor.update(_STREAM_BLOCK[: 8 * block.size]), dtype="<u8")
         operation(block, stream, out=block)
-
-
-def split_secret(secret: bytes, threshold: int, count: int) -> list[bytes]:
-    """Shamir shares of a secret of whole 16-byte blocks, for the points 1 to `count`."""
-    blocks = [secret[start : start + _SHAMIR_BLOCK] for start in range(0, len(secret), _SHAMIR_BLOCK)]
-    shares = [Shamir.split(threshold, count, block, ssss=False) for block in blocks]
-    return [b"".join(share for _, share in row) for row in zip(*shares, strict=True)]
-
-
-def combine_shares(shares: Mapping[int, bytes]) -> bytes:
-    """The secret from exactly as many shares, by point, as its threshold."""
-    length = len(next(iter(shares.values())))
-    return b"".join(
-        Shamir.combine([(point, share[start : start + _SHAMIR_BLOCK]) for point, share in shares.items()], ssss=False)
-        for start in range(0, length, _SHAMIR_BLOCK)
-    )

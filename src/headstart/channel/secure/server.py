@@ -3,32 +3,37 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 
-from headstart.channel.fixed import BITS, from_fixed
+from headstart.channel.fixed import from_fixed
+from headstart.channel.secure.identity import SIGNATURE_BYTES
 from headstart.channel.secure.protocol import (
     CHECK_BYTES,
     KEY_BYTES,
+    KEY_SHARE_BYTES,
     PART_BYTES,
     SEED_BYTES,
+    SEED_SHARE_BYTES,
     STEPS,
+    KeyList,
+    Terms,
     add_stream,
+    check_exponents,
     check_message,
-    check_settings,
+    check_number,
     client_numbers,
-    combine_shares,
     derive,
-    is_number,
     mask_sign,
     pair_key,
     public_bytes,
     session_bytes,
     unflatten,
 )
+from headstart.channel.secure.shamir import combine
 from headstart.core.message import Array, Message, Scalar
 from headstart.errors import HeadstartError, MessageError
 
@@ -36,7 +41,7 @@ from headstart.errors import HeadstartError, MessageError
 class SecureSum:
     """The server's side of one secure sum.
 
-    For each of the four exchanges in `STEPS`: send what `instructions` says, `receive` every answer, then `next`.
+    For each of the five exchanges in `STEPS`: send what `instructions` says, `receive` every answer, then `next`.
     After the last, `total` is the sum.
 
     Parameters
@@ -49,8 +54,8 @@ class SecureSum:
         How many of them must answer to the end; more than two thirds, 3 or more.
     shapes
         Names and shapes of the arrays that are summed.
-    bits
-        Fractional bits of the fixed-point values, 0 to 52.
+    integers
+        Names of those that are int64, added as they are; the others are float64.
     """
 
     def __init__(
@@ -59,24 +64,25 @@ class SecureSum:
         clients: Sequence[int],
         threshold: int,
         shapes: Mapping[str, tuple[int, ...]],
-        bits: int = BITS,
+        integers: Collection[str] = (),
     ) -> None:
-        self._session = session_bytes(session)
-        check_settings(len(clients), threshold, bits)
-        if len(set(clients)) != len(clients) or not all(is_number(number) for number in clients):
+        self._terms = Terms(session_bytes(session), len(clients), threshold)
+        if len({check_number(number) for number in clients}) != len(clients):
             raise HeadstartError("the clients of a secure sum are different whole numbers from 0")
         if not shapes:
             raise HeadstartError("a secure sum needs at least one array of values")
-        self._clients, self._threshold, self._bits = tuple(sorted(clients)), threshold, bits
+        self._clients = tuple(sorted(clients))
         self._shapes = {name: tuple(shapes[name]) for name in sorted(shapes)}
+        self._scaled = [name for name in self._shapes if name not in integers]
         self._closed = 0
+        self._public_keys: set[bytes] = set()
         self._answers: dict[str, dict[int, Mapping[str, Array]]] = {step: {} for step in STEPS}
         self._sum = np.zeros(sum(math.prod(shape) for shape in self._shapes.values()), dtype=np.uint64)
-        self._total: dict[str, npt.NDArray[np.float64]] | None = None
+        self._total: dict[str, Array] | None = None
 
     @property
     def step(self) -> str | None:
-        """The exchange under way; None when all four are closed."""
+        """The exchange under way; None when all five are closed."""
         return STEPS[self._closed] if self._closed < len(STEPS) else None
 
     @property
@@ -98,22 +104,19 @@ class SecureSum:
         if self.step is None:
             return {}
         asked = self._asked(self.step)
-        scalars: dict[str, Scalar] = {"session": self._session.hex(), "step": self.step}
+        scalars: dict[str, Scalar] = {"session": self._terms.session.hex(), "step": self.step}
         if self.step == "keys":
-            settings = {"clients": len(self._clients), "threshold": self._threshold, "bits": self._bits}
+            settings = {"clients": self._terms.clients, "threshold": self._terms.threshold}
             return dict.fromkeys(asked, Message({}, scalars | settings))
         if self.step == "masked":
             return {number: Message(self._parts_for(number), scalars) for number in asked}
         if self.step == "shares":
-            keys = self._answers["keys"]
-            arrays: dict[str, Array] = {
-                "numbers": np.array(asked, dtype=np.int64),
-                "share_keys": np.stack([keys[number]["share_key"] for number in asked]),
-                "mask_keys": np.stack([keys[number]["mask_key"] for number in asked]),
-            }
+            arrays = self._listed.arrays()
+        elif self.step == "agree":
+            arrays = {"survivors": np.array(asked, dtype=np.int64)}
         else:
-            missing = self._silent("masked")
-            arrays = {"survivors": np.array(asked, dtype=np.int64), "missing": np.array(missing, dtype=np.int64)}
+            signatures = [self._answers["agree"][number]["signature"] for number in asked]
+            arrays = {"signers": np.array(asked, dtype=np.int64), "signatures": np.stack(signatures)}
         return dict.fromkeys(asked, Message(arrays, scalars))
 
     def receive(self, number: int, message: Message) -> None:
@@ -129,6 +132,7 @@ class SecureSum:
             "keys": self._checked_keys,
             "shares": self._checked_parts,
             "masked": self._add_values,
+            "agree": self._checked_signature,
             "reveal": self._checked_shares,
         }
         self._answers[step][number] = checks[step](number, message)
@@ -141,19 +145,20 @@ class SecureSum:
         if self.step is None:
             raise HeadstartError("the secure sum has no exchange under way")
         left = len(self._answers[self.step])
-        if left < self._threshold:
+        if left < self._terms.threshold:
             raise HeadstartError(
-                f"{left} of {len(self._clients)} clients are left, {self._threshold} are needed to open the sum"
+                f"{left} of {self._terms.clients} clients are left, {self._terms.threshold} are needed to open the sum"
             )
         self._closed += 1
 
-    def total(self) -> dict[str, npt.NDArray[np.float64]]:
+    def total(self) -> dict[str, Array]:
         """The sum of the values of the clients `heard`, by name."""
         if self.step is not None:
             raise HeadstartError(f"the sum is not open yet: the exchange {self.step!r} is under way")
         if self._total is None:
             arrays = unflatten(self._unmasked().view(np.int64), self._shapes)
-            self._total = {name: from_fixed(array, self._bits) for name, array in arrays.items()}
+            exponents = dict(zip(self._scaled, self._listed.exponents.max(axis=0).tolist(), strict=True))
+            self._total = from_fixed(arrays, exponents, self._terms.clients)
         return {name: array.copy() for name, array in self._total.items()}
 
     def _asked(self, step: str) -> tuple[int, ...]:
@@ -163,6 +168,13 @@ class SecureSum:
     def _silent(self, step: str) -> tuple[int, ...]:
         return tuple(number for number in self._asked(step) if number not in self._answers[step])
 
+    @property
+    def _listed(self) -> KeyList:
+        """The keys of everybody that has sent some."""
+        keys, numbers = self._answers["keys"], self._asked("shares")
+        names = ("share_key", "mask_key", "exponents", "signature")
+        return KeyList(numbers, *(np.stack([keys[number][name] for number in numbers]) for name in names))
+
     def _parts_for(self, recipient: int) -> dict[str, Array]:
         answers = self._answers["shares"]
         senders = [number for number in self._asked("masked") if number != recipient]
@@ -170,21 +182,26 @@ class SecureSum:
         return {"senders": np.array(senders, dtype=np.int64), "parts": np.stack(rows)}
 
     def _checked_keys(self, number: int, message: Message) -> Mapping[str, Array]:
-        check_message(message, self._session, "keys", {"share_key", "mask_key"}, number)
-        known = {key.tobytes() for answer in self._answers["keys"].values() for key in answer.values()}
+        wanted = {"share_key", "mask_key", "exponents", "signature"}
+        check_message(message, self._terms.session, "keys", wanted, number)
+        check_exponents(message.array("exponents", "int32", (len(self._scaled),)))
+        message.array("signature", "uint8", (SIGNATURE_BYTES,))
         keys = {name: message.array(name, "uint8", (KEY_BYTES,)) for name in ("share_key", "mask_key")}
+        found: set[bytes] = set()
         for name, key in keys.items():
-            if key.tobytes() in known:
+            data = key.tobytes()
+            if data in self._public_keys or data in found:
                 raise MessageError(f"{name!r} is a public key that was sent before")
-            known.add(key.tobytes())
+            found.add(data)
             try:
-                X25519PrivateKey.generate().exchange(X25519PublicKey.from_public_bytes(key.tobytes()))
+                X25519PrivateKey.generate().exchange(X25519PublicKey.from_public_bytes(data))
             except ValueError:
                 raise MessageError(f"{name!r} is not a usable X25519 public key") from None
-        return keys
+        self._public_keys |= found
+        return message.arrays
 
     def _checked_parts(self, number: int, message: Message) -> Mapping[str, Array]:
-        check_message(message, self._session, "shares", {"recipients", "parts", "check"}, number)
+        check_message(message, self._terms.session, "shares", {"recipients", "parts", "check"}, number)
         others = tuple(other for other in self._asked("shares") if other != number)
         if client_numbers(message, "recipients") != others:
             raise MessageError("the recipients of the parts are not all other clients with keys")
@@ -194,39 +211,44 @@ class SecureSum:
 
     def _add_values(self, number: int, message: Message) -> Mapping[str, Array]:
         """Masked values go straight into the running sum; nothing is kept of them."""
-        check_message(message, self._session, "masked", set(self._shapes), number)
+        check_message(message, self._terms.session, "masked", set(self._shapes), number)
         arrays = [message.array(name, "int64", shape) for name, shape in self._shapes.items()]
         self._sum += np.concatenate([array.ravel() for array in arrays]).view(np.uint64)
         return {}
 
+    def _checked_signature(self, number: int, message: Message) -> Mapping[str, Array]:
+        check_message(message, self._terms.session, "agree", {"signature"}, number)
+        message.array("signature", "uint8", (SIGNATURE_BYTES,))
+        return message.arrays
+
     def _checked_shares(self, number: int, message: Message) -> Mapping[str, Array]:
-        check_message(message, self._session, "reveal", {"seed_shares", "key_shares"}, number)
-        message.array("seed_shares", "uint8", (len(self.heard), SEED_BYTES))
-        message.array("key_shares", "uint8", (len(self._silent("masked")), KEY_BYTES))
+        check_message(message, self._terms.session, "reveal", {"seed_shares", "key_shares"}, number)
+        message.array("seed_shares", "uint8", (len(self.heard), SEED_SHARE_BYTES))
+        message.array("key_shares", "uint8", (len(self._silent("masked")), KEY_SHARE_BYTES))
         return message.arrays
 
     def _unmasked(self) -> npt.NDArray[np.uint64]:
-        total = self._sum.copy()
+        total, session = self._sum.copy(), self._terms.session
         mask_keys = {number: answer["mask_key"].tobytes() for number, answer in self._answers["keys"].items()}
-        for row, number in enumerate(self.heard):
-            seed = self._rebuilt("seed_shares", row)
-            if derive(self._session, b"check", seed, number) != self._answers["shares"][number]["check"].tobytes():
+        for number, seed in zip(self.heard, self._rebuilt("seed_shares", SEED_BYTES), strict=True):
+            if derive(session, b"check", seed, number) != self._answers["shares"][number]["check"].tobytes():
                 raise MessageError(_misfit("seed", number))
-            add_stream(total, derive(self._session, b"self", seed, number), -1)
-        for row, number in enumerate(self._silent("masked")):
-            secret = X25519PrivateKey.from_private_bytes(self._rebuilt("key_shares", row))
+            add_stream(total, derive(session, b"self", seed, number), -1)
+        for number, key in zip(self._silent("masked"), self._rebuilt("key_shares", KEY_BYTES), strict=True):
+            secret = X25519PrivateKey.from_private_bytes(key)
             if public_bytes(secret) != mask_keys[number]:
                 raise MessageError(_misfit("mask key", number))
             for other in self.heard:
                 mine, others = (number, mask_keys[number]), (other, mask_keys[other])
-                add_stream(total, pair_key(self._session, b"mask", secret, mine, others), -mask_sign(other, number))
+                add_stream(total, pair_key(session, b"mask", secret, mine, others), -mask_sign(other, number))
         return total
 
-    def _rebuilt(self, name: str, row: int) -> bytes:
-        """The secret whose shares stand in this row of the first answers that suffice."""
-        points = {number: point for point, number in enumerate(self._asked("shares"), start=1)}
-        answers = sorted(self._answers["reveal"].items())[: self._threshold]
-        return combine_shares({points[number]: answer[name][row].tobytes() for number, answer in answers})
+    def _rebuilt(self, name: str, length: int) -> list[bytes]:
+        """The secrets of all rows, from the first answers that suffice."""
+        answers = sorted(self._answers["reveal"].items())[: self._terms.threshold]
+        shares = np.stack([answer[name] for _, answer in answers], axis=1)
+        points = np.searchsorted(self._asked("shares"), [number for number, _ in answers]) + 1
+        return combine(np.broadcast_to(points, shares.shape[:2]), shares.astype(np.uint8), length)
 
 
 def _misfit(secret: str, number: int) -> str:

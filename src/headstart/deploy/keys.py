@@ -1,0 +1,109 @@
+"""Keys and certificates of a federation: between nodes and server, and between the nodes."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+from headstart.errors import HeadstartError
+
+try:
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+    from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
+    from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+except ImportError:
+    raise HeadstartError("headstart deploy: Flower is missing; install headstart[federation]") from None
+
+DAYS = 365
+"""How long the certificates are valid."""
+
+
+def address_of(host: str) -> ipaddress.IPv4Address | None:
+    """The host, where it is an IPv4 address."""
+    try:
+        return ipaddress.IPv4Address(host)
+    except ValueError:
+        return None
+
+
+def write_certificates(folder: Path, host: str) -> None:
+    """An authority, and a certificate of the server for ``host`` and for its own machine."""
+    authority, server = ec.generate_private_key(ec.SECP384R1()), ec.generate_private_key(ec.SECP384R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "headstart test authority")])
+    usage = dict.fromkeys(
+        ("digital_signature", "content_commitment", "key_encipherment", "data_encipherment", "key_agreement",
+         "key_cert_sign", "crl_sign", "encipher_only", "decipher_only"), False
+    )  # fmt: skip
+    root = (
+        _certificate(name, name, authority.public_key())
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(x509.KeyUsage(**{**usage, "key_cert_sign": True, "crl_sign": True}), critical=True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(authority.public_key()), critical=False)
+        .sign(authority, hashes.SHA384())
+    )
+    # The ServerApp reaches the SuperLink on the loopback address.
+    local = ipaddress.IPv4Address("127.0.0.1")
+    address = address_of(host)
+    names: list[x509.GeneralName] = [x509.DNSName("localhost"), x509.IPAddress(local)]
+    if address is None and host != "localhost":
+        names.append(x509.DNSName(host))
+    elif address is not None and address != local:
+        names.append(x509.IPAddress(address))
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "headstart SuperLink")])
+    leaf = (
+        _certificate(subject, name, server.public_key())
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(x509.KeyUsage(**{**usage, "digital_signature": True}), critical=True)
+        .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
+        .add_extension(x509.SubjectAlternativeName(names), critical=False)
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.public_key()), critical=False)
+        .sign(authority, hashes.SHA384())
+    )
+    (folder / "ca.pem").write_bytes(root.public_bytes(Encoding.PEM))
+    (folder / "server.pem").write_bytes(leaf.public_bytes(Encoding.PEM))
+    _private(folder / "ca.key", authority, PrivateFormat.PKCS8)
+    _private(folder / "server.key", server, PrivateFormat.PKCS8)
+
+
+def _certificate(subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey) -> x509.CertificateBuilder:
+    now = datetime.now(UTC)
+    return x509.CertificateBuilder(
+        issuer,
+        subject,
+        key,
+        serial_number=x509.random_serial_number(),
+        not_valid_before=now - timedelta(hours=1),  # clocks differ
+        not_valid_after=now + timedelta(days=DAYS),
+    )
+
+
+def write_node_keys(folder: Path, nodes: Sequence[str]) -> None:
+    """Keys by which the SuperLink knows the nodes."""
+    for name in nodes:
+        _pair(folder / name, ec.generate_private_key(ec.SECP384R1()))
+
+
+def write_signing_keys(folder: Path, nodes: Sequence[str]) -> None:
+    """Keys by which nodes know each other in secure sums, and the list of the public ones."""
+    lines = [f"{name} {_pair(folder / 'signing' / name, Ed25519PrivateKey.generate())}" for name in nodes]
+    (folder / "peers").write_text("".join(lines), encoding="utf-8")
+
+
+def _pair(path: Path, key: ec.EllipticCurvePrivateKey | Ed25519PrivateKey) -> str:
+    """Write a key and, beside it, its public half; returns the line of that."""
+    _private(path, key, PrivateFormat.OpenSSH)
+    line = key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).decode() + "\n"
+    path.with_name(f"{path.name}.pub").write_text(line, encoding="utf-8")
+    return line
+
+
+def _private(path: Path, key: ec.EllipticCurvePrivateKey | Ed25519PrivateKey, form: PrivateFormat) -> None:
+    """Write a private key into a file that nobody else could read at any moment."""
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(key.private_bytes(Encoding.PEM, form, NoEncryption()))

@@ -1,0 +1,170 @@
+"""Secure sums on a node: which it takes part in, for whom it signs, and what it keeps between two exchanges."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from headstart.channel.secure import Identity, SecureClient
+from headstart.channel.shared_noise import KEY_BYTES, SharedNoise
+from headstart.core.files import write_atomically
+from headstart.core.message import Array, Message
+from headstart.core.seeds import Secret
+from headstart.engine.flower_messages import recipe_digest
+from headstart.engine.node import StateLostError
+from headstart.engine.setup import digest
+from headstart.errors import HeadstartError, MessageError
+
+if TYPE_CHECKING:
+    from headstart.engine.node import Node, NodeRequest
+
+
+def check_identity(identity: Identity | None) -> Identity:
+    """What a node on a machine of its own needs for secure sums; refused with what to do where it is missing."""
+    if identity is None:
+        raise HeadstartError(
+            "the recipe has secure sums, in which nodes sign what they send to each other: make a key with "
+            "ssh-keygen -t ed25519, and give the node signing_key (the private key) and peers (everybody's public keys)"
+        )
+    return identity
+
+
+def next_exchange(node: Node, asked: NodeRequest, told: Message) -> tuple[dict[str, Any], Message]:
+    """The node's answer to an exchange of a secure sum, with its facts; to be called under the node's lock."""
+    path = node.folder / f"secret-{asked.client}.safetensors"
+    if told.scalars.get("step") == "keys":
+        return _begin(node, asked, told, path)
+    if not path.is_file():
+        raise StateLostError("the node no longer has its keys of this sum")
+    saved, facts = Message.from_bytes(path.read_bytes()), {"passes": 0, "kept": False}
+    identity = _identity(node, bytes.fromhex(str(saved.scalars["session"])), asked.client)
+    client = SecureClient.from_message(saved, identity)
+    if saved.scalars["stage"] != node._told(asked).number:
+        raise MessageError("the sum was begun for another stage")
+    match told.scalars.get("step"):
+        case "shares":
+            answer = client.share(told)
+        case "masked":
+            answer = client.mask(told)
+        case "agree":
+            answer = client.agree(told)
+        case _:
+            answer = client.reveal(told)
+            _note_survivors(node, saved)
+            path.unlink()  # nothing of this sum is needed any more, and nobody is to find it
+            return facts | _unneeded_noise(node, asked, saved, client.agreed), answer
+    _keep(path, client, {name: saved.scalars[name] for name in ("stage", "question", "round")})
+    return facts, answer
+
+
+def _begin(node: Node, asked: NodeRequest, told: Message, path: Path) -> tuple[dict[str, Any], Message]:
+    """The answer to the first exchange; what is to be added is known from here on."""
+    session, clients, threshold = _settings(node, asked, told)
+    identity = _identity(node, session, asked.client)
+    reply, stage = node._once(asked), node._load(asked)
+    vector, round = stage.runtime.vector(reply, asked.message), int(asked.message.scalars["round"])
+    values: Mapping[str, Array] = vector
+    if (shared := _shared(node, asked, asked.digest)) is not None:
+        values = shared.noised(vector, asked.client, round, clients, threshold)
+    client = SecureClient(session, clients, threshold, identity, values, _context(node, asked))
+    answer = client.keys()
+    _keep(path, client, {"stage": stage.setup.number, "question": asked.digest, "round": round})
+    return {"passes": int(reply.forward_passes[0]), "kept": bool(reply.state)}, answer
+
+
+def _shared(node: Node, asked: NodeRequest, question: str) -> SharedNoise | None:
+    """The noise that the clients of a sum share; of a node on a machine of its own, the same for the same question.
+
+    With other noise every time, a server that asks again could average it away.
+    """
+    stage = node._load(asked)
+    shared = stage.runtime.channel.shared
+    if shared is None or not node.alone:
+        return shared
+    path = node.folder / f"noise-{stage.setup.number}.safetensors"
+    record = Message.from_bytes(path.read_bytes()) if path.is_file() else Message()
+    if record.scalars.get("question") != question:
+        record = Message({"key": np.frombuffer(os.urandom(KEY_BYTES), np.uint8)}, {"question": question})
+        write_atomically(path, lambda file: file.write_bytes(record.to_bytes()), private=True)
+    return replace(shared, seed=Secret(record.arrays["key"].tobytes()))
+
+
+def _unneeded_noise(node: Node, asked: NodeRequest, saved: Message, survivors: int) -> dict[str, Any]:
+    """The keys of the parts of the node's noise that a sum, whose survivors so many have signed for, does not need."""
+    shared = _shared(node, asked, str(saved.scalars["question"]))
+    if shared is None:
+        return {}
+    round, clients, threshold = (int(saved.scalars[name]) for name in ("round", "clients", "threshold"))
+    keys = shared.revealed(asked.client, round, clients, threshold, survivors)
+    return {"noise": {number: key.hex() for number, key in keys.items()}}
+
+
+def _identity(node: Node, session: bytes, client: int) -> Identity:
+    """The node's own on a machine of its own; in a simulation, one that anybody can compute."""
+    if not node.alone:
+        return Identity.derived(session, client)
+    return check_identity(node.identity)
+
+
+def _context(node: Node, asked: NodeRequest) -> bytes:
+    """What the node answers in this sum: the recipe, run, stage and round, and what all clients are sent alike.
+
+    Where a method tells each client what it has missed, that is the log from its start on. With several tasks, or
+    parts of the model that are the client's own, clients are sent different things, which are then left out.
+    """
+    stage = node._load(asked)
+    setup, question = stage.setup, asked.message.to_bytes()
+    if stage.method.replays:
+        question = (node.folder / f"log-{setup.number}-{asked.client}.safetensors").read_bytes()
+    alike = [digest(question)] if len(setup.tasks) == 1 else []
+    alike += [asked.setup] if len(setup.tasks) == 1 and not setup.personal else []
+    facts = [recipe_digest(node.recipe), node.folder.name, setup.number, asked.message.scalars.get("round"), alike]
+    return bytes.fromhex(digest(json.dumps(facts).encode()))
+
+
+def _keep(path: Path, client: SecureClient, about: dict[str, Any]) -> None:
+    """Write the client's secrets before anybody hears of its answer."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    state = client.to_message()
+    data = Message(state.arrays, {**state.scalars, **about}).to_bytes()
+    write_atomically(path, lambda file: file.write_bytes(data), private=True)
+
+
+def _settings(node: Node, asked: NodeRequest, told: Message) -> tuple[bytes, int, int]:
+    """Session, clients and threshold of a sum that the node's recipe allows."""
+    try:
+        session = bytes.fromhex(str(told.scalars["session"]))
+        clients, threshold = (int(told.scalars[name]) for name in ("clients", "threshold"))
+    except (KeyError, ValueError) as error:
+        raise MessageError(f"the server begins a sum in an unknown way: {error!r}") from None
+    stage = node.recipe.stages[node._told(asked).number]
+    if not stage.secure:
+        raise HeadstartError("the recipe has no secure sums in this stage")
+    if threshold != (least := stage.survivors(clients)):
+        raise HeadstartError(
+            f"the server would open a sum of {clients} clients with {threshold} of them; by the node's recipe "
+            f"{least} have to stay"
+        )
+    return session, clients, threshold
+
+
+def _note_survivors(node: Node, saved: Message) -> None:
+    """A round is opened for one list of survivors, whatever the sum: two totals would differ by single clients."""
+    if not node.alone:
+        return
+    path = node._answered(int(saved.scalars["stage"]))
+    record, heard = Message.from_bytes(path.read_bytes()), saved.arrays["survivors"]
+    if record.scalars["question"] != saved.scalars["question"]:
+        raise HeadstartError("the node has answered another question since")
+    clients = saved.scalars["clients"]  # on which the noise depends that they share
+    same = record.scalars.get("clients", clients) == clients
+    if not same or not np.array_equal(record.arrays.get("survivors", heard), heard):
+        raise HeadstartError("the sum of this round was opened before, for another list of survivors")
+    noted = Message({**record.arrays, "survivors": heard}, {**record.scalars, "clients": clients})
+    write_atomically(path, lambda file: file.write_bytes(noted.to_bytes()), private=True)
