@@ -365,21 +365,23 @@ class Sum:
         everyone = self.told("shares", numbers=[0, 1, 2, 3], **listed)
         mine = self.exchange(everyone)[1].arrays["parts"]
         parts = {number: client.share(everyone).arrays["parts"] for number, client in self.others.items()}
-        assert (
-            "error"
-            not in self.exchange(
-                self.told("masked", senders=[1, 2, 3], parts=np.stack([parts[number][0] for number in (1, 2, 3)]))
-            )[0]
-        )
+        told = self.told("masked", sharers=[0, 1, 2, 3], parts=np.stack([parts[number][0] for number in (1, 2, 3)]))
+        self.signed = {0: self.exchange(told)[1].arrays["signature"]}
         for number, client in self.others.items():
             senders = [n for n in range(4) if n != number]
             rows = [mine[number - 1] if n == 0 else parts[n][number - (number > n)] for n in senders]
-            client.mask(self.told("masked", senders=senders, parts=np.stack(rows)))
+            masked = client.mask(self.told("masked", sharers=[0, 1, 2, 3], parts=np.stack(rows)))
+            self.signed[number] = masked.arrays["signature"]
         return facts
+
+    def proposal(self, survivors: list[int]) -> Wire:
+        """The request to agree on a list, with everybody's signatures of who has sent parts."""
+        signatures = np.stack([self.signed[number] for number in survivors])
+        return self.told("agree", survivors=survivors, signers=survivors, signatures=signatures)
 
     def agree(self, survivors: list[int]) -> tuple[dict[str, Any], Wire]:
         """The request to reveal, with the signatures of everybody on the list."""
-        told = self.told("agree", survivors=survivors)
+        told = self.proposal(survivors)
         facts, answer = self.exchange(told)
         signed = {0: answer.arrays.get("signature", np.zeros(64, np.uint8))}
         signed |= {n: self.others[n].agree(told).arrays["signature"] for n in survivors if n}
@@ -429,9 +431,9 @@ def test_a_node_opens_nothing_without_the_signatures_of_enough_others(tmp_path: 
     sum_.until_agree(statistics())
     _, request = sum_.agree([0, 1, 2, 3])
     few = sum_.told("reveal", signers=[0, 1], signatures=request.arrays["signatures"][:2])
-    assert sum_.exchange(few)[0] == {"error": "2 clients have signed the list of survivors, 3 are needed"}
+    assert sum_.exchange(few)[0] == {"error": "2 survivors have signed the list of survivors, 3 are needed"}
     forged = sum_.told("reveal", signers=[0, 1, 2, 3], signatures=request.arrays["signatures"][[0, 0, 0, 0]])
-    assert sum_.exchange(forged)[0] == {"error": "1 clients have signed the list of survivors, 3 are needed"}
+    assert sum_.exchange(forged)[0] == {"error": "1 survivors have signed the list of survivors, 3 are needed"}
     assert sum_.exchange(request)[1].arrays
 
 
@@ -491,6 +493,6 @@ def test_two_lists_at_once_are_not_both_signed(tmp_path: Path, monkeypatch: pyte
         return answer
 
     monkeypatch.setattr(SecureClient, "agree", slow)
-    asks = [sum_.told("agree", survivors=survivors) for survivors in ([0, 1, 2, 3], [0, 1, 2])]
+    asks = [sum_.proposal(survivors) for survivors in ([0, 1, 2, 3], [0, 1, 2])]
     said = at_once(*(lambda told=told: sum_.exchange(told) for told in asks))
     assert sorted("error" in facts for facts, _ in said) == [False, True]
