@@ -225,7 +225,8 @@ def groups() -> None:
 # --------------------------------------------------------------------------------------------------------------- noise
 
 EPSILONS = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
-SIDES = ("server", "client")
+SIDES = ("server", "client", "shared")
+BY = {"server": "the server", "client": "the client", "shared": "all clients together"}
 COUNT_NOISE = ("uniform", "gaussian", "laplace")
 COUNT_EPSILONS = (0.1, 0.5, 0.9)  # the paper's range
 TRAINED_EPSILONS = (1.0, 3.0, 10.0, 30.0)
@@ -234,6 +235,11 @@ TUNING_SEED, TUNING_EPSILON = 99, 10.0
 CLIPS = (0.01, 0.1, 1.0)
 LR = 0.01
 ROUNDS = 20
+
+
+def cells() -> list[tuple[str, str]]:
+    """Methods, and who adds the noise; FedCOF's is on every client's means, which nobody can share."""
+    return [(method, side) for method in METHODS for side in SIDES if (method, side) != ("fedcof", "shared")]
 
 
 def one_noise(data: str, seed: str) -> None:
@@ -245,9 +251,9 @@ def one_noise(data: str, seed: str) -> None:
     features, test = body.features("train"), body.features("test")
     clip = float(np.median([np.linalg.norm(row) for row in features]))
     stages = dict(zip(METHODS, plain, strict=True))
-    for method, side, epsilon in product(METHODS, SIDES, EPSILONS):
+    for (method, side), epsilon in product(cells(), EPSILONS):
         privacy = {"epsilon": epsilon, "clip": clip, "noise": side}
-        stages[f"{method} {side} {epsilon:g}"] = {"method": method, "privacy": privacy}
+        stages[f"{method} {side} {epsilon:g}"] = {"method": method, "privacy": privacy, "secure": side == "shared"}
     for kind, epsilon in product(COUNT_NOISE, COUNT_EPSILONS):
         stages[f"{kind} {epsilon:g}"] = {"method": "fedcof", "count_noise": {"kind": kind, "epsilon": epsilon}}
     found, clients = {}, federation.n_clients
@@ -262,13 +268,13 @@ def one_noise(data: str, seed: str) -> None:
     print(json.dumps({"clip": clip, "accuracy": found}))
 
 
-def one_trained(data: str, seed: str, clip: str, *epsilons: str) -> None:
+def one_trained(data: str, seed: str, clip: str, side: str, *epsilons: str) -> None:
     """DP-FedAvg of the head in a process of its own, without noise where epsilon is "none"; prints its accuracies."""
     training = {"method": "fedavg", "train": "head", "rounds": ROUNDS, "evaluate_every": ROUNDS, "lr": LR}
     training |= {"weighting": "uniform", "head_init": "zeros", "start": "pretrained"}
-    stages = [
-        training | ({} if e == "none" else {"privacy": {"epsilon": float(e), "clip": float(clip)}}) for e in epsilons
-    ]
+    training |= {"secure": side == "shared"}
+    private = [{"epsilon": float(e), "clip": float(clip), "noise": side} for e in epsilons if e != "none"]
+    stages = [training] * ("none" in epsilons) + [training | {"privacy": each} for each in private]
     accuracies = [stage["accuracy"] for stage in run(recipe(data, stages, int(seed))).summary["stages"]]
     print(json.dumps({"clip": float(clip), "accuracy": dict(zip(epsilons, accuracies, strict=True))}))
 
@@ -284,12 +290,19 @@ def measured_noise(data: str) -> dict[str, Any]:
     """Runs of all seeds on a data set."""
     closed = [in_fresh_process("benchmarks.privacy", "one_noise", data, seed) for seed in SEEDS]
     tried = {
-        clip: in_fresh_process("benchmarks.privacy", "one_trained", data, TUNING_SEED, clip, f"{TUNING_EPSILON:g}")
+        clip: in_fresh_process(
+            "benchmarks.privacy", "one_trained", data, TUNING_SEED, clip, "server", f"{TUNING_EPSILON:g}"
+        )
         for clip in CLIPS
     }
     clip = max(tried, key=lambda clip: tried[clip]["accuracy"][f"{TUNING_EPSILON:g}"])
     epsilons = ["none", *(f"{epsilon:g}" for epsilon in TRAINED_EPSILONS)]
-    trained = [in_fresh_process("benchmarks.privacy", "one_trained", data, seed, clip, *epsilons) for seed in SEEDS]
+    trained = {
+        side: [
+            in_fresh_process("benchmarks.privacy", "one_trained", data, seed, clip, side, *epsilons) for seed in SEEDS
+        ]
+        for side in SIDES
+    }
     return {"closed": closed, "tried": {str(clip): each for clip, each in tried.items()}, "trained": trained}
 
 
@@ -302,23 +315,26 @@ def show_noise(found: dict[str, dict[str, Any]]) -> None:
     """A table for each data set, and one of noise on counts."""
     for data, runs in found.items():
         closed, trained, tried = runs["closed"], runs["trained"], runs["tried"]
+        clip = trained["server"][0]["clip"]
         rows = [
             (
-                method, f"the {side}",
+                method, BY[side],
                 *(spread(accuracies(closed, f"{method} {side} {epsilon:g}")) for epsilon in EPSILONS),
                 spread(accuracies(closed, method)),
             )
-            for method in METHODS for side in SIDES
+            for method, side in cells()
         ]  # fmt: skip
         blank = [""] * (len(EPSILONS) - len(TRAINED_EPSILONS))
-        shown = [spread(accuracies(trained, f"{epsilon:g}")) for epsilon in TRAINED_EPSILONS]
-        rows.append(("DP-FedAvg (a client)", "the server", *blank, *shown, spread(accuracies(trained, "none"))))
+        for side in SIDES:
+            shown = [spread(accuracies(trained[side], f"{epsilon:g}")) for epsilon in TRAINED_EPSILONS]
+            none = spread(accuracies(trained[side], "none"))
+            rows.append(("DP-FedAvg (a client)", BY[side], *blank, *shown, none))
         scores = [f"{clip}: {100 * each['accuracy'][f'{TUNING_EPSILON:g}']:.1f}" for clip, each in tried.items()]
         show(
             f"{data}: accuracy by ε that hides one example (DP-FedAvg: one client) at δ = 1e-5, three seeds; clip "
             f"{mean(each['clip'] for each in closed):.3g}, the median norm of the training features, a look at the "
             f"data that is not paid for; DP-FedAvg of the head, {ROUNDS} rounds of all clients, clip "
-            f"{trained[0]['clip']:g}, chosen by test accuracy at ε = {TUNING_EPSILON:g} on seed {TUNING_SEED} "
+            f"{clip:g}, chosen by test accuracy at ε = {TUNING_EPSILON:g} on seed {TUNING_SEED} "
             f"({', '.join(scores)})",
             ("method", "noise by", *(f"ε = {epsilon:g}" for epsilon in EPSILONS), "no noise"),
             rows,
@@ -335,28 +351,33 @@ def show_noise(found: dict[str, dict[str, Any]]) -> None:
     )
 
 
+STYLES: dict[str, dict[str, str]] = {
+    "server": {"linestyle": "-", "marker": "o"},
+    "client": {"linestyle": ":", "marker": "^"},
+    "shared": {"linestyle": "-.", "marker": "x"},
+}
+
+
 def plot(found: dict[str, dict[str, Any]], path: Path = PLOT) -> None:
     """Accuracy against epsilon on a log axis, a panel for each data set."""
-    figure = Figure(figsize=(9, 4.4), layout="constrained")
+    figure = Figure(figsize=(9, 4.8), layout="constrained")
     panels = figure.subplots(1, len(found), sharey=True, squeeze=False)[0]
     colours = {"fedncm": "tab:blue", "fed3r": "tab:orange", "fedcof": "tab:green", "trained": "tab:red"}
     names = {"fedncm": "FedNCM", "fed3r": "Fed3R", "fedcof": "FedCOF"}
     for axes, (data, runs) in zip(panels, found.items(), strict=True):
+        for method, side in cells():
+            points = [100 * mean(accuracies(runs["closed"], f"{method} {side} {epsilon:g}")) for epsilon in EPSILONS]
+            label = f"{names[method]}, noise by {BY[side]}"
+            axes.plot(EPSILONS, points, color=colours[method], label=label, markersize=5, **STYLES[side])
         for method in METHODS:
-            for side in SIDES:
-                points = [
-                    100 * mean(accuracies(runs["closed"], f"{method} {side} {epsilon:g}")) for epsilon in EPSILONS
-                ]
-                style = {"linestyle": "-", "marker": "o"} if side == "server" else {"linestyle": ":", "marker": "^"}
-                label = f"{names[method]}, noise by the {side}"
-                axes.plot(EPSILONS, points, color=colours[method], label=label, markersize=5, **style)
-            axes.axhline(
-                100 * mean(accuracies(runs["closed"], method)), color=colours[method], ls="--", lw=1, alpha=0.6
-            )
-        points = [100 * mean(accuracies(runs["trained"], f"{epsilon:g}")) for epsilon in TRAINED_EPSILONS]
-        label = "DP-FedAvg, server (hides a client)"
-        axes.plot(TRAINED_EPSILONS, points, color=colours["trained"], label=label, marker="s", markersize=5)
-        reference = 100 * mean(accuracies(runs["trained"], "none"))
+            reference = 100 * mean(accuracies(runs["closed"], method))
+            axes.axhline(reference, color=colours[method], ls="--", lw=1, alpha=0.6)
+        for side in SIDES:
+            trained = runs["trained"][side]
+            points = [100 * mean(accuracies(trained, f"{epsilon:g}")) for epsilon in TRAINED_EPSILONS]
+            label = f"DP-FedAvg (hides a client), {BY[side]}"
+            axes.plot(TRAINED_EPSILONS, points, color=colours["trained"], label=label, markersize=5, **STYLES[side])
+        reference = 100 * mean(accuracies(runs["trained"]["server"], "none"))
         axes.axhline(reference, color=colours["trained"], ls="--", lw=1, alpha=0.6)
         axes.set(xscale="log", xlabel="ε at δ = 1e-5", title=data, ylim=(0, 100))
         axes.set_xticks(EPSILONS, [f"{epsilon:g}" for epsilon in EPSILONS])

@@ -8,7 +8,7 @@ import pytest
 from dp_accounting import GaussianDpEvent, pld
 from scipy import optimize, stats
 
-from headstart.channel.accounting import noise_multiplier, sensitivity, spent
+from headstart.channel.accounting import large_delta, noise_multiplier, sensitivity, spent
 from headstart.errors import HeadstartError
 
 
@@ -97,3 +97,12 @@ def test_sensitivity_is_doubled_where_a_unit_is_replaced() -> None:
 def test_impossible_samples_are_refused(sampled: int, clients: int | None) -> None:
     with pytest.raises(HeadstartError, match="cannot draw"):
         noise_multiplier(1.0, 1e-5, 1, sampled, clients)
+
+
+def test_a_delta_of_one_over_the_units_is_too_large() -> None:
+    assert large_delta(9.9e-6, "example", 100_000) is None
+    assert large_delta(1e-4, "client", 9_999) is None
+    said = large_delta(1e-4, "client", 10_000)
+    assert said is not None
+    assert said.startswith("delta = 0.0001 is no smaller than 1 / 10,000 clients")
+    assert said.endswith("set delta below 0.0001")

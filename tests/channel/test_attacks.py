@@ -18,10 +18,11 @@ from flwr.supercore.task_identity import TaskIdentity
 
 from headstart.channel.accounting import noise_multiplier
 from headstart.channel.links import ClientNoise
-from headstart.channel.noise import SystemGenerator, generators_of
+from headstart.channel.noise import generators_of
 from headstart.channel.secure import SecureClient
 from headstart.config.recipe import Recipe
 from headstart.core.message import Message as Wire
+from headstart.core.seeds import SecureGenerator
 from headstart.core.statistics import ClientStatistics
 from headstart.data import Federation
 from headstart.engine.flower_messages import facts_of, package_version, recipe_digest
@@ -261,7 +262,8 @@ def test_whoever_knows_the_recipe_cannot_subtract_a_nodes_noise(tmp_path: Path) 
     _, said = silo.ask("answer", statistics())
     bench = known(silo)
     channel = bench.channel
-    nothing = ClientStatistics(CLASSES, np.arange(CLASSES), np.zeros(CLASSES, np.int64), np.zeros((CLASSES, DIM)))
+    zeros = np.zeros((CLASSES, DIM))
+    nothing = ClientStatistics(CLASSES, np.arange(CLASSES), np.ones(CLASSES, np.int64), zeros, counted=False)
     guessed = channel.noise.add(nothing, generators_of(channel.seed, 0, np.array([0])))
     exact = np.stack([silo.x[silo.y == label].sum(axis=0) for label in range(CLASSES)])
     assert channel.noise.deviation > 3
@@ -280,18 +282,17 @@ def test_whoever_knows_the_recipe_cannot_subtract_a_nodes_noise(tmp_path: Path) 
         np.testing.assert_allclose(simulated(silo, bench, model())[name], guess[name], atol=1e-4)
 
 
-def test_the_operating_systems_noise_is_gaussian(monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn = SystemGenerator().standard_normal(200_000)
+def test_the_operating_systems_noise_is_gaussian() -> None:
+    drawn = SecureGenerator().standard_normal(200_000)
     assert abs(drawn.mean()) < 6 / 200_000**0.5
     assert drawn.std() == pytest.approx(1, abs=0.01)
     inside = [(np.abs(drawn) < bound).mean() for bound in (0.6744897501960817, 1.959963984540054, 2.5758293035489004)]
     assert inside == pytest.approx([0.5, 0.95, 0.99], abs=0.006)
     assert abs(np.corrcoef(drawn[1:], drawn[:-1])[0, 1]) < 0.02
     for byte in (0, 255):  # the first and the last number that there are
-        with monkeypatch.context() as patched:
-            patched.setattr("headstart.channel.noise.os.urandom", lambda size, byte=byte: bytes([byte]) * size)
-            assert 8 < abs(SystemGenerator().standard_normal(1)[0]) < 9
-    moved = SystemGenerator().normal(np.full((300, 300), 5.0), 0.5)
+        generator = SecureGenerator(lambda size, byte=byte: bytes([byte]) * size)
+        assert 8 < abs(generator.standard_normal(1)[0]) < 9
+    moved = SecureGenerator().normal(np.full((300, 300), 5.0), 0.5)
     assert moved.shape == (300, 300)
     assert (moved.mean(), moved.std()) == pytest.approx((5.0, 0.5), abs=0.01)
 
@@ -409,21 +410,23 @@ class Sum:
         everyone = self.told("shares", numbers=[0, 1, 2, 3], **listed)
         mine = self.exchange(everyone)[1].arrays["parts"]
         parts = {number: client.share(everyone).arrays["parts"] for number, client in self.others.items()}
-        assert (
-            "error"
-            not in self.exchange(
-                self.told("masked", senders=[1, 2, 3], parts=np.stack([parts[number][0] for number in (1, 2, 3)]))
-            )[0]
-        )
+        told = self.told("masked", sharers=[0, 1, 2, 3], parts=np.stack([parts[number][0] for number in (1, 2, 3)]))
+        self.signed = {0: self.exchange(told)[1].arrays["signature"]}
         for number, client in self.others.items():
             senders = [n for n in range(4) if n != number]
             rows = [mine[number - 1] if n == 0 else parts[n][number - (number > n)] for n in senders]
-            client.mask(self.told("masked", senders=senders, parts=np.stack(rows)))
+            masked = client.mask(self.told("masked", sharers=[0, 1, 2, 3], parts=np.stack(rows)))
+            self.signed[number] = masked.arrays["signature"]
         return facts
+
+    def proposal(self, survivors: list[int]) -> Wire:
+        """The request to agree on a list, with everybody's signatures of who has sent parts."""
+        signatures = np.stack([self.signed[number] for number in survivors])
+        return self.told("agree", survivors=survivors, signers=survivors, signatures=signatures)
 
     def agree(self, survivors: list[int]) -> tuple[dict[str, Any], Wire]:
         """The request to reveal, with the signatures of everybody on the list."""
-        told = self.told("agree", survivors=survivors)
+        told = self.proposal(survivors)
         facts, answer = self.exchange(told)
         signed = {0: answer.arrays.get("signature", np.zeros(64, np.uint8))}
         signed |= {n: self.others[n].agree(told).arrays["signature"] for n in survivors if n}
@@ -473,9 +476,9 @@ def test_a_node_opens_nothing_without_the_signatures_of_enough_others(tmp_path: 
     sum_.until_agree(statistics())
     _, request = sum_.agree([0, 1, 2, 3])
     few = sum_.told("reveal", signers=[0, 1], signatures=request.arrays["signatures"][:2])
-    assert sum_.exchange(few)[0] == {"error": "2 clients have signed the list of survivors, 3 are needed"}
+    assert sum_.exchange(few)[0] == {"error": "2 survivors have signed the list of survivors, 3 are needed"}
     forged = sum_.told("reveal", signers=[0, 1, 2, 3], signatures=request.arrays["signatures"][[0, 0, 0, 0]])
-    assert sum_.exchange(forged)[0] == {"error": "1 clients have signed the list of survivors, 3 are needed"}
+    assert sum_.exchange(forged)[0] == {"error": "1 survivors have signed the list of survivors, 3 are needed"}
     assert sum_.exchange(request)[1].arrays
 
 
@@ -535,6 +538,6 @@ def test_two_lists_at_once_are_not_both_signed(tmp_path: Path, monkeypatch: pyte
         return answer
 
     monkeypatch.setattr(SecureClient, "agree", slow)
-    asks = [sum_.told("agree", survivors=survivors) for survivors in ([0, 1, 2, 3], [0, 1, 2])]
+    asks = [sum_.proposal(survivors) for survivors in ([0, 1, 2, 3], [0, 1, 2])]
     said = at_once(*(lambda told=told: sum_.exchange(told) for told in asks))
     assert sorted("error" in facts for facts, _ in said) == [False, True]

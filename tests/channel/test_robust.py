@@ -477,7 +477,8 @@ def test_the_budget_is_spent_round_by_round(noise: str) -> None:
     assert epsilons == sorted(set(epsilons))
     assert 1.999 < epsilons[-1] <= 2.0
     rest = {name: value for name, value in found[-1].items() if name not in ("epsilon", "noise_multiplier")}
-    assert rest == {"delta": 1e-6, "unit": "client", "noise": noise, "clip": 0.5}
+    released = {"server": "a model after every round", "client": "every client's update in every round"}[noise]
+    assert rest == {"delta": 1e-6, "unit": "client", "noise": noise, "clip": 0.5, "released": released}
 
 
 def test_sampling_spends_no_more_than_the_budget() -> None:

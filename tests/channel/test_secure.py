@@ -96,7 +96,8 @@ class Federation:
         return Message.from_bytes(answer.to_bytes())
 
     def exchange(self, silent: Collection[int] = ()) -> dict[int, Message]:
-        answers = {number: self.answer(number) for number in self.server.waiting if number not in silent}
+        told, waiting = self.server.instructions(), self.server.waiting
+        answers = {number: self.answer(number, told[number]) for number in waiting if number not in silent}
         for number, message in answers.items():
             self.server.receive(number, message)
         self.server.next()
@@ -266,10 +267,10 @@ def test_what_a_client_sends_and_gets_is_as_large_as_said() -> None:
         down += sum(array.nbytes for array in told.arrays.values())
         up += sum(array.nbytes for array in answer.arrays.values())
     others = count - 1
-    # Beside what grows with the others: keys, an exponent, two signatures, a check value, the own share; the client's
+    # Beside what grows with the others: keys, an exponent, three signatures, a check value, the own share; the client's
     # own row in the lists.
-    assert up == 800 + 64 + 4 + 128 + 112 * others + 32 + 20
-    assert down == (140 + 92 + 8 + 72) * others + 140 + 8 + 72
+    assert up == 800 + 64 + 4 + 192 + 112 * others + 32 + 20
+    assert down == (140 + 92 + 80 + 72) * others + 140 + 8 + 8 + 72
 
 
 # The masks
@@ -286,7 +287,7 @@ def hkdf(secret: bytes, info: bytes) -> bytes:
 
 def pair_mask(state: Message, mine: int, other: int, length: int) -> np.ndarray:
     """What `mine` adds for `other`, from the state of `mine` before it masks."""
-    numbers = state.arrays["numbers"].tolist()
+    numbers = state.arrays["group"].tolist()
     public = {n: state.arrays["mask_keys"][numbers.index(n)].tobytes() for n in (mine, other)}
     secret = X25519PrivateKey.from_private_bytes(state.arrays["mask_secret"].tobytes())
     agreed = secret.exchange(X25519PublicKey.from_public_bytes(public[other]))
@@ -301,7 +302,8 @@ def self_mask(state: Message, mine: int, length: int) -> np.ndarray:
 
 
 def flat(message: Message) -> np.ndarray:
-    return np.concatenate([message.arrays[name].ravel() for name in sorted(message.arrays)]).view(np.uint64)
+    names = [name for name in sorted(message.arrays) if name.startswith("value.")]
+    return np.concatenate([message.arrays[name].ravel() for name in names]).view(np.uint64)
 
 
 def chi_square(values: np.ndarray) -> float:
@@ -525,7 +527,7 @@ def test_a_state_that_is_none_is_refused() -> None:
         altered(client, mask_secret=None),
         altered(client, mask_secret=np.zeros(31, np.uint8)),
         altered(shared, seed=None),
-        altered(shared, numbers=np.array([0, 1])),
+        altered(shared, group=np.array([0, 1])),
     ):
         with pytest.raises(MessageError):
             SecureClient.from_message(bad, identity)
@@ -564,13 +566,14 @@ SERVER_REFUSES: list[tuple[str, Callable[[Message], Message], str]] = [
     ("shares", lambda m: altered(m, parts=m.arrays["parts"][:, :-1]), "shape"),
     ("shares", lambda m: altered(m, parts=m.arrays["parts"].astype(np.float64)), "float64, not uint8"),
     ("shares", lambda m: altered(m, check=m.arrays["check"][:5]), "shape"),
-    ("shares", lambda m: altered(m, recipients=np.array([3, 12, 40, 42])), "not all other clients"),
-    ("shares", lambda m: altered(m, recipients=np.array([3, 11, 12, 40])), "not all other clients"),
+    ("shares", lambda m: altered(m, recipients=np.array([3, 12, 40, 42])), "not the client's neighbours"),
+    ("shares", lambda m: altered(m, recipients=np.array([3, 11, 12, 40])), "not the client's neighbours"),
     ("shares", lambda m: altered(m, recipients=np.array([12, 3, 40, 41])), "rising"),
     ("shares", lambda m: altered(m, recipients=np.array([-3, 12, 40, 41])), "rising"),
-    ("masked", lambda m: altered(m, sums=m.arrays["sums"].T), r"\[5, 3\], not \[3, 5\]"),
-    ("masked", lambda m: altered(m, sums=m.arrays["sums"].astype(np.float64)), "float64, not int64"),
-    ("masked", lambda m: altered(m, count=m.arrays["count"].reshape(1)), "shape"),
+    ("masked", lambda m: altered(m, **{"value.sums": m.arrays["value.sums"].T}), r"\[5, 3\], not \[3, 5\]"),
+    ("masked", lambda m: altered(m, **{"value.sums": m.arrays["value.sums"].astype(np.float64)}), "float64, not int64"),
+    ("masked", lambda m: altered(m, **{"value.count": m.arrays["value.count"].reshape(1)}), "shape"),
+    ("masked", lambda m: altered(m, signature=m.arrays["signature"][1:]), "shape"),
     ("reveal", lambda m: altered(m, seed_shares=m.arrays["seed_shares"][1:]), "shape"),
     ("reveal", lambda m: altered(m, key_shares=np.zeros((1, 36), np.uint8)), "shape"),
     ("reveal", lambda m: altered(m, seed_shares=m.arrays["seed_shares"].astype(np.int32)), "int32, not uint8"),
@@ -663,10 +666,11 @@ CLIENT_REFUSES: list[tuple[str, Callable[[Message], Message], str]] = [
         lambda m: altered(m, share_keys=with_row(m.arrays["share_keys"], 3, 0)),
         "client 40 are not signed",
     ),
-    ("masked", lambda m: altered(m, senders=np.array([3, 12, 40, 42])), r"clients \[42\]"),
-    ("masked", lambda m: altered(m, senders=np.array([3, 11, 12, 40])), r"clients \[11\]"),
-    ("masked", lambda m: altered(m, senders=np.array([12, 3, 40, 41])), "rising"),
-    ("masked", lambda m: altered(m, senders=np.array([3]), parts=m.arrays["parts"][:1]), "2 clients .* 4 are needed"),
+    ("masked", lambda m: altered(m, sharers=np.array([3, 11, 12, 40, 42])), r"clients \[42\]"),
+    ("masked", lambda m: altered(m, sharers=np.array([3, 12, 40, 41])), "client 11 has sent parts and is not among"),
+    ("masked", lambda m: altered(m, sharers=np.array([12, 3, 11, 40, 41])), "rising"),
+    ("masked", lambda m: altered(m, sharers=np.array([3, 11]), parts=m.arrays["parts"][:1]), "2 clients .* 4 are"),
+    ("masked", lambda m: altered(m, sharers=np.array([3, 11, 12, 40])), "shape"),
     ("masked", lambda m: altered(m, parts=m.arrays["parts"][:3]), "shape"),
     ("masked", lambda m: altered(m, parts=flipped(m.arrays["parts"], (0, 0))), "part from client 3 "),
     ("masked", lambda m: altered(m, parts=flipped(m.arrays["parts"], (2, 40))), "part from client 40 "),
@@ -679,10 +683,16 @@ CLIENT_REFUSES: list[tuple[str, Callable[[Message], Message], str]] = [
     ("agree", lambda m: altered(m, survivors=np.array([3, 11])), "2 clients .* 4 are needed"),
     ("agree", lambda m: altered(m, survivors=np.array([3, 11, 12, 40, 42])), r"clients \[42\] .* sent no parts"),
     ("agree", lambda m: altered(m, survivors=np.array([11, 11, 12, 40])), "rising"),
-    ("reveal", lambda m: cut(m, [0, 1, 2]), "3 clients have signed the list of survivors, 4 are needed"),
+    ("agree", lambda m: altered(m, signatures=m.arrays["signatures"][[1, 0, 2, 3]]), r"\[3, 12\] have not signed"),
+    ("agree", lambda m: altered(m, signatures=m.arrays["signatures"][:3]), "shape"),
+    (
+        "agree",
+        lambda m: altered(m, signers=m.arrays["signers"][:3], signatures=m.arrays["signatures"][:3]),
+        r"clients \[41\] have not signed that the same clients have sent parts",
+    ),
+    ("reveal", lambda m: cut(m, [0, 1, 2]), "3 survivors have signed the list of survivors, 4 are needed"),
     ("reveal", lambda m: cut(m, [0, 1, 2, 2, 3]), "rising"),
-    ("reveal", lambda m: altered(m, signers=np.array([3, 11, 12, 40, 42])), r"clients \[42\] sign"),
-    ("reveal", lambda m: altered(m, signatures=m.arrays["signatures"][[1, 0, 2, 3, 4]]), "3 clients have signed"),
+    ("reveal", lambda m: altered(m, signatures=m.arrays["signatures"][[1, 0, 2, 3, 4]]), "3 survivors have signed"),
 ]
 
 

@@ -154,17 +154,24 @@ class LyingServer:
     def __init__(self, clients: list[SecureClient], threshold: int) -> None:
         self.clients, self.threshold = clients, threshold
         self.everybody = list(range(len(clients)))
+        self.signed: dict[int, np.ndarray] = {}
 
     def share(self) -> None:
         self.keys = {number: one.keys() for number, one in enumerate(self.clients)}
         everyone = listed(self.keys)
         self.parts = [one.share(everyone).arrays for one in self.clients]
 
-    def mask(self, number: int, senders: list[int]) -> np.ndarray:
-        others = [sender for sender in senders if sender != number]
+    def mask(self, number: int, sharers: list[int]) -> np.ndarray:
+        others = [sharer for sharer in sharers if sharer != number]
         rows = [self.parts[s]["parts"][self.parts[s]["recipients"].tolist().index(number)] for s in others]
-        said = self.clients[number].mask(told("masked", senders=others, parts=np.stack(rows)))
-        return said.arrays["x"].view(np.uint64).copy()
+        said = self.clients[number].mask(told("masked", sharers=sharers, parts=np.stack(rows))).arrays
+        self.signed[number] = said["signature"]
+        return said["value.x"].view(np.uint64).copy()
+
+    def agree(self, number: int, survivors: list[int]) -> np.ndarray:
+        signatures = np.stack([self.signed[n] for n in survivors])
+        request = told("agree", survivors=survivors, signers=survivors, signatures=signatures)
+        return np.asarray(self.clients[number].agree(request).arrays["signature"])
 
     def opened(self, masked: np.ndarray, seeds: dict[int, np.ndarray], keys: dict[int, dict[int, np.ndarray]]) -> Any:
         """Client 0's values, from shares of its seed and of the mask keys of those it shares masks with, by point."""
@@ -193,7 +200,7 @@ class LyingServer:
         masked, *_ = [self.mask(n, group if n == 0 else self.everybody) for n in self.everybody]
         missing = {n: [] if n == 0 else [other for other in group[1:] if other != n] for n in self.everybody}
         lists = {n: [o for o in (group if n == 0 else self.everybody) if o not in missing[n]] for n in self.everybody}
-        signed = {n: self.clients[n].agree(told("agree", survivors=lists[n])).arrays["signature"] for n in lists}
+        signed = {n: self.agree(n, lists[n]) for n in lists}
         seeds: dict[int, np.ndarray] = {}
         keys: dict[int, dict[int, np.ndarray]] = {number: {} for number in group[1:]}
         for number, one in enumerate(self.clients):
@@ -212,10 +219,14 @@ def test_two_stories_about_dropouts_open_nothing(
 ) -> None:
     with pytest.raises(HeadstartError, match=rf"from {high} \(more than two thirds\) to {count}, not {low}"):
         members(count, low)
-    with pytest.raises(MessageError, match=f"clients have sent values, {high} are needed to open the sum"):
+    with pytest.raises(MessageError, match="have not signed that the same clients have sent parts"):
         LyingServer(members(count, high), high).open_first()
     monkeypatch.setattr(Terms, "__post_init__", lambda terms: None)
-    with pytest.raises(MessageError, match=rf"^1 clients have signed the list of survivors, {low} are needed"):
+    with pytest.raises(MessageError, match="have not signed that the same clients have sent parts"):
+        LyingServer(members(count, low), low).open_first()
+    signed = SecureClient._signed
+    monkeypatch.setattr(SecureClient, "_signed", lambda self, step: b"" if step == b"masked" else signed(self, step))
+    with pytest.raises(MessageError, match=rf"^1 survivors have signed the list of survivors, {low} are needed"):
         LyingServer(members(count, low), low).open_first()
 
 
@@ -225,7 +236,7 @@ def test_without_agreement_two_stories_would_open_one_clients_values(
 ) -> None:
     """Where little more than half of the clients suffice."""
     monkeypatch.setattr(Terms, "__post_init__", lambda terms: None)
-    monkeypatch.setattr(SecureClient, "_check_agreed", lambda self, agreed: None)
+    monkeypatch.setattr(Identity, "signed_by", lambda *arguments: True)
     np.testing.assert_allclose(LyingServer(members(count, threshold), threshold).open_first(), values_of(0), atol=1e-12)
 
 
@@ -236,9 +247,7 @@ def halves(server: LyingServer) -> list[Message]:
         server.mask(number, server.everybody)
     lists = {n: [other for other in server.everybody if other != (7 if n == 8 else 8)] for n in server.everybody}
     lists |= {n: [other for other in server.everybody if other != 7] for n in range(4)}
-    signed = {
-        n: one.agree(told("agree", survivors=lists[n])).arrays["signature"] for n, one in enumerate(server.clients)
-    }
+    signed = [server.agree(n, lists[n]) for n in server.everybody]
     said = []
     for number, one in enumerate(server.clients):
         signatures = np.stack([signed[n] for n in lists[number]])
@@ -247,7 +256,7 @@ def halves(server: LyingServer) -> list[Message]:
 
 
 def test_halves_of_the_clients_do_not_open_two_lists(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(MessageError, match=r"^5 clients have signed the list of survivors, 7 are needed"):
+    with pytest.raises(MessageError, match=r"^5 survivors have signed the list of survivors, 7 are needed"):
         halves(LyingServer(members(9, 7), 7))
     monkeypatch.setattr(Identity, "signed_by", lambda *arguments: True)
     said = halves(LyingServer(members(9, 7), 7))  # two lists would be open, which differ by two clients
@@ -279,8 +288,7 @@ def both_secrets(server: LyingServer, rolled_back: bool) -> Any:
         if rolled_back:
             pairs = zip(states, identities(len(states)), strict=True)
             server.clients = [SecureClient.from_message(state, identity) for state, identity in pairs]
-        agree = told("agree", survivors=survivors)
-        signed = {n: server.clients[n].agree(agree).arrays["signature"] for n in survivors}
+        signed = {n: server.agree(n, survivors) for n in survivors}
         request = told("reveal", signers=survivors, signatures=np.stack([signed[n] for n in survivors]))
         for n in survivors:
             said = server.clients[n].reveal(request).arrays
@@ -316,13 +324,12 @@ def test_forged_and_too_few_signatures_open_nothing(monkeypatch: pytest.MonkeyPa
     server.share()
     for number in server.everybody:
         server.mask(number, server.everybody)
-    agree = told("agree", survivors=server.everybody)
-    signed = [one.agree(agree).arrays["signature"] for one in server.clients]
+    signed = [server.agree(number, server.everybody) for number in server.everybody]
     forged = told("reveal", signers=server.everybody, signatures=np.stack([signed[0]] * 5))
-    with pytest.raises(MessageError, match=r"^1 clients have signed the list of survivors, 4 are needed"):
+    with pytest.raises(MessageError, match=r"^1 survivors have signed the list of survivors, 4 are needed"):
         server.clients[0].reveal(forged)
     few = told("reveal", signers=[0, 1, 2], signatures=np.stack(signed[:3]))
-    with pytest.raises(MessageError, match=r"^3 clients have signed"):
+    with pytest.raises(MessageError, match=r"^3 survivors have signed"):
         server.clients[0].reveal(few)
     assert server.clients[0].reveal(told("reveal", signers=[0, 1, 2, 3], signatures=np.stack(signed[:4]))).arrays
     monkeypatch.setattr(Identity, "signed_by", lambda *arguments: True)

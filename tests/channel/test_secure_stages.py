@@ -183,6 +183,26 @@ def test_the_privacy_that_is_spent_is_in_the_summary(tmp_path: Path) -> None:
     spent = re.findall(r"<td[^>]*>([^<]*)</td>", page.partition("Privacy spent</h2>")[2].partition("</table>")[0])
     assert spent == ["run", "example", "3", "1e-05", "fed3r", "run", "client", "3", "1e-05", "fed3r"]
     assert "differential privacy of any one client: ε = 3, δ = 1e-05, noise by the server" in page
+    assert [stage["released"] for stage in (first, second)] == ["one head", "a model after every round"]
+    assert "released: a model after every round" in page
+    assert "warning" not in first | second
+
+
+def test_a_delta_that_allows_to_give_somebody_away_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """There are K clients and many more examples: one δ is too large for the former and small enough for the latter."""
+    hidden = {"epsilon": 3.0, "delta": 1 / K, "clip": 50.0}
+    training = {"method": "fedavg", **LOCAL, "weighting": "uniform", "privacy": hidden}
+    few = {"method": "fedncm", "privacy": hidden | {"delta": 1e-4}}
+    with caplog.at_level("WARNING", "headstart"):
+        first, second = run(recipe_of(training, few), tmp_path / "run").summary["stages"]
+    assert first["privacy"]["warning"].startswith(f"delta = {1 / K:g} is no smaller than 1 / {K} clients")
+    assert "warning" not in second["privacy"]
+    assert [record.message for record in caplog.records if "delta" in record.message] == [
+        f"stages.0.privacy.delta: {first['privacy']['warning']}"
+    ]
+    assert first["privacy"]["warning"] in (tmp_path / "run" / "report.html").read_text()
 
 
 def test_guarantees_of_one_unit_add_up() -> None:

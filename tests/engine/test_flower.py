@@ -118,6 +118,7 @@ def test_every_method_gives_the_same_model_on_flower(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_secure_sums_give_the_same_model_on_flower(tmp_path: Path) -> None:
+    shared = {"epsilon": 5.0, "noise": "shared"}
     stages = [
         {"method": "fedncm"},
         {"method": "fed3r", "start": "pretrained", "clients_per_round": 4},
@@ -125,6 +126,8 @@ def test_secure_sums_give_the_same_model_on_flower(tmp_path: Path) -> None:
         {**LOCAL, "method": "scaffold", "rounds": 3, "clients_per_round": 4},
         {**LOCAL, "method": "fedmezo", "rounds": 4, "clients_per_round": 4},
         {**MLP, "method": "fedper", "rounds": 2, "clients_per_round": 4},
+        {"method": "fedncm", "privacy": shared | {"clip": 50.0}},
+        {**LOCAL, "method": "fedavg", "clients_per_round": 4, "weighting": "uniform", "privacy": shared},
     ]
     recipe = features([{**stage, "secure": True} for stage in stages], clients=8)
     run(recipe, tmp_path / "here")

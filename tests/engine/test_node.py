@@ -28,6 +28,7 @@ from headstart.config.node import NodeLimits
 from headstart.config.recipe import Recipe
 from headstart.core.files import secret
 from headstart.core.message import Message as Wire
+from headstart.core.seeds import Secret, Seed
 from headstart.data import Federation
 from headstart.engine.flower_messages import RECORD, facts_of, package_version, recipe_digest
 from headstart.engine.grid import Nodes
@@ -684,11 +685,11 @@ def test_who_is_absent_from_a_private_round_is_missing(silos: Path, tmp_path: Pa
     serve(grid, tmp_path / "out", on_metrics=look, expected=2)
     federation = Federation.of(recipe)
 
-    def drawn(key: tuple[int, ...], there: list[bool]) -> list[tuple[int, str]]:
+    def drawn(key: Seed, there: list[bool]) -> list[tuple[int, str]]:
         found = [draw(recipe.stages[0], federation, key, number, np.array(there)) for number in range(8)]
         return [(number + 1, NAMES[client]) for number, clients in enumerate(found) for client in clients]
 
-    everybody = drawn((*secrets[0], 0, 0), [True] * 3)
+    everybody = drawn(Secret(secrets[0], (0, 0)), [True] * 3)
     assert participants(tmp_path / "out") == [each for each in everybody if each[1] != "c"]
     assert drawn((0, 0), [True, True, False]) == [each for each in drawn((0, 0), [True] * 3) if each[1] != "c"]
     assert "c" in {name for _, name in drawn((0, 0), [True] * 3)}

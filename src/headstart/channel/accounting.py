@@ -88,6 +88,19 @@ def noise_multiplier(
     return upper
 
 
+def large_delta(delta: float, unit: str, units: int) -> str | None:
+    """What to say of a δ that is no smaller than one over the number of units; None where it is smaller.
+
+    With such a δ a mechanism that gives one unit away, chosen at random, keeps its promise.
+    """
+    if delta * units < 1:
+        return None
+    return (
+        f"delta = {delta:g} is no smaller than 1 / {units:,} {unit}s: it allows one of them to be given away entirely; "
+        f"set delta below {1 / units:.1g}"
+    )
+
+
 def _sampled(multiplier: float, delta: float, rounds: int, sampled: int, clients: int) -> float:
     """The bound of Rényi accounting for rounds that draw without replacement."""
     dp = _library()

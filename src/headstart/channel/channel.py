@@ -8,13 +8,24 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from headstart.channel.links import Check, ClientNoise, Clip, HideTask, Link, ServerNoise, median, trimmed_mean
+from headstart.channel.links import (
+    Check,
+    ClientNoise,
+    Clip,
+    HideTask,
+    Link,
+    ServerNoise,
+    SumNoise,
+    median,
+    trimmed_mean,
+)
 from headstart.channel.quantise import Quantise
+from headstart.channel.shared_noise import SharedNoise
 from headstart.channel.statistics import StatisticsChannel, TaskChannels
 from headstart.config.stage import ClosedForm, Rounds
 from headstart.core.message import Message
-from headstart.core.params import Seed
 from headstart.core.reply import ClientResult, ClientState, Reply, Sender, scalars_of
+from headstart.core.seeds import Seed
 from headstart.core.statistics import Floats
 from headstart.core.update import Blocks, RobustTotal, Total, array_name, block_of
 from headstart.errors import HeadstartError, MessageError
@@ -49,8 +60,13 @@ class UpdateChannel:
 
     def __init__(self, method: Sends, links: tuple[Link, ...], total: type[Total] | partial[RobustTotal]) -> None:
         self.method, self.links, self.total = method, links, total
-        self.private = any(isinstance(link, ServerNoise | ClientNoise) for link in links)
-        self._hides_passes = any(isinstance(link, ClientNoise) for link in links)
+        self.private = any(isinstance(link, ServerNoise | ClientNoise | SumNoise) for link in links)
+        self._hides_passes = any(isinstance(link, ClientNoise | SumNoise) for link in links)
+
+    @property
+    def shared(self) -> SharedNoise | None:
+        """The noise that clients add to a secure sum together."""
+        return next((link.shared for link in self.links if isinstance(link, SumNoise)), None)
 
     # ----------------------------------------------------------------------------------------------- on the clients
 
@@ -100,7 +116,11 @@ class UpdateChannel:
         """What the server would know if it had heard this reply only, as what can be added up."""
         alone = self.total()
         self.add(alone, reply, sender)
-        return alone.vector(self.method.blocks)
+        return self._hidden(alone.vector(self.method.blocks))
+
+    def _hidden(self, vector: dict[str, Floats]) -> dict[str, Floats]:
+        """Where clients share the noise, they do not say how much they count: everybody counts one."""
+        return vector if self.shared is None else {name: v for name, v in vector.items() if name != "weights"}
 
     # ------------------------------------------------------------------------------------------------ on the server
 
@@ -124,12 +144,14 @@ class UpdateChannel:
 
     def add_vector(self, total: Total, values: Mapping[str, Any]) -> None:
         """Add the sum of several clients' vectors."""
+        if self.shared is not None:
+            values = {**self.shared.read(values), "weights": np.ones(1)}
         total.add_vector(values, self.method.blocks)
 
     @property
     def vector_shapes(self) -> dict[str, tuple[int, ...]]:
         """Names and shapes of what clients add in a secure sum."""
-        return {name: value.shape for name, value in self.total().vector(self.method.blocks).items()}
+        return {name: value.shape for name, value in self._hidden(self.total().vector(self.method.blocks)).items()}
 
     def finish(self, total: Total, round: int) -> Total:
         """What the server steps along."""
@@ -156,8 +178,9 @@ def channel_of(
         return _update_channel(stage, method, seed, clients, noise)
     methods = getattr(method, "methods", [method])
     least = 1 if stage.protected else stage.min_examples
+    sums = max(1, sum(clients.values()) // stage.secure_group) if stage.secure_group else 1
     channels = [
-        StatisticsChannel(one.summary, stage.privacy, stage.noise_on_counts, count, noise, task, least)
+        StatisticsChannel(one.summary, stage.privacy, stage.noise_on_counts, count, noise, task, sums, least)
         for task, (one, count) in enumerate(zip(methods, clients.values(), strict=True))
     ]
     return channels[0] if len(channels) == 1 else TaskChannels(channels)
@@ -181,6 +204,8 @@ def _update_channel(
             by_task = {f"update@{task}": count for task, count in clients.items() if several}
             by_block, asked = {"update": everybody, **by_task}, stage.sampled(everybody)
             links.append(ServerNoise(privacy, stage.rounds, asked, by_block, lambda: method.blocks, noise))
+        elif privacy.noise == "shared":
+            links.append(SumNoise(privacy, stage.rounds, stage.sampled(everybody), lambda: method.blocks, noise))
         else:
             hidden = ClientNoise(privacy, stage.rounds, None, noise)
             links.append(hidden)

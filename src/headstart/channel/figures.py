@@ -15,10 +15,9 @@ from typing import Any
 import numpy as np
 
 from headstart.channel.accounting import noise_multiplier
-from headstart.channel.noise import generator_of
 from headstart.config.stage import ClosedForm, Privacy, Rounds
 from headstart.core.message import Message
-from headstart.core.params import Seed
+from headstart.core.seeds import Seed, generator_of
 from headstart.core.statistics import Floats
 from headstart.errors import MessageError
 

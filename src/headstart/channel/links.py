@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 
 from headstart.channel.accounting import noise_multiplier, sensitivity, spent
-from headstart.channel.noise import generator_of
+from headstart.channel.shared_noise import SharedNoise
 from headstart.config.stage import Privacy
 from headstart.core.message import Array, Message
-from headstart.core.params import Seed, clipped, norm
+from headstart.core.params import clipped, norm
 from headstart.core.reply import Sender
+from headstart.core.seeds import Seed, generator_of
 from headstart.core.statistics import Floats
 from headstart.core.update import Blocks, Total, block_of
 from headstart.errors import MessageError
@@ -119,6 +120,8 @@ class _ClientLevel(Link):
     """
 
     lossy = True
+    released = "a model after every round"
+    """What anybody sees that the guarantee is about."""
 
     def __init__(self, privacy: Privacy, rounds: int, sampled: tuple[int, int] | None, seed: Seed) -> None:
         """sampled: of how many clients a round draws how many, where nobody knows whom; None: all count in full."""
@@ -157,6 +160,7 @@ class _ClientLevel(Link):
             "noise": privacy.noise,
             "noise_multiplier": self.multiplier,
             "clip": privacy.clip,
+            "released": self.released,
         }
 
 
@@ -210,6 +214,8 @@ class ClientNoise(_ClientLevel):
     in full, and a client that is drawn less often has spent less than what is said.
     """
 
+    released = "every client's update in every round"
+
     @property
     def deviation(self) -> float:
         """Of the noise on each number of an update."""
@@ -219,6 +225,53 @@ class ClientNoise(_ClientLevel):
         """Clipped, with noise; nothing else is said."""
         arrays = self.noised(self.clipped(message.arrays), sender.round, sender.client)
         return Message({name: array.astype(np.float32) for name, array in arrays.items()})
+
+
+class SumNoise(_ClientLevel):
+    """Noise on the secure sum of a round, a share by every client: hides from the server, too, what a client adds.
+
+    Neighbours differ by one client that sends zeros instead of its update: the server sees who takes part, so no round
+    counts less because it draws some of the clients. The sum is divided by the number of clients that a round asks.
+    """
+
+    released = "the total of every round"
+
+    def __init__(self, privacy: Privacy, rounds: int, asked: int, blocks: Callable[[], Blocks], seed: Seed) -> None:
+        """asked: how many clients a round asks; blocks: what they send."""
+        super().__init__(privacy, rounds, None, seed)
+        self.asked, self.blocks = asked, blocks
+
+    @cached_property
+    def shared(self) -> SharedNoise:
+        """What each client adds to the sum."""
+        dim = sum(int(np.prod(shape)) for shape in self.blocks().values())
+        return SharedNoise.of(self.privacy, self.privacy.clip, dim, self.asked, self.rounds, self.seed)
+
+    @property
+    def multiplier(self) -> float:
+        """Of what is left of the budget for a Gaussian mechanism."""
+        return self.shared.multiplier
+
+    @property
+    def deviation(self) -> float:
+        """Of the noise on each number of the sum."""
+        return self.shared.deviation
+
+    def encode(self, message: Message, sender: Sender) -> Message:
+        """Clipped; nothing else is said."""
+        return Message({name: a.astype(np.float32) for name, a in self.clipped(message.arrays).items()})
+
+    def decode(self, message: Message, sender: Sender) -> Message:
+        """Clipped again."""
+        return Message(self.clipped(message.arrays))
+
+    def finish(self, total: Total, round: int) -> Total:
+        """A public number of clients."""
+        return Total(total.sums, {"update": float(self.asked)} if total.sums else {})
+
+    def spent(self, rounds: int) -> dict[str, Any]:
+        """The guarantee of so many rounds."""
+        return super().spent(0) | {"epsilon": self.shared.spent(rounds)}
 
 
 class HideTask(Link):

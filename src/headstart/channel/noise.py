@@ -3,62 +3,44 @@
 A neighbouring data set has one example more or less. Every vector that is summed is shortened to a bound B, so that one
 example moves one class's count by 1, that class's sum by at most B, and the second moments by at most B² in Frobenius
 norm. The blocks are scaled to sensitivity one each (counts, sums / B, moments / B²) and laid side by side, and one
-Gaussian mechanism covers them all: their joint sensitivity is √2, or √3 with moments. Every class of every client takes
-part, present or not, so that neither noise nor length of a message tells which classes a client has. Everything that is
-computed from the noisy values is post-processing.
+Gaussian mechanism covers them all: the joint sensitivity of k blocks is √k. A block that the head does not need is not
+released, and not paid for: the counts cancel in the directions of class means, and in a ridge without a bias. Every
+class of every client takes part, present or not, so that neither noise nor length of a message tells which classes a
+client has. Everything that is computed from the noisy values is post-processing.
 
-In a simulation the noise is drawn from the recipe's seed, so that a run can be repeated; whoever knows the seed can
-subtract it. In a deployment a client's noise comes from the operating system's generator, anew for every answer, and
-the server's from a secret of the run, which is deleted when the run is complete. The noise is drawn in floating point;
+In a simulation the noise is drawn from the recipe's seed by NumPy's generator, so that a run can be repeated; whoever
+knows the seed can subtract it. In a deployment it is cryptographic (`core.seeds`): a client's comes from the operating
+system's generator, anew for every answer, and the server's from a stream of AES-256 whose key is derived from a secret
+of the run, which is deleted when the run is complete. The noise is drawn in floating point;
 attacks on its lowest bits (Mironov, 2012) are outside the guarantee, and so are the figures of cost under the server's
 noise, which count examples exactly.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import sqrt
 
 import numpy as np
-from scipy import special
 
 from headstart.config.stage import CountNoise
-from headstart.core.params import Seed
+from headstart.core.seeds import Generator, Seed, generator_of
 from headstart.core.statistics import ClientStatistics, Floats, Ints, Moments
 
 _STATISTICS, _COUNTS = 0xD9, 0xC0
 _LARGEST_COUNT = 2**31 - 1  # what travels as int32
 
 
-class SystemGenerator:
-    """Gaussian numbers from the operating system's generator, which depend on nothing that anybody knows."""
-
-    def standard_normal(self, size: int) -> Floats:
-        """So many numbers [size], by the inverse of the distribution function at odd multiples of 2⁻⁵³: never 0, 1."""
-        words = np.frombuffer(os.urandom(8 * size), np.uint64)
-        return np.asarray(special.ndtri(((words >> np.uint64(12)) + 0.5) * 2.0**-52))
-
-    def normal(self, mean: Floats, deviation: float) -> Floats:
-        """Numbers around these means [...]."""
-        return np.asarray(mean + deviation * self.standard_normal(mean.size).reshape(mean.shape))
-
-
-def generator_of(seed: Seed, *key: int) -> np.random.Generator | SystemGenerator:
-    """The generator of a seed and a key, or the operating system's, which has no use for either."""
-    return SystemGenerator() if seed is None else np.random.default_rng([*seed, *key])
-
-
 def every_class(statistics: ClientStatistics, owners: Ints, clients: Ints) -> ClientStatistics:
     """A row for every class of every client, in this order, from the rows of the classes present.
 
     owners: [R] the client behind each row, one row per class; clients: [M] in ascending order. An absent class has
-    count 0 and sum 0.
+    count 0 and sum 0; without counts every row counts 1.
     """
     rows = len(clients) * statistics.n_classes
     place = np.searchsorted(clients, owners) * statistics.n_classes + statistics.labels
-    counts, sums = np.zeros(rows, np.int64), np.zeros((rows, statistics.dim))
+    counts, sums = np.full(rows, 0 if statistics.counted else 1), np.zeros((rows, statistics.dim))
     counts[place], sums[place] = statistics.counts, statistics.sums
     labels = np.tile(np.arange(statistics.n_classes), len(clients))
     return replace(statistics, labels=labels, counts=counts, sums=sums)
@@ -70,7 +52,8 @@ def scaled(statistics: ClientStatistics, bound: float) -> Floats:
     Of a Gram matrix the upper triangle is taken, with the entries off the diagonal times √2: its norm is then the
     Frobenius norm of the whole matrix, ‖x‖² for one example x. Of the squares alone the norm is no more than that.
     """
-    rows = np.column_stack([statistics.counts, statistics.sums / bound]).ravel()
+    sums = statistics.sums.astype(np.float64, copy=False) / bound
+    rows = np.column_stack([statistics.counts, sums]).ravel() if statistics.counted else sums.ravel()
     if statistics.moments is None:
         return rows
     moments = statistics.moments / bound**2
@@ -81,15 +64,17 @@ def scaled(statistics: ClientStatistics, bound: float) -> Floats:
 
 def unscaled(values: Floats, statistics: ClientStatistics, bound: float) -> ClientStatistics:
     """Statistics of the same shape with the values of such a vector; counts are rounded to whole numbers."""
-    size = len(statistics.labels) * (statistics.dim + 1)
-    rows = values[:size].reshape(-1, statistics.dim + 1)
-    counts = np.rint(np.clip(rows[:, 0], -_LARGEST_COUNT, _LARGEST_COUNT)).astype(np.int64)
+    size = _rows_size(statistics)
+    rows, counts = values[:size].reshape(len(statistics.labels), -1), statistics.counts
+    if statistics.counted:
+        counts = np.rint(np.clip(rows[:, 0], -_LARGEST_COUNT, _LARGEST_COUNT)).astype(np.int64)
+        rows = rows[:, 1:]
     moments = None if statistics.moments is None else values[size:] * bound**2
     if moments is not None and len(moments) > statistics.dim:
         square = np.zeros((statistics.dim, statistics.dim))
         square[np.triu_indices(statistics.dim)] = moments
         moments = (square + np.triu(square, 1).T) / _twice_off_diagonal(statistics.dim)
-    return replace(statistics, counts=counts, sums=rows[:, 1:] * bound, moments=moments)
+    return replace(statistics, counts=counts, sums=rows * bound, moments=moments)
 
 
 @dataclass(frozen=True)
@@ -100,15 +85,19 @@ class StatisticsNoise:
     """Standard deviation of the noise over the joint sensitivity of all blocks."""
     bound: float
     moments: Moments | None
+    counts: bool = True
+
+    @property
+    def sensitivity(self) -> float:
+        """How far one example moves the scaled statistics: each of their blocks by one."""
+        return sqrt(1 + (self.moments is not None) + self.counts)
 
     @property
     def deviation(self) -> float:
         """Standard deviation of the noise on each entry of the scaled statistics."""
-        return self.multiplier * sqrt(2 if self.moments is None else 3)
+        return self.multiplier * self.sensitivity
 
-    def add(
-        self, statistics: ClientStatistics, generators: Sequence[np.random.Generator | SystemGenerator]
-    ) -> ClientStatistics:
+    def add(self, statistics: ClientStatistics, generators: Sequence[Generator]) -> ClientStatistics:
         """Noise on every entry, from as many generators as there are sets of rows of equal size.
 
         Each client of a cohort has a generator of its own, and its noise is what it would be if it were alone; the
@@ -116,7 +105,7 @@ class StatisticsNoise:
         noise whatever follows them.
         """
         values = scaled(statistics, self.bound)
-        size = len(statistics.labels) * (statistics.dim + 1)
+        size = _rows_size(statistics)
         for number, rng in enumerate(generators):
             rows = slice(number * size // len(generators), (number + 1) * size // len(generators))
             values[rows] += self.deviation * rng.standard_normal(rows.stop - rows.start)
@@ -131,9 +120,7 @@ class StatisticsNoise:
         return self.deviation * self.bound**2 * sqrt(2 * dim * times)
 
 
-def generators_of(
-    seed: Seed, task: int, clients: Ints | None = None, round: int = 0
-) -> list[np.random.Generator | SystemGenerator]:
+def generators_of(seed: Seed, task: int, clients: Ints | None = None, round: int = 0) -> list[Generator]:
     """The server's generator of a task in a round (from 0), or one for each client."""
     if clients is None:
         return [generator_of(seed, _STATISTICS, task, *([0, round] if round else []))]
@@ -151,7 +138,7 @@ def blur_counts(
     counts = statistics.counts.astype(np.float64)
     starts = np.flatnonzero(np.diff(owners, prepend=-1))
     for start, stop in zip(starts, [*starts[1:], len(owners)], strict=True):
-        key = None if seed is None else [*seed, _COUNTS, int(owners[start])]
+        key = [*seed, _COUNTS, int(owners[start])] if isinstance(seed, tuple) else None
         rng, mine = np.random.default_rng(key), slice(start, stop)
         if noise.kind == "uniform":
             counts[mine] *= 1 + rng.uniform(-1, 1, stop - start) * max(0.0, 1 - noise.epsilon)
@@ -163,6 +150,11 @@ def blur_counts(
     means = statistics.sums / statistics.counts[:, None]
     sent, kept = replace(statistics, counts=blurred, sums=means * blurred[:, None]).present()
     return sent, owners[kept]
+
+
+def _rows_size(statistics: ClientStatistics) -> int:
+    """Numbers in all rows."""
+    return len(statistics.labels) * (statistics.dim + statistics.counted)
 
 
 def _twice_off_diagonal(dim: int) -> Floats:

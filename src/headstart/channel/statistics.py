@@ -17,10 +17,11 @@ from typing import Any
 import numpy as np
 
 from headstart.channel.accounting import noise_multiplier
-from headstart.channel.noise import StatisticsNoise, blur_counts, every_class, generators_of
+from headstart.channel.noise import StatisticsNoise, blur_counts, every_class, generators_of, scaled, unscaled
+from headstart.channel.shared_noise import SharedNoise
 from headstart.config.stage import CountNoise, Privacy
-from headstart.core.params import Seed
 from headstart.core.reply import Reply, Sender, StatisticsResult
+from headstart.core.seeds import Seed
 from headstart.core.statistics import ClientStatistics, Floats, Ints, Summary, message_nbytes
 from headstart.core.update import StatisticsTotal
 from headstart.solvers.cohort import Cohort
@@ -37,11 +38,13 @@ class StatisticsChannel:
         clients: int,
         seed: Seed,
         task: int = 0,
+        sums: int = 1,
         min_examples: int = 1,
     ) -> None:
-        """clients: all of the task; seed: what noise is drawn from; task: no two have the same noise."""
+        """clients: all of the task; seed: what noise is drawn from; task: no two have the same noise; sums: how many
+        secure sums the clients are in."""
         self.summary, self.privacy, self.count_noise, self.clients = summary, privacy, count_noise, clients
-        self.seed, self.task, self.min_examples = seed, task, min_examples
+        self.seed, self.task, self.sums, self.min_examples = seed, task, sums, min_examples
         self.private = privacy is not None
         self.by_client = privacy is not None and privacy.noise == "client"
 
@@ -50,8 +53,27 @@ class StatisticsChannel:
         """The noise that the stage's privacy asks for. A client is heard once: there is one release."""
         if self.privacy is None:
             return None
-        multiplier = noise_multiplier(self.privacy.epsilon, self.privacy.delta)
-        return StatisticsNoise(multiplier, min(self.privacy.clip, self.summary.longest), self.summary.moments)
+        if self.shared is not None:
+            return self._noise(self.shared.deviation / self._noise(1.0).sensitivity)
+        return self._noise(noise_multiplier(self.privacy.epsilon, self.privacy.delta))
+
+    def _noise(self, multiplier: float) -> StatisticsNoise:
+        summary, longest = self.summary, self.privacy.clip if self.privacy else inf
+        return StatisticsNoise(multiplier, min(longest, summary.longest), summary.moments, summary.counts)
+
+    @cached_property
+    def shared(self) -> SharedNoise | None:
+        """The noise that clients add to a secure sum together."""
+        if self.privacy is None or self.privacy.noise != "shared":
+            return None
+        noise, dim = self._noise(1.0), len(scaled(self._nothing, 1.0))
+        return SharedNoise.of(self.privacy, noise.sensitivity, dim, self.clients, seed=self.seed)
+
+    @property
+    def _nothing(self) -> ClientStatistics:
+        """A row of zeros for every class."""
+        empty = self.summary.empty()
+        return every_class(empty, empty.labels, np.zeros(1, np.int64))
 
     @property
     def memory_per_client(self) -> int:
@@ -73,11 +95,15 @@ class StatisticsChannel:
 
     def encode(self, result: StatisticsResult, cohort: Cohort, round: int) -> list[Reply]:
         """What clients say, all of a cohort in one reply: with privacy, of every class."""
-        statistics, owners = self._said(result.statistics, result.owners, cohort.clients)
+        counted = replace(result.statistics, counted=self.summary.counts)
+        statistics, owners = self._said(counted, result.owners, cohort.clients)
         rows = np.bincount(np.searchsorted(cohort.clients, owners), minlength=len(cohort.clients))
-        nbytes = np.array([message_nbytes(int(n), self.summary.dim, self.summary.moments) for n in rows])
-        passes = np.zeros_like(result.passes) if self.by_client else result.passes  # how many examples they have
-        return [Reply(cohort.clients, statistics.to_message(), nbytes, passes, task=cohort.task)]
+        layout = self.summary.dim, self.summary.moments, self.summary.counts
+        nbytes = np.array([message_nbytes(int(n), *layout) for n in rows])
+        hidden = self.privacy is not None and self.privacy.from_server  # how many examples they have
+        passes = np.zeros_like(result.passes) if hidden else result.passes
+        message = statistics.to_message(precise=self.shared is not None)
+        return [Reply(cohort.clients, message, nbytes, passes, task=cohort.task)]
 
     def _said(self, statistics: ClientStatistics, owners: Ints, clients: Ints) -> tuple[ClientStatistics, Ints]:
         if self.count_noise is not None:
@@ -96,7 +122,9 @@ class StatisticsChannel:
         return statistics, owners[kept]
 
     def vector(self, reply: Reply, sender: Sender) -> dict[str, Floats]:
-        """Counts, sums and moments of a reply, as what can be added up."""
+        """Counts, sums and moments of a reply, as what can be added up; scaled where clients share the noise."""
+        if self.shared is not None and self.noise is not None:
+            return {"values": scaled(self._read(reply), self.noise.bound)}
         return self._read(reply).vector()
 
     # ------------------------------------------------------------------------------------------------ on the server
@@ -120,6 +148,8 @@ class StatisticsChannel:
             noisy=self.by_client,
             rows_per_class=summary.means_per_client * len(reply.clients),
             longest=inf if self.noise is None else self.noise.bound,
+            counted=summary.counts,
+            precise=self.shared is not None,
         )
         return self._marked(statistics)
 
@@ -132,16 +162,22 @@ class StatisticsChannel:
 
     def add_vector(self, total: StatisticsTotal, values: Mapping[str, Any]) -> None:
         """Add the sum of several clients' vectors, as if one client had all their examples."""
+        if self.shared is not None and self.noise is not None:
+            noisy = unscaled(self.shared.read(values)["values"], self._nothing, self.noise.bound)
+            total.add(replace(noisy, longest=self.noise.bound, noise_floor=self.noise.floor(noisy.dim, self.sums)))
+            return
         total.add(self._marked(ClientStatistics.from_vector(values, self.summary.moments, self.private)))
 
     @property
     def vector_shapes(self) -> dict[str, tuple[int, ...]]:
         """Names and shapes of what clients add in a secure sum."""
+        if self.shared is not None:
+            return {"values": (self.shared.dim,)}
         return {name: values.shape for name, values in self.summary.empty().vector().items()}
 
     def finish(self, total: StatisticsTotal, round: int) -> StatisticsTotal:
         """With the server's noise, where it adds it: nothing exact is left."""
-        if self.noise is None or self.by_client or not total.parts:
+        if self.noise is None or self.by_client or self.shared is not None or not total.parts:
             return total
         statistics = total.merged()
         statistics = statistics if self.summary.by_row else statistics.pooled()
@@ -159,14 +195,24 @@ class StatisticsChannel:
             "noise": self.privacy.noise,
             "noise_multiplier": self.noise.multiplier,
             "clip": self.noise.bound,
+            "released": self._released,
         }
+
+    @property
+    def _released(self) -> str:
+        """What anybody sees that the guarantee is about."""
+        if self.by_client:
+            return "every client's statistics, once"
+        if self.shared is not None:
+            return "one total" if self.sums == 1 else f"{self.sums} totals of groups of clients"
+        return "a head after every round" if self.summary.by_row else "one head"
 
 
 class TaskChannels:
     """The channels of several tasks, of which nothing is common."""
 
     def __init__(self, channels: list[StatisticsChannel]) -> None:
-        self.channels = channels
+        self.channels, self.shared = channels, None
         self.private = channels[0].private
         self.memory_per_client = max(channel.memory_per_client for channel in channels)
 

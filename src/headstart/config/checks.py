@@ -83,6 +83,8 @@ def contradictions(table: Mapping[str, Any]) -> list[str]:
             problems += [f"stages.{number}.{problem}" for problem in _unsummed(stage, kind, bool(tasks))]
         if kind and issubclass(kind, ClosedForm):
             problems += [f"stages.{number}.{problem}" for problem in _unhidden(stage)]
+        if kind and "privacy" in kind.model_fields and _noise(stage) == "shared":
+            problems += [f"stages.{number}.privacy.noise: {problem}" for problem in _unshared(stage, kind, bool(tasks))]
     return problems
 
 
@@ -161,12 +163,12 @@ def _unsummed(stage: Mapping[str, Any], kind: type[Any], tasks: bool) -> list[st
 def _unhidden(stage: Mapping[str, Any]) -> list[str]:
     """Why a closed form cannot hide single examples, or blur its counts, as it is asked to."""
     problems = []
-    privacy, estimated = stage.get("privacy"), stage.get("covariance", "estimated") == "estimated"
-    on_server = isinstance(privacy, Mapping) and privacy.get("noise", "server") == "server"
+    estimated = stage.get("covariance", "estimated") == "estimated"
+    on_total = _noise(stage) in ("server", "shared")
     some = "clients_per_round" in stage or stage.get("participation", 1) != 1
-    if on_server and some and not (stage["method"] == "fedcof" and estimated):
+    if on_total and some and not (stage["method"] == "fedcof" and estimated):
         problems.append(
-            "privacy.noise: the server adds its noise once, and the heads of two rounds would differ by exact sums; "
+            "privacy.noise: noise is added to a total once, and the heads of two rounds would differ by exact sums; "
             "hear everybody in one round (leave out clients_per_round and participation), or use 'client'"
         )
     if "privacy" in stage and stage.get("means_per_client", 1) != 1:
@@ -175,6 +177,26 @@ def _unhidden(stage: Mapping[str, Any]) -> list[str]:
         problems.append("count_noise: privacy puts noise on the counts already; set one of the two")
     if "count_noise" in stage and not estimated:
         problems.append("count_noise: second moments do not fit noisy counts; use covariance = 'estimated'")
+    return problems
+
+
+def _noise(stage: Mapping[str, Any]) -> str | None:
+    """Who adds the noise of a stage; None where nobody does."""
+    privacy = stage.get("privacy")
+    return str(privacy.get("noise", "server")) if isinstance(privacy, Mapping) else None
+
+
+def _unshared(stage: Mapping[str, Any], kind: type[Any], tasks: bool) -> list[str]:
+    """Why clients cannot share the noise of a stage."""
+    problems = []
+    if not stage.get("secure"):
+        problems.append("clients share the noise of a secure sum; set secure = true, or use 'client'")
+    if stage["method"] == "fedcof" and stage.get("covariance", "estimated") == "estimated":
+        problems.append("fedcof needs every client's means, which have noise of their own; use 'client' or 'server'")
+    if tasks:
+        problems.append("clients share the noise of one task; give [data] instead of [[tasks]], or use 'server'")
+    if getattr(kind, "phased", False):
+        problems.append(f"{stage['method']} sends other values in its first rounds than in its last; use 'server'")
     return problems
 
 

@@ -48,11 +48,17 @@ class Privacy(Table):
     training. What is longer is shortened to it, and the noise grows with it. Most closed forms use directions only: any
     clip up to the usual length of the features serves them equally well."""
     noise: Literal["server", "client", "shared"] = "server"
-    """Who adds the noise: the server, once, to the total (clients trust it), or every client to what it sends (nobody
-    is trusted; more noise)."""
+    """Who adds the noise: the server, once, to the total (clients trust it); every client to what it sends (nobody is
+    trusted; more noise); or all clients together, each a share of what hides a secure sum of theirs (needs secure =
+    true; as little noise as the server's, and the other clients are trusted to add their share)."""
     test_epsilon: PositiveFloat | None = None
     """ε of all tests on nodes in the stage, beside that of what is learned; None: nodes of a deployment test no
     models."""
+
+    @property
+    def from_server(self) -> bool:
+        """Whether units are hidden from the server, too."""
+        return self.noise != "server"
 
 
 class _Stage(Table):

@@ -65,13 +65,12 @@ def temporaries(folder: Path) -> list[Path]:
     return list(folder.glob(f"{_TEMPORARY}*"))
 
 
-def secret(path: Path) -> tuple[int, ...]:
-    """Random numbers that only the owner of the file knows; drawn when they are asked for the first time."""
+def secret(path: Path) -> bytes:
+    """32 random bytes that only the owner of the file knows; drawn when they are asked for the first time."""
     if not path.is_file():
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, lambda temporary: temporary.write_bytes(os.urandom(32)), private=True)
-    data = path.read_bytes()
-    return tuple(int.from_bytes(data[start : start + 4], "little") for start in range(0, 32, 4))
+    return path.read_bytes()
 
 
 def write_text(path: Path, text: str) -> None:

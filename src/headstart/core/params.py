@@ -9,9 +9,6 @@ import numpy as np
 
 Shapes = dict[str, tuple[int, ...]]
 
-Seed = tuple[int, ...] | None
-"""What random numbers are drawn from; None: the operating system's generator."""
-
 
 class Params(dict[str, Any]):
     """Arrays by the name of the parameter they belong to: x + lr * d, x - y, d / steps, name by name.

@@ -37,7 +37,8 @@ class ClientStatistics:
     labels: [R] the class of each row; counts: [R] examples behind it; sums: [R, d] sum of their features;
     moments: the Gram matrix XᵀX [d, d], or its diagonal [d], of all the examples; None where no method asked.
     longest: no feature vector behind them is longer, where they were clipped. noise_floor: the largest eigenvalue that
-    noise alone gives the Gram matrix, where there is noise.
+    noise alone gives the Gram matrix, where there is noise. counted: whether clients say their counts; where they do
+    not, every row counts 1.
     """
 
     n_classes: int
@@ -47,12 +48,13 @@ class ClientStatistics:
     moments: Floats | None = None
     longest: float | None = None
     noise_floor: float | None = None
+    counted: bool = True
 
     @classmethod
-    def empty(cls, n_classes: int, dim: int, moments: Moments | None = None) -> ClientStatistics:
+    def empty(cls, n_classes: int, dim: int, moments: Moments | None = None, counted: bool = True) -> ClientStatistics:
         """Nothing heard yet."""
         none = np.zeros(0, np.int64)
-        return cls(n_classes, none, none, np.zeros((0, dim)), _zero_moments(dim, moments))
+        return cls(n_classes, none, none, np.zeros((0, dim)), _zero_moments(dim, moments), counted=counted)
 
     @property
     def dim(self) -> int:
@@ -73,6 +75,7 @@ class ClientStatistics:
             np.sum(moments, axis=0) if moments else None,
             everyone[-1].longest,
             everyone[-1].noise_floor,
+            everyone[-1].counted,
         )
 
     def pooled(self) -> ClientStatistics:
@@ -101,7 +104,8 @@ class ClientStatistics:
 
         Without noise, the Gram matrix less Σ_c N_c μ_c μ_cᵀ is the scatter within the classes, which has no negative
         eigenvalue. With noise its eigenvalues are raised to ``noise_floor``, below which they are noise: the Gram
-        matrix, the one with a column of ones, and the scatter itself are then all positive semi-definite.
+        matrix, the one with a column of ones, and the scatter itself are then all positive semi-definite. Without
+        counts, those of the Gram matrix are raised.
         """
         if self.noise_floor is None:
             return self
@@ -110,7 +114,9 @@ class ClientStatistics:
             raise HeadstartError("the noise hides every class; raise privacy.epsilon, or have more examples")
         if total.moments is None or total.moments.ndim != 2:
             return total
-        between = (total.sums / total.counts[:, None]).T @ total.sums
+        between = np.zeros_like(total.moments)
+        if total.counted:
+            between = (total.sums / total.counts[:, None]).T @ total.sums
         values, vectors = linalg.eigh(total.moments - between)
         return replace(total, moments=between + (vectors * np.maximum(values, self.noise_floor)) @ vectors.T)
 
@@ -122,33 +128,35 @@ class ClientStatistics:
         moments = total.moments
         if moments is not None and moments.ndim == 2:
             moments = moments[np.triu_indices(self.dim)]
-        return {"counts": counts, "sums": sums} | ({} if moments is None else {"moments": moments})
+        found = {"counts": counts, "sums": sums, "moments": moments}
+        return {name: v for name, v in found.items() if v is not None and (self.counted or name != "counts")}
 
     @classmethod
     def from_vector(cls, values: Mapping[str, Floats], moments: Moments | None, every_class: bool) -> ClientStatistics:
         """As the statistics of one client with everybody's examples, from the sum of what `vector` made."""
-        counts = np.rint(values["counts"]).astype(np.int64)
+        sums, counted = values["sums"], "counts" in values
+        counts = np.rint(values["counts"]).astype(np.int64) if counted else np.ones(len(sums), np.int64)
         labels = np.arange(len(counts)) if every_class else np.flatnonzero(counts > 0)
         second = values.get("moments")
         if second is not None and moments == "full":
-            second = unpacked(second, values["sums"].shape[1])
-        return cls(len(counts), labels, counts[labels], values["sums"][labels], second)
+            second = unpacked(second, sums.shape[1])
+        return cls(len(counts), labels, counts[labels], sums[labels], second, counted=counted)
 
-    def to_message(self) -> Message:
-        """What travels: present classes only; class sums in float32.
+    def to_message(self, precise: bool = False) -> Message:
+        """What travels: present classes only; class sums in float32, or in float64 where they are to be precise.
 
         Statistics with second moments travel in float64, the Gram matrix as its upper triangle: the solve subtracts
         them from each other, so that rounding to float32 makes a badly conditioned Gram matrix indefinite. A triangle
         in float64 costs what the papers count for the full square in float32.
         """
-        precision = _sums_dtype(self.moments is not None)
+        precision = _sums_dtype(precise or self.moments is not None)
         with np.errstate(over="ignore"):  # checked below, with a sentence
             sums = self.sums.astype(precision)
         if not np.isfinite(sums).all():
             raise HeadstartError(f"class sums do not fit into {precision}; scale the features down")
         arrays: dict[str, npt.NDArray[np.generic]] = {
             "labels": self.labels.astype(np.int32),
-            "counts": self.counts.astype(np.int32),
+            **({"counts": self.counts.astype(np.int32)} if self.counted else {}),
             "sums": sums,
         }
         if self.moments is not None:
@@ -168,15 +176,20 @@ class ClientStatistics:
         noisy: bool = False,
         rows_per_class: int = 1,
         longest: float = inf,
+        counted: bool = True,
+        precise: bool = False,
     ) -> ClientStatistics:
         """Read and check what a client sent, or raise `MessageError` with what is wrong.
 
         ``every_class``: there is a row for every class, present or not. ``noisy``: clients added noise, and nothing is
         impossible. ``rows_per_class``: rows that a class may have. ``longest``: no feature vector is longer.
+        ``counted``: the counts are sent. ``precise``: in float64.
         """
         labels = message.array("labels", "int32", (None,)).astype(np.int64)
-        counts = message.array("counts", "int32", (len(labels),)).astype(np.int64)
-        sums = message.array("sums", _sums_dtype(moments is not None), (len(labels), dim))
+        counts = np.ones(len(labels), np.int64)
+        if counted:
+            counts = message.array("counts", "int32", (len(labels),)).astype(np.int64)
+        sums = message.array("sums", _sums_dtype(precise or moments is not None), (len(labels), dim))
         if len(labels) and (labels.min() < 0 or labels.max() >= n_classes):
             raise MessageError(f"class labels must lie between 0 and {n_classes - 1}")
         if (often := np.bincount(labels, minlength=1)).max() > rows_per_class:
@@ -195,7 +208,7 @@ class ClientStatistics:
             if np.abs(values).max(initial=0) > _LARGEST_FEATURE**2 * examples.sum():
                 raise MessageError(f"a sum of squares is larger than features of {_LARGEST_FEATURE:.0e} make it")
             second = unpacked(values.astype(np.float64), dim) if moments == "full" else values.astype(np.float64)
-        received = cls(n_classes, labels, counts, sums.astype(sums.dtype, copy=False), second)
+        received = cls(n_classes, labels, counts, sums.astype(sums.dtype, copy=False), second, counted=counted)
         if not noisy:
             received._refuse_impossible(longest)
         return received
@@ -204,11 +217,12 @@ class ClientStatistics:
         """Raise `MessageError` where no feature vectors of at most this length have such statistics.
 
         By Cauchy–Schwarz |G_ij| ≤ √(G_ii G_jj) and Σ_r s_rj²/n_r ≤ G_jj over the rows r; by the triangle inequality
-        ‖s_r‖ ≤ n_r · longest and tr G ≤ N · longest². What passes can still be false.
+        ‖s_r‖ ≤ n_r · longest and tr G ≤ N · longest². Without counts only the first of these can be looked at. What
+        passes can still be false.
         """
         counts, examples = self.counts, int(self.counts.sum())
         squares = None if self.moments is None else self.moments.diagonal() if self.moments.ndim == 2 else self.moments
-        if longest < inf:
+        if longest < inf and self.counted:
             lengths, room = np.linalg.norm(self.sums.astype(np.float64), axis=1), (1 + _ROUNDING) * longest
             if (far := lengths > counts * room + np.finfo(np.float32).tiny).any():
                 row = far.argmax()
@@ -224,7 +238,8 @@ class ClientStatistics:
             raise MessageError("a sum of squares is negative")
         # Squares of the smallest numbers are zero, and their products with other features are not.
         squares = (1 + _ROUNDING) * (squares + examples * np.finfo(np.float64).tiny)
-        if (np.einsum("rd,rd->d", self.sums, self.sums / np.maximum(counts, 1)[:, None]) > squares).any():
+        least = np.einsum("rd,rd->d", self.sums, self.sums / np.maximum(counts, 1)[:, None])
+        if self.counted and (least > squares).any():
             raise MessageError("the class sums are larger than the sums of squares allow: no features have both")
         roots = np.sqrt(squares)
         if self.moments.ndim == 2 and (np.abs(self.moments) > np.outer(roots, roots)).any():
@@ -247,10 +262,12 @@ class Summary:
     """Rows that a client may send of a class."""
     longest: float = inf
     """No vector that is summed is longer, whatever the features."""
+    counts: bool = True
+    """Whether clients say how many examples of a class they have."""
 
     def empty(self) -> ClientStatistics:
         """Nothing heard yet."""
-        return ClientStatistics.empty(self.n_classes, self.dim, self.moments)
+        return ClientStatistics.empty(self.n_classes, self.dim, self.moments, self.counts)
 
 
 def summarise(
@@ -311,11 +328,11 @@ def random_parts(labels: Ints, clients: Ints, means_per_client: int, seed: tuple
 
 
 @cache
-def message_nbytes(rows: int, dim: int, moments: Moments | None) -> int:
+def message_nbytes(rows: int, dim: int, moments: Moments | None, counted: bool = True) -> int:
     """Bytes of the message of a client that speaks of so many rows."""
     layout: dict[str, tuple[str, tuple[int, ...]]] = {
         "labels": ("int32", (rows,)),
-        "counts": ("int32", (rows,)),
+        **({"counts": ("int32", (rows,))} if counted else {}),
         "sums": (_sums_dtype(moments is not None), (rows, dim)),
     }
     if moments is not None:
@@ -366,8 +383,8 @@ def _moments_length(dim: int, moments: Moments) -> int:
     return dim * (dim + 1) // 2 if moments == "full" else dim
 
 
-def _sums_dtype(with_moments: bool) -> str:
-    return "float64" if with_moments else "float32"
+def _sums_dtype(precise: bool) -> str:
+    return "float64" if precise else "float32"
 
 
 def unpacked(triangle: Floats, dim: int) -> Floats:

@@ -9,19 +9,20 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from headstart.channel.figures import SHAPES, FiguresChannel
+from headstart.channel.shared_noise import SharedNoise, survivor_levels
 from headstart.config.stage import ClosedForm, Rounds
 from headstart.core.message import Message
 from headstart.core.reply import Failure, GroupReply, Reply
 from headstart.core.statistics import Floats
 from headstart.engine.client_states import ClientStates
-from headstart.engine.flower_messages import count_of, read_reply, reason_of
+from headstart.engine.flower_messages import count_of, noise_keys, read_reply, reason_of
 from headstart.engine.grid import Nodes
 from headstart.engine.node import WRITTEN, StateLostError
 from headstart.engine.round import AnyReply
@@ -56,8 +57,8 @@ class FlowerClients:
     """Names and shapes of what clients add in a secure sum."""
     figures: FiguresChannel
     """What clients tell of tests."""
-    integers: Collection[str] = ()
-    """Names of those that are whole numbers."""
+    shared: Callable[[], SharedNoise | None] = lambda: None
+    """The noise that clients add to a secure sum together."""
     _told: dict[tuple[int, bool], tuple[bytes, str]] = field(default_factory=dict)
     _know: set[int] = field(default_factory=set)
     """Clients that have what the stage starts from, as this process knows."""
@@ -76,7 +77,7 @@ class FlowerClients:
         self._played = request.round + 1
         if request.threshold:
             try:
-                yield self._sum(request, "secure", self.shapes(), self.integers)
+                yield self._sum(request, "secure", self.shapes(), self.shared())
             except HeadstartError as error:
                 yield Failure(request.clients, str(error))
             return
@@ -92,13 +93,15 @@ class FlowerClients:
                 yield ready.pop(order.pop(0))
 
     def _sum(
-        self, request: Request, kind: str, shapes: Mapping[str, tuple[int, ...]], integers: Collection[str] = ()
+        self, request: Request, kind: str, shapes: Mapping[str, tuple[int, ...]], shared: SharedNoise | None = None
     ) -> GroupReply:
         """The protocol of `channel.secure`, an exchange after the other; who does not answer is left behind."""
         from headstart.channel.secure import SecureSum
 
         numbers = request.clients.tolist()
-        exchange = _Exchange(dict.fromkeys(numbers, 0), dict.fromkeys(numbers, 0), dict.fromkeys(numbers, 0))
+        parts = len(survivor_levels(len(numbers), request.threshold))
+        exchange = _Exchange(dict.fromkeys(numbers, 0), dict.fromkeys(numbers, 0), dict.fromkeys(numbers, 0), parts)
+        integers = () if shared is None else tuple(shapes)
         server = SecureSum(uuid.uuid4().bytes, numbers, request.threshold, shapes, integers)
         sent = dict(zip(numbers, zip(request.messages, request.new.tolist(), strict=True), strict=True))
         while server.step:
@@ -108,12 +111,14 @@ class FlowerClients:
             except HeadstartError as error:
                 refusals = "".join(f"; client {client}: {why}" for client, why in sorted(exchange.refused.items()))
                 raise HeadstartError(f"{error}{refusals}") from None
-        heard = set(server.heard)
+        heard, total = set(server.heard), server.total()
+        if shared is not None:
+            total = dict(shared.removed(total, len(numbers), request.threshold, list(exchange.noise.values())))
         why = {c: exchange.refused.get(c, f"no answer in step {step}") for c, step in server.dropped().items()}
         return GroupReply(
             np.array(sorted(heard)),
             request.clients,
-            server.total(),
+            total,
             np.array([exchange.up[client] for client in numbers]),
             np.array([exchange.down[client] for client in numbers]),
             np.array([exchange.passes[client] for client in numbers]),
@@ -142,6 +147,8 @@ class FlowerClients:
                 server.receive(client, Message.from_bytes(data))
                 exchange.passes[client] += count_of(facts)
                 exchange.wrote |= {client} if facts.get("kept") else set()
+                if step == "reveal":
+                    exchange.noise[client] = noise_keys(facts, exchange.parts)
             except MessageError as error:
                 exchange.refused[client] = str(error)
                 exchange.state_lost |= {client} if isinstance(error, StateLostError) else set()
@@ -245,7 +252,11 @@ class _Exchange:
     up: dict[int, int]
     down: dict[int, int]
     passes: dict[int, int]
+    parts: int
+    """Of a client's noise, where clients share it."""
     refused: dict[int, str] = field(default_factory=dict)
     wrote: set[int] = field(default_factory=set)
     """Clients that have written a state."""
     state_lost: set[int] = field(default_factory=set)
+    noise: dict[int, dict[int, bytes]] = field(default_factory=dict)
+    """Keys of the parts of each client's noise that the sum does not need."""

@@ -32,6 +32,17 @@ def reason_of(facts: Mapping[str, Any]) -> str:
     return "".join(character if character.isprintable() else "?" for character in text)
 
 
+def noise_keys(facts: Mapping[str, Any], parts: int) -> dict[int, bytes]:
+    """The keys of the parts of a client's noise that a sum does not need, by number, below so many."""
+    try:
+        found = {int(number): bytes.fromhex(key) for number, key in dict(facts.get("noise", {})).items()}
+    except (TypeError, ValueError):
+        raise MessageError("the keys of its noise are none") from None
+    if any(len(key) != 32 or not 0 < number < parts for number, key in found.items()):
+        raise MessageError("the keys of its noise are of other parts than there are, or not of 32 bytes")
+    return found
+
+
 def reply_to(message: FlowerMessage, facts: dict[str, Any], parts: dict[str, bytes]) -> FlowerMessage:
     """A reply with these facts and parts."""
     from flwr.app import ConfigRecord, RecordDict

@@ -73,11 +73,15 @@ class LocalClients:
         Bytes are those of the masked values; what the protocol sends beside them is not counted.
         """
         count, exponents, states = len(request.clients), dict[str, int](), dict[int, ClientState]()
+        shared = self.runtime.channel.shared
         nbytes, passes = np.zeros(count, np.int64), np.zeros(count, np.int64)
         with SpooledTemporaryFile(_COHORT_BYTES) as kept:  # the scale is known when everybody has answered
             for place, client in enumerate(request.clients.tolist()):
                 (reply,) = self._ask(request.part(np.array([place])))
-                values = Message(self.runtime.vector(reply, request.messages[place]))
+                vector = self.runtime.vector(reply, request.messages[place])
+                values = Message(vector)
+                if shared is not None:  # nobody drops out here, so that nothing has to be removed
+                    values = Message(shared.noised(vector, client, request.round, count, count))
                 check_values(values.arrays, count)
                 exponents = largest_exponents([exponents, exponents_of(values.arrays)])
                 nbytes[place], passes[place] = kept.write(values.to_bytes()), reply.forward_passes[0]

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from headstart.channel.secure import Identity, SecureClient
+from headstart.channel.shared_noise import KEY_BYTES, SharedNoise
 from headstart.core.files import write_atomically
 from headstart.core.message import Array, Message
+from headstart.core.seeds import Secret
 from headstart.engine.node import StateLostError, sent
 from headstart.engine.setup import digest
 from headstart.errors import HeadstartError, MessageError
@@ -46,7 +50,7 @@ def next_exchange(node: Node, asked: NodeRequest, told: Message, test: bool) -> 
     client = SecureClient.from_message(saved, identity)
     if promise["stage"] != node._told(asked).number:
         raise MessageError("the sum was begun for another stage")
-    privacy, more = promise.pop("privacy"), dict[str, Any]()
+    privacy, more, unneeded = promise.pop("privacy"), dict[str, Any](), dict[str, Any]()
     match step := str(told.scalars.get("step")):
         case "shares":
             answer = client.share(told)
@@ -56,12 +60,13 @@ def next_exchange(node: Node, asked: NodeRequest, told: Message, test: bool) -> 
             answer = client.agree(told)
         case _:
             answer = client.reveal(told)
-            more = _note_survivors(node, promise, question, saved.arrays["survivors"])
+            more = _note_survivors(node, promise, saved)
             path.unlink()  # nothing of this sum is needed any more, and nobody is to find it
+            unneeded = _unneeded_noise(node, asked, saved, promise, client.agreed)
     if path.is_file():
         _keep(path, client, {name: saved.scalars[name] for name in ("promise", "question")})
-    node.enter(step, **promise, **sent(question, answer), **more)
-    return {"passes": 0, "kept": False}, answer
+    node.enter(step, **promise, **sent(question, answer), **more, **unneeded)
+    return {"passes": 0, "kept": False, **unneeded}, answer
 
 
 def _begin(node: Node, asked: NodeRequest, told: Message, path: Path, test: bool) -> tuple[dict[str, Any], Message]:
@@ -72,8 +77,10 @@ def _begin(node: Node, asked: NodeRequest, told: Message, path: Path, test: bool
     if test:
         values: Mapping[str, Array] = node.tested(asked).arrays
     else:
-        reply = node._once(asked)
-        values = node._load(asked).runtime.vector(reply, asked.message)
+        reply, round = node._once(asked), int(asked.message.scalars["round"])
+        values = vector = node._load(asked).runtime.vector(reply, asked.message)
+        if (shared := _shared(node, asked, asked.digest)) is not None:
+            values = shared.noised(vector, asked.client, round, clients, threshold)
         facts = {"passes": int(reply.forward_passes[0]), "kept": bool(reply.state)}
     client = SecureClient(session, clients, threshold, identity, values, _context(node, asked, test))
     answer, promise = client.keys(), node.promise(asked, test)
@@ -81,6 +88,35 @@ def _begin(node: Node, asked: NodeRequest, told: Message, path: Path, test: bool
     del promise["privacy"]  # nothing of the values has left yet
     node.enter("keys", **promise, **sent(asked.digest, answer))
     return facts, answer
+
+
+def _shared(node: Node, asked: NodeRequest, question: str) -> SharedNoise | None:
+    """The noise that the clients of a sum share; of a node on a machine of its own, the same for the same question.
+
+    With other noise every time, a server that asks again could average it away.
+    """
+    stage = node._load(asked)
+    shared = stage.runtime.channel.shared
+    if shared is None or not node.alone:
+        return shared
+    path = node.record("noise", stage.setup.number)
+    record = Message.from_bytes(path.read_bytes()) if path.is_file() else Message()
+    if record.scalars.get("question") != question:
+        record = Message({"key": np.frombuffer(os.urandom(KEY_BYTES), np.uint8)}, {"question": question})
+        write_atomically(path, lambda file: file.write_bytes(record.to_bytes()), private=True)
+    return replace(shared, seed=Secret(record.arrays["key"].tobytes()))
+
+
+def _unneeded_noise(
+    node: Node, asked: NodeRequest, saved: Message, promise: Mapping[str, Any], survivors: int
+) -> dict[str, Any]:
+    """The keys of the parts of the node's noise that a sum, whose survivors so many have signed for, does not need."""
+    shared = _shared(node, asked, str(saved.scalars["question"])) if promise["of"] == "answer" else None
+    if shared is None:
+        return {}
+    clients, threshold = (int(saved.scalars[name]) for name in ("clients", "threshold"))
+    keys = shared.revealed(asked.client, promise["round"], clients, threshold, survivors)
+    return {"noise": {number: key.hex() for number, key in keys.items()}}
 
 
 def _identity(node: Node, session: bytes, client: int) -> Identity:
@@ -133,7 +169,7 @@ def _settings(node: Node, asked: NodeRequest, told: Message) -> tuple[bytes, int
     return session, clients, threshold
 
 
-def _note_survivors(node: Node, promise: Mapping[str, Any], question: str, heard: Array) -> dict[str, Any]:
+def _note_survivors(node: Node, promise: Mapping[str, Any], saved: Message) -> dict[str, Any]:
     """A round is opened for one list of survivors, whatever the sum: two totals would differ by single clients.
 
     Nor are the same statistics added up again with others, in any run of any recipe.
@@ -141,10 +177,12 @@ def _note_survivors(node: Node, promise: Mapping[str, Any], question: str, heard
     if not node.alone:
         return {}
     path = node.record("tested" if promise["of"] == "test" else "answered", promise["stage"])
-    record = Message.from_bytes(path.read_bytes())
-    if record.scalars["question"] != question:
+    record, heard = Message.from_bytes(path.read_bytes()), saved.arrays["survivors"]
+    if record.scalars["question"] != saved.scalars["question"]:
         raise HeadstartError("the node has answered another question since")
-    if not np.array_equal(record.arrays.get("survivors", heard), heard):
+    clients = saved.scalars["clients"]  # on which the noise depends that they share
+    same = record.scalars.get("clients", clients) == clients
+    if not same or not np.array_equal(record.arrays.get("survivors", heard), heard):
         raise HeadstartError("the sum of this round was opened before, for another list of survivors")
     facts = {"participants": _participants(node, heard), "statistics": _statistics(node, promise)}
     if facts["statistics"] and not node.limits.other_participants:
@@ -155,7 +193,7 @@ def _note_survivors(node: Node, promise: Mapping[str, Any], question: str, heard
                     "the same statistics were added up before with other participants, and the difference of the two "
                     "totals would tell of single nodes; limits.other_participants in node.toml allows it"
                 )
-    noted = Message({**record.arrays, "survivors": heard}, record.scalars)
+    noted = Message({**record.arrays, "survivors": heard}, {**record.scalars, "clients": clients})
     write_atomically(path, lambda file: file.write_bytes(noted.to_bytes()), private=True)
     return facts
 

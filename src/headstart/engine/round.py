@@ -11,6 +11,7 @@ import numpy as np
 from headstart.core.ledger import Ledger
 from headstart.core.progress import progress
 from headstart.core.reply import Failure, GroupReply, Reply
+from headstart.core.seeds import Seed
 from headstart.core.statistics import Ints
 from headstart.engine.client_states import ClientStates
 from headstart.engine.server import Bools, Request, Server, check_sum, draw
@@ -108,7 +109,7 @@ def play_rounds(
     server: Server,
     clients: Transport,
     costs: Costs,
-    seed: tuple[int, ...],
+    seed: Seed,
     after_round: AfterRound,
     first_round: int = 0,
 ) -> None:

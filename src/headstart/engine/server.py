@@ -13,6 +13,7 @@ from headstart.channel.channel import Channel
 from headstart.config.stage import ClosedForm, Rounds
 from headstart.core.message import Message
 from headstart.core.reply import Failure, GroupReply, Reply, Sender
+from headstart.core.seeds import Generator, Seed, generator_of
 from headstart.core.statistics import Ints
 from headstart.core.update import Total
 from headstart.data import Federation
@@ -21,6 +22,8 @@ from headstart.errors import HeadstartError, MessageError
 from headstart.methods import Method
 from headstart.solvers.cohort import Cohort
 
+# What sets the generator that draws clients apart from others.
+_DRAW = 0x0DE
 # A sum of fewer tells too much of each: of two, either knows the other's part.
 SMALLEST_SUM = 3
 
@@ -127,16 +130,14 @@ def check_sum(stage: Any, round: int, clients: int) -> None:
         )
 
 
-def draw(
-    stage: ClosedForm | Rounds, federation: Federation, seed: tuple[int, ...], round: int, available: Bools
-) -> Ints:
+def draw(stage: ClosedForm | Rounds, federation: Federation, seed: Seed, round: int, available: Bools) -> Ints:
     """Clients of a round (from 0), without replacement; where a client is heard once, those not heard before.
 
     Who cannot be asked now makes room for the next in the order, which does not depend on who is there. Not so with
     privacy: its account is of a draw from all clients, and who is absent is missing.
     """
     one_shot, per_round = not stage.trains, stage.sampled(federation.n_clients)
-    order = _order(stage, federation, seed if one_shot else (*seed, round), 0 if one_shot else round)
+    order = _order(stage, federation, seed, () if one_shot else (round,))
     if one_shot or stage.privacy is not None:
         first = round * per_round if one_shot else 0
         turn = order[first : first + per_round]
@@ -144,15 +145,23 @@ def draw(
     return np.sort(order[available[order]][:per_round])
 
 
-def _order(stage: ClosedForm | Rounds, federation: Federation, key: tuple[int, ...], turn: int) -> Ints:
-    """The clients in the order in which they are drawn; from each task in turn, where the stage asks for that."""
+def _order(stage: ClosedForm | Rounds, federation: Federation, seed: Seed, key: tuple[int, ...]) -> Ints:
+    """The clients in the order in which they are drawn; from each task in turn, where the stage asks for that.
+
+    key: the number of the round, where every round draws anew.
+    """
     if stage.sampling == "clients":
-        return np.random.default_rng([0x0DE, *key]).permutation(federation.n_clients)
-    ranks, turns, clients = [], [], []
+        return _generator(seed, *key).permutation(federation.n_clients)
+    ranks, turns, clients, turn = [], [], [], sum(key)
     for task in range(len(federation.tasks)):  # whom a task sends does not depend on the other tasks
         mine = federation.clients_of(task)
         count = mine.stop - mine.start
-        clients.append(mine.start + np.random.default_rng([0x0DE, *key, task]).permutation(count))
+        clients.append(mine.start + _generator(seed, *key, task).permutation(count))
         ranks.append(np.arange(count))
         turns.append(np.full(count, (task - turn) % len(federation.tasks)))
     return np.concatenate(clients)[np.lexsort((np.concatenate(turns), np.concatenate(ranks)))]
+
+
+def _generator(seed: Seed, *key: int) -> Generator:
+    """What draws clients."""
+    return generator_of((_DRAW, *seed), *key) if isinstance(seed, tuple) else generator_of(seed, _DRAW, *key)

@@ -14,8 +14,8 @@ from headstart.channel.channel import Channel, channel_of
 from headstart.config.recipe import Recipe
 from headstart.config.stage import ClosedForm, Rounds
 from headstart.core.message import Array, Message
-from headstart.core.params import Seed
 from headstart.core.plan import Plan
+from headstart.core.seeds import Seed
 from headstart.engine.body import Body, Module, Version
 from headstart.errors import MessageError
 from headstart.heads import LinearHead

@@ -17,7 +17,9 @@ def ncm_head(statistics: ClientStatistics, distance: Literal["cosine", "euclidea
     Cosine (the paper): w_c = μ_c / ‖μ_c‖, b = 0. Euclidean: argmin ‖f − μ_c‖² is argmax μ_c·f − ‖μ_c‖²/2.
     """
     total = statistics.pooled()
-    means = total.sums / total.counts[:, None]
+    if not total.counted and distance == "euclidean":
+        raise HeadstartError("distances to class means need the number of examples of each class")
+    means = total.sums / total.counts[:, None]  # in a direction the count cancels
     if distance == "euclidean":
         return LinearHead.from_classes(total.n_classes, total.labels, means, -0.5 * np.sum(means**2, axis=1))
     weight, directed, _ = unit_rows(means)

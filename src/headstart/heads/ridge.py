@@ -11,13 +11,18 @@ from headstart.core.statistics import ClientStatistics, Floats
 from headstart.errors import HeadstartError
 from headstart.heads.linear import LinearHead, unit_rows
 
+# Of the mean eigenvalue of the Gram matrix: a ridge that makes it regular and no difference otherwise.
+_LEAST_RIDGE = 1e-6
+
 
 def ridge_head(statistics: ClientStatistics, ridge: float | Literal["auto"], bias: bool) -> LinearHead:
     """W = (G + λI)⁻¹ B with G = XᵀX and B = XᵀY, each row scaled to length one with its bias.
 
     ``bias`` adds a column of ones to X, regularised like the others, as the official code does: the statistics
     already hold its entries, the sums and the count. Where λ is chosen here, the column has the root mean square of the
-    features instead of 1, so that the head follows their scale.
+    features instead of 1, so that the head follows their scale. Without counts there is no bias and no
+    cross-validation: the eigenvalues of the Gram matrix are not below the noise (`ClientStatistics.solvable`), which
+    does what a ridge is for, and the λ that is chosen only keeps the solve regular.
     """
     total = statistics.pooled()
     if total.moments is None or total.moments.ndim != 2:
@@ -25,12 +30,16 @@ def ridge_head(statistics: ClientStatistics, ridge: float | Literal["auto"], bia
     gram, targets = total.moments, total.sums.T.astype(np.float64)
     size = 1.0
     if bias:
+        if not total.counted:
+            raise HeadstartError("a bias needs the number of examples of each class; set bias = false")
         count = total.counts.sum(dtype=np.float64)
         if ridge == "auto":
             size = float(np.sqrt(np.trace(gram) / (count * total.dim)))
         column = size * total.sums.sum(axis=0)[:, None]
         gram = np.block([[gram, column], [column.T, size**2 * count]])
         targets = np.vstack([targets, size * total.counts[None, :]])
+    if ridge == "auto" and not total.counted:
+        ridge = _LEAST_RIDGE * float(np.trace(gram)) / total.dim
     if ridge == "auto":
         weight, chosen = cross_validated(gram, targets, int(total.counts.sum()))
     else:

@@ -11,9 +11,10 @@ import numpy as np
 import numpy.typing as npt
 
 from headstart.core.message import Message
-from headstart.core.params import Params, Seed
+from headstart.core.params import Params
 from headstart.core.plan import Plan
 from headstart.core.reply import ClientResult, StatisticsResult
+from headstart.core.seeds import Seed, extended
 from headstart.core.update import Blocks
 from headstart.heads import LinearHead
 from headstart.solvers.cohort import Cohort, ReadState
@@ -72,7 +73,7 @@ class StageContext:
     @property
     def noise_seed(self) -> Seed:
         """What noise that hides somebody is drawn from."""
-        return None if self.noise is None else (*self.noise, *self.seed)
+        return extended(self.noise, *self.seed)
 
     @property
     def task(self) -> Task:

@@ -1,9 +1,10 @@
 """Fed3R: ridge regression in one round (Fanì et al., "Accelerating heterogeneous federated learning with closed-form
 classifiers", ICML 2024).
 
-Travels up: the Gram matrix of the client's features (upper triangle) and the sum of the features of each class the
-client has. The server adds both up and solves (G + λI) W = B. Who holds which example does not change the result.
-With ``random_features`` the client first maps its features through random cosines that the run's seed determines.
+Travels up: the Gram matrix of the client's features (upper triangle), the sum of the features of each class the
+client has, and how many there were, where the bias or the choice of λ needs it. The server adds them up and solves
+(G + λI) W = B. Who holds which example does not change the result. With ``random_features`` the client first maps its
+features through random cosines that the run's seed determines.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ class Fed3RStage(ClosedFormStage):
 
     method: Literal["fed3r"]
     ridge: NonNegativeFloat | Auto = "auto"
-    """"auto": generalised cross-validation on the server; the papers use 0.01."""
+    """"auto": generalised cross-validation on the server; with privacy next to none, since eigenvalues below the noise
+    are raised to it, which does the same. The papers use 0.01."""
     bias: bool = True
     """True: a ones column, as the official code; False: as in the FedCOF paper. With privacy there is none, except for
     random features: a bias that goes with shortened features does not go with those that the head is used on."""
@@ -52,8 +54,11 @@ class Fed3R(ClosedForm):
 
     @property
     def summary(self) -> Summary:
-        """Of the random features, where there are any; none of those is longer than √2."""
-        summary = super().summary
+        """Of the random features, where there are any; none of those is longer than √2.
+
+        Counts are for the bias and for the choice of λ: with privacy there is no bias, and the noise is its own ridge.
+        """
+        summary = replace(super().summary, counts=self.stage.privacy is None or self._bias)
         return replace(summary, dim=self.stage.random_features, longest=sqrt(2)) if self.transform else summary
 
     def solve(self, total: ClientStatistics) -> LinearHead:
@@ -61,8 +66,11 @@ class Fed3R(ClosedForm):
 
         Features that are clipped in training are not when the head is used; without a bias, their length is no matter.
         """
-        bias = self.stage.bias and (total.longest is None or self.random is not None)
-        return ridge_head(total, self.stage.ridge, bias).behind(self.random)
+        return ridge_head(total, self.stage.ridge, self._bias).behind(self.random)
+
+    @property
+    def _bias(self) -> bool:
+        return bool(self.stage.bias and (self.stage.privacy is None or self.random is not None))
 
 
 register(Fed3RStage, Fed3R)

@@ -124,7 +124,7 @@ class RunDirectory:
 
     def identity(self) -> str:
         """32 hexadecimal digits that no other run has."""
-        return b"".join(n.to_bytes(4) for n in secret(self.path / "checkpoint" / "identity"))[:16].hex()
+        return secret(self.path / "checkpoint" / "identity")[:16].hex()
 
     def known(self, sizes: Ints) -> Ints:
         """What clients say of the number of their examples [K]; of one that is not there, what it said before."""

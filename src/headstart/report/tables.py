@@ -16,6 +16,7 @@ from headstart.records.record import Group
 
 # As the papers write them.
 _SYMBOLS = {"ridge": "λ", "shrinkage": "γ"}
+_NOISE = {"server": "by the server", "client": "by the client", "shared": "shared by the clients"}
 
 
 def human_bytes(count: float) -> str:
@@ -76,8 +77,9 @@ def remarks(stage: dict[str, Any]) -> list[str]:
         spent = stage["privacy"]
         found.append(
             f"differential privacy of any one {spent['unit']}: ε = {spent['epsilon']:.3g}, δ = {spent['delta']:.1g}, "
-            f"noise by the {spent['noise']}"
+            f"noise {_NOISE[spent['noise']]}" + (f"; released: {spent['released']}" if "released" in spent else "")
         )
+        found += [spent["warning"]] if "warning" in spent else []
     if "feature_similarity" in stage:
         found.append(f"cosine of features before and after: {stage['feature_similarity']:.4f}")
     if "best_round" in stage:

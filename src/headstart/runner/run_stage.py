@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from headstart.channel.accounting import large_delta
 from headstart.channel.figures import FiguresChannel
 from headstart.core.files import secret
 from headstart.core.ledger import Ledger
 from headstart.core.message import Array
 from headstart.core.plan import part_of
+from headstart.core.seeds import Secret, Seed, extended
 from headstart.core.state import pack, unpack
 from headstart.engine.body import PRETRAINED
 from headstart.engine.client import ClientRuntime
@@ -68,10 +70,12 @@ class StageRun:
         module, norm_statistics = run.body.module(), run.body.norm_statistics
         self.tasks = self._tasks()
         hides = self.settings.privacy is not None and self.remote
-        self.noise = secret(run.folder / "noise.secret") if hides else ()
+        self.noise: Seed = Secret(secret(run.folder / "noise.secret")) if hides else ()
         self.method, self.channel = method_of(self.settings, self.plan, self.seed, run.body, self.tasks, self.noise)
         self.start = Start(self._weights(), module, norm_statistics, self.personal, self._own_names())
         self.rounds = self.settings.rounds_for(self.federation.n_clients)
+        if warning := self._large_delta():
+            log.warning("stages.%d.privacy.delta: %s", number, warning)
         self.validates = self.settings.trains and run.federation.dataset.validation is not None
         self._embed()
         self._open(saved)
@@ -154,9 +158,10 @@ class StageRun:
     # -------------------------------------------------------------------------------------------------- who takes part
 
     @property
-    def draw_seed(self) -> tuple[int, ...]:
+    def draw_seed(self) -> Seed:
         """What draws clients. Sampling amplifies privacy only where nobody knows who was drawn: then a secret does."""
-        return (*self.noise, *self.seed) if self.run.nodes is not None and not self.settings.pooled else self.seed
+        remote = self.run.nodes is not None and not self.settings.pooled
+        return extended(self.noise, *self.seed) if remote else self.seed
 
     def _states(self, slots: Any) -> ClientStates:
         """What stays with clients: here, or on machines of their own."""
@@ -182,7 +187,7 @@ class StageRun:
 
         return FlowerClients(
             self.run.nodes, self.settings, self.number, self._members, self.setups, self.states, self._earlier(),
-            lambda: self.channel.vector_shapes, self.figures,
+            lambda: self.channel.vector_shapes, self.figures, lambda: self.channel.shared,
         )  # fmt: skip
 
     @property
@@ -254,13 +259,15 @@ class StageRun:
         """The model of the last round, or of the best one, and what is said of it in the summary."""
         last, ledger, settings = self.server.state, self.ledger, self.settings
         counts = self.federation.counts[(ledger.forward_passes > 0) | (ledger.last_round >= 0)]
-        if settings.privacy and settings.privacy.noise == "client":  # how many examples there are is not to be known
+        if settings.privacy and settings.privacy.from_server:  # how many examples there are is not to be known
             counts = np.zeros_like(counts)
         done = self.record.done
         cost = paper_cost(settings, self.method, self.tasks, self.run.body.dim, done, counts, last)
         state = self.observers.kept(last)
         self._save(state)
         guarantee = self.channel.spent(done)
+        if guarantee and (warning := self._large_delta()):
+            guarantee["warning"] = warning
         self.run.stages.append(
             {
                 "method": settings.method,
@@ -280,6 +287,15 @@ class StageRun:
             }
         )
         self.run.spent = {name: round(self.run.spent[name] + cost, 3) for name, cost in ledger.totals().items()}
+
+    def _large_delta(self) -> str | None:
+        """What to say of the stage's δ, by the number of examples or clients, as far as it is known."""
+        privacy = self.settings.privacy
+        if privacy is None:
+            return None
+        if self.settings.trains:
+            return large_delta(privacy.delta, "client", self.federation.n_clients)
+        return large_delta(privacy.delta, "example", int(self.federation.sizes.sum()))
 
     def _save(self, state: Any) -> None:
         """The model of a state, for later stages and for the user."""

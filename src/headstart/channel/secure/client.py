@@ -12,6 +12,7 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from headstart.channel.fixed import check_values, exponents_of, to_fixed
+from headstart.channel.secure.graph import Graph
 from headstart.channel.secure.identity import SIGNATURE_BYTES, Identity
 from headstart.channel.secure.protocol import (
     KEY_BYTES,
@@ -21,6 +22,7 @@ from headstart.channel.secure.protocol import (
     SECRETS_BYTES,
     SEED_BYTES,
     SEED_SHARE_BYTES,
+    VALUE,
     KeyList,
     Terms,
     add_stream,
@@ -38,7 +40,6 @@ from headstart.channel.secure.protocol import (
     public_bytes,
     session_bytes,
     signed_keys,
-    signed_survivors,
     unflatten,
 )
 from headstart.channel.secure.shamir import split
@@ -48,13 +49,19 @@ from headstart.errors import MessageError
 # What a client keeps until it answers an exchange: every array with its dtype and shape; its values beside them.
 _Layout = dict[str, tuple[str, tuple[int | None, ...]]]
 _FRESH: _Layout = {"share_secret": ("uint8", (KEY_BYTES,)), "mask_secret": ("uint8", (KEY_BYTES,))}
-_LIST: _Layout = {"numbers": ("int64", (None,)), "list_digest": ("uint8", (32,))}
-_REVEAL: _Layout = _LIST | {"present": ("int64", (None,)), "secrets": ("uint8", (None, SECRETS_BYTES))}
+_REVEAL: _Layout = {
+    "list_digest": ("uint8", (32,)),
+    "sharers": ("int64", (None,)),
+    "present": ("int64", (None,)),
+    "secrets": ("uint8", (None, SECRETS_BYTES)),
+}
 _STATE: dict[str, _Layout] = {
     "shares": _FRESH,
     "masked": _FRESH
-    | _LIST
     | {
+        "listed": ("int64", (None,)),
+        "group": ("int64", (None,)),
+        "list_digest": ("uint8", (32,)),
         "share_keys": ("uint8", (None, KEY_BYTES)),
         "mask_keys": ("uint8", (None, KEY_BYTES)),
         "exponents": ("int32", (None,)),
@@ -64,8 +71,7 @@ _STATE: dict[str, _Layout] = {
     "agree": _REVEAL,
     "reveal": _REVEAL | {"survivors": ("int64", (None,))},
 }
-_AS_LONG = (("numbers", "share_keys"), ("numbers", "mask_keys"), ("present", "secrets"))
-_VALUE = "value."
+_AS_LONG = (("group", "share_keys"), ("group", "mask_keys"), ("present", "secrets"))
 
 
 class SecureClient:
@@ -74,7 +80,8 @@ class SecureClient:
     `keys`, `share`, `mask`, `agree` and `reveal` answer the five exchanges in this order, each of `share`, `mask` and
     `agree` once. A refused request changes nothing. Where the next exchange is answered by another process, keep
     `to_message()` on the node, written before the answer is sent: a client that answers twice from an old state could
-    give its values away. The state holds secrets and must not travel.
+    give its values away. The state holds secrets and must not travel. Once the sum is revealed, `agreed` survivors have
+    signed for it.
 
     Parameters
     ----------
@@ -118,19 +125,22 @@ class SecureClient:
         return self._answer("keys", arrays | {"signature": byte_array(self._identity.sign(signed))})
 
     def share(self, everyone: Message) -> Message:
-        """The answer to `shares`: for everybody else an encrypted part of this client's two secrets."""
+        """The answer to `shares`: for every neighbour an encrypted part of this client's two secrets."""
         self._require("shares")
         listed = self._checked_list(everyone)
         digest, seed = listed.digest(self._terms), os.urandom(SEED_BYTES)
-        points = range(1, len(listed.numbers) + 1)
-        secrets_of_this = (seed, self._state["mask_secret"].tobytes())
-        shares = [split(secret, self._terms.threshold, points) for secret in secrets_of_this]
-        secrets = dict(zip(listed.numbers, byte_rows(np.concatenate(shares, axis=1)), strict=True))
+        graph = Graph.of(digest, listed.numbers, self._terms.threshold)
+        places = np.searchsorted(listed.numbers, graph.group(self._number))
+        group = np.array(listed.numbers, dtype=np.int64)[places]
+        own_secrets = (seed, self._state["mask_secret"].tobytes())
+        shares = [split(secret, graph.needed, (places + 1).tolist()) for secret in own_secrets]
+        secrets = dict(zip(group.tolist(), byte_rows(np.concatenate(shares, axis=1)), strict=True))
         own = secrets.pop(self._number)
-        parts = self._encrypted(secrets, dict(zip(listed.numbers, byte_rows(listed.share_keys), strict=True)), digest)
+        share_keys = listed.share_keys[places]
+        parts = self._encrypted(secrets, dict(zip(group.tolist(), byte_rows(share_keys), strict=True)), digest)
 
-        arrays = listed.arrays()
-        self._state |= {name: arrays[name] for name in ("numbers", "share_keys", "mask_keys")}
+        self._state |= {"listed": np.array(listed.numbers, dtype=np.int64), "group": group}
+        self._state |= {"share_keys": share_keys, "mask_keys": listed.mask_keys[places]}
         self._state |= {"list_digest": byte_array(digest), "exponents": np.asarray(listed.exponents.max(axis=0))}
         self._state |= {"seed": byte_array(seed), "own_secrets": byte_array(own)}
         self._step = "masked"
@@ -141,7 +151,7 @@ class SecureClient:
         )
 
     def mask(self, parts: Message) -> Message:
-        """The answer to `masked`: the values, masked, as int64.
+        """The answer to `masked`: the values, masked, as int64, and a signature of who has sent parts to whom.
 
         A part that does not decrypt is refused with a `MessageError` that names its sender; this client is then
         out of the sum.
@@ -156,18 +166,19 @@ class SecureClient:
         secrets[self._number] = self._state["own_secrets"].tobytes()
         present = sorted(secrets)
         self._state = {
-            "numbers": self._state["numbers"],
             "list_digest": self._state["list_digest"],
+            "sharers": parts.arrays["sharers"],
             "present": np.array(present, dtype=np.int64),
             "secrets": byte_matrix([secrets[number] for number in present], SECRETS_BYTES),
         }
         self._step, self._values = "agree", {}
-        return self._answer("masked", unflatten(masked.view(np.int64), {name: a.shape for name, a in fixed.items()}))
+        arrays = unflatten(masked.view(np.int64), {VALUE + name: array.shape for name, array in fixed.items()})
+        return self._answer("masked", {**arrays, "signature": byte_array(self._identity.sign(self._signed(b"masked")))})
 
     def agree(self, survivors: Message) -> Message:
         """The answer to `agree`: a signature of the one list of survivors that this client opens the sum for."""
         self._require("agree")
-        check_message(survivors, self._terms.session, "agree", {"survivors"})
+        check_message(survivors, self._terms.session, "agree", {"survivors", "signers", "signatures"})
         heard = client_numbers(survivors, "survivors")
         if self._number not in heard:
             raise MessageError(f"client {self._number} has sent its values and is not among the survivors")
@@ -175,12 +186,16 @@ class SecureClient:
             raise MessageError(
                 f"{len(heard)} clients have sent values, {self._terms.threshold} are needed to open the sum"
             )
-        strangers = sorted(set(heard) - set(self._state["present"].tolist()))
+        strangers = sorted(set(heard) - set(self._state["sharers"].tolist()))
         if strangers:
             raise MessageError(f"clients {strangers} are among the survivors and have sent no parts")
+        neighbours = [n for n in self._state["present"].tolist() if n in heard and n != self._number]
+        signed = self._signers(survivors, self._signed(b"masked"))
+        if missing := [number for number in neighbours if number not in signed]:
+            raise MessageError(f"clients {missing} have not signed that the same clients have sent parts")
         self._state["survivors"] = np.array(heard, dtype=np.int64)
         self._step = "reveal"
-        return self._answer("agree", {"signature": byte_array(self._identity.sign(self._signed_survivors()))})
+        return self._answer("agree", {"signature": byte_array(self._identity.sign(self._signed(b"agree")))})
 
     def reveal(self, agreed: Message) -> Message:
         """The answer to `reveal`: shares of the survivors' seeds and of the missing clients' mask keys, never both.
@@ -188,7 +203,7 @@ class SecureClient:
         Given only when `threshold` survivors have signed the list that this client has signed.
         """
         self._require("reveal")
-        self._check_agreed(agreed)
+        self.agreed = self._check_agreed(agreed)
         secrets = dict(zip(self._state["present"].tolist(), byte_rows(self._state["secrets"]), strict=True))
         survivors = set(self._state["survivors"].tolist())
         seeds = [secret[:SEED_SHARE_BYTES] for number, secret in secrets.items() if number in survivors]
@@ -209,7 +224,7 @@ class SecureClient:
             "context": self._context.hex(),
             "step": self._step,
         }
-        return Message({**self._state, **{_VALUE + name: array for name, array in self._values.items()}}, scalars)
+        return Message({**self._state, **{VALUE + name: array for name, array in self._values.items()}}, scalars)
 
     @classmethod
     def from_message(cls, message: Message, identity: Identity) -> SecureClient:
@@ -226,7 +241,7 @@ class SecureClient:
         client = cls.__new__(cls)
         client._terms, client._identity = Terms(session, clients, threshold), identity
         client._number, client._context, client._step = number, context, step
-        client._values = {n.removeprefix(_VALUE): a for n, a in message.arrays.items() if n.startswith(_VALUE)}
+        client._values = {n.removeprefix(VALUE): a for n, a in message.arrays.items() if n.startswith(VALUE)}
         client._state = {name: message.array(name, *wanted) for name, wanted in layout.items()}
         if any(a in layout and b in layout and len(client._state[a]) != len(client._state[b]) for a, b in _AS_LONG):
             raise MessageError("not the state of a client of a secure sum: its lists differ in length")
@@ -258,22 +273,27 @@ class SecureClient:
                 raise MessageError(f"the keys listed for client {number} are not signed by it for this sum")
         return listed
 
-    def _check_agreed(self, agreed: Message) -> None:
-        """Refuse fewer than `threshold` survivors' signatures of the list that this client has signed."""
+    def _check_agreed(self, agreed: Message) -> int:
+        """How many survivors have signed the list that this client has signed; fewer than `threshold` are refused."""
         check_message(agreed, self._terms.session, "reveal", {"signers", "signatures"})
-        signers = client_numbers(agreed, "signers")
-        signatures = byte_rows(agreed.array("signatures", "uint8", (len(signers), SIGNATURE_BYTES)))
-        strangers = sorted(set(signers) - set(self._state["survivors"].tolist()))
-        if strangers:
-            raise MessageError(f"clients {strangers} sign and are not among the survivors")
-        signed = self._signed_survivors()
-        valid = sum(self._identity.signed_by(*pair, signed) for pair in zip(signers, signatures, strict=True))
-        if valid < self._terms.threshold:
-            raise MessageError(f"{valid} clients have signed the list of survivors, {self._terms.threshold} are needed")
+        valid = self._signers(agreed, self._signed(b"agree")) & set(self._state["survivors"].tolist())
+        if len(valid) < self._terms.threshold:
+            raise MessageError(
+                f"{len(valid)} survivors have signed the list of survivors, {self._terms.threshold} are needed"
+            )
+        return len(valid)
 
-    def _signed_survivors(self) -> bytes:
-        digest = self._state["list_digest"].tobytes()
-        return signed_survivors(self._terms, self._context, digest, self._state["survivors"].tolist())
+    def _signers(self, message: Message, signed: bytes) -> set[int]:
+        """Who has signed this, of those that a message has signatures of."""
+        signers = client_numbers(message, "signers")
+        signatures = byte_rows(message.array("signatures", "uint8", (len(signers), SIGNATURE_BYTES)))
+        pairs = zip(signers, signatures, strict=True)
+        return {number for number, signature in pairs if self._identity.signed_by(number, signature, signed)}
+
+    def _signed(self, step: bytes) -> bytes:
+        """What clients sign in `masked`, the list of keys and who has sent parts; in `agree` also who has survived."""
+        lists = [self._state[name].tobytes() for name in ("list_digest", "sharers", "survivors") if name in self._state]
+        return self._terms.encoded(step, self._context, *lists)
 
     def _encrypted(
         self, secrets: Mapping[int, bytes], share_keys: Mapping[int, bytes], list_digest: bytes
@@ -288,15 +308,18 @@ class SecureClient:
 
     def _decrypted(self, parts: Message) -> dict[int, bytes]:
         """What the others' parts say, by sender, of a message that this client accepts."""
-        check_message(parts, self._terms.session, "masked", {"senders", "parts"})
-        senders, share_keys = client_numbers(parts, "senders"), self._rows_by_client("share_keys")
-        strangers = [n for n in senders if n not in share_keys or n == self._number]
+        check_message(parts, self._terms.session, "masked", {"sharers", "parts"})
+        sharers, share_keys = client_numbers(parts, "sharers"), self._rows_by_client("share_keys")
+        strangers = sorted(set(sharers) - set(self._state["listed"].tolist()))
         if strangers:
-            raise MessageError(f"parts came from clients {strangers}, which are not among the others with keys")
-        if len(senders) + 1 < self._terms.threshold:
+            raise MessageError(f"parts came from clients {strangers}, which are not among those with keys")
+        if self._number not in sharers:
+            raise MessageError(f"client {self._number} has sent parts and is not among those that have")
+        if len(sharers) < self._terms.threshold:
             raise MessageError(
-                f"{len(senders) + 1} clients have sent parts, {self._terms.threshold} are needed to open the sum"
+                f"{len(sharers)} clients have sent parts, {self._terms.threshold} are needed to open the sum"
             )
+        senders = [number for number in sharers if number in share_keys and number != self._number]
         encrypted = byte_rows(parts.array("parts", "uint8", (len(senders), PART_BYTES)))
         private, secrets = self._secret("share_secret"), {}
         for sender, part in zip(senders, encrypted, strict=True):
@@ -329,7 +352,7 @@ class SecureClient:
         return public_bytes(self._secret("share_secret")), public_bytes(self._secret("mask_secret"))
 
     def _rows_by_client(self, name: str) -> dict[int, bytes]:
-        return dict(zip(self._state["numbers"].tolist(), byte_rows(self._state[name]), strict=True))
+        return dict(zip(self._state["group"].tolist(), byte_rows(self._state[name]), strict=True))
 
     def _pair_key(self, purpose: bytes, private: X25519PrivateKey, keys: Mapping[int, bytes], other: int) -> bytes:
         mine, theirs = (self._number, keys[self._number]), (other, keys[other])

@@ -26,6 +26,8 @@ from headstart.errors import HeadstartError, MessageError
 
 STEPS = ("keys", "shares", "masked", "agree", "reveal")
 _PROTOCOL = b"headstart secure sum 2"
+VALUE = "value."
+"""Before the names of the arrays that are added, so that they are nothing else."""
 
 KEY_BYTES, SEED_BYTES, CHECK_BYTES = 32, 16, 32
 SEED_SHARE_BYTES, KEY_SHARE_BYTES = share_bytes(SEED_BYTES), share_bytes(KEY_BYTES)
@@ -111,11 +113,6 @@ def signed_keys(terms: Terms, context: bytes, number: int, share_key: Array, mas
     """What a client signs in the exchange `keys`; context: what its values are an answer to."""
     keys = (share_key.tobytes(), mask_key.tobytes(), exps.astype("<i4").tobytes())
     return terms.encoded(b"keys", context, struct.pack("<q", number), *keys)
-
-
-def signed_survivors(terms: Terms, context: bytes, list_digest: bytes, survivors: Sequence[int]) -> bytes:
-    """What a client signs in the exchange `agree`."""
-    return terms.encoded(b"agree", context, list_digest, np.array(survivors, "<i8").tobytes())
 
 
 def session_bytes(session: bytes | str) -> bytes:

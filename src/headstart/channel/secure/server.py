@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 
 from headstart.channel.fixed import from_fixed
+from headstart.channel.secure.graph import Graph
 from headstart.channel.secure.identity import SIGNATURE_BYTES
 from headstart.channel.secure.protocol import (
     CHECK_BYTES,
@@ -19,9 +21,11 @@ from headstart.channel.secure.protocol import (
     SEED_BYTES,
     SEED_SHARE_BYTES,
     STEPS,
+    VALUE,
     KeyList,
     Terms,
     add_stream,
+    byte_matrix,
     check_exponents,
     check_message,
     check_number,
@@ -113,10 +117,14 @@ class SecureSum:
         if self.step == "shares":
             arrays = self._listed.arrays()
         elif self.step == "agree":
-            arrays = {"survivors": np.array(asked, dtype=np.int64)}
+            survivors = np.array(asked, dtype=np.int64)
+            groups = {number: set(self._graph.group(number)) - {number} for number in asked}
+            return {
+                number: Message({"survivors": survivors, **self._signatures("masked", groups[number])}, scalars)
+                for number in asked
+            }
         else:
-            signatures = [self._answers["agree"][number]["signature"] for number in asked]
-            arrays = {"signers": np.array(asked, dtype=np.int64), "signatures": np.stack(signatures)}
+            arrays = self._signatures("agree", asked)
         return dict.fromkeys(asked, Message(arrays, scalars))
 
     def receive(self, number: int, message: Message) -> None:
@@ -175,11 +183,27 @@ class SecureSum:
         names = ("share_key", "mask_key", "exponents", "signature")
         return KeyList(numbers, *(np.stack([keys[number][name] for number in numbers]) for name in names))
 
+    @cached_property
+    def _graph(self) -> Graph:
+        """Who shares with whom; asked for when the keys are known."""
+        listed = self._listed
+        return Graph.of(listed.digest(self._terms), listed.numbers, self._terms.threshold)
+
+    def _signatures(self, step: str, numbers: Collection[int]) -> dict[str, Array]:
+        """Those of some clients in an exchange, of as many as have answered it."""
+        answers = {number: self._answers[step][number] for number in sorted(numbers) if number in self._answers[step]}
+        rows = [answer["signature"].tobytes() for answer in answers.values()]
+        return {
+            "signers": np.array(list(answers), dtype=np.int64),
+            "signatures": byte_matrix(rows, SIGNATURE_BYTES),
+        }
+
     def _parts_for(self, recipient: int) -> dict[str, Array]:
-        answers = self._answers["shares"]
-        senders = [number for number in self._asked("masked") if number != recipient]
+        answers, sharers = self._answers["shares"], self._asked("masked")
+        senders = [n for n in self._graph.group(recipient) if n in answers and n != recipient]
         rows = [answers[s]["parts"][int(np.searchsorted(answers[s]["recipients"], recipient))] for s in senders]
-        return {"senders": np.array(senders, dtype=np.int64), "parts": np.stack(rows)}
+        parts = byte_matrix([row.tobytes() for row in rows], PART_BYTES)
+        return {"sharers": np.array(sharers, dtype=np.int64), "parts": parts}
 
     def _checked_keys(self, number: int, message: Message) -> Mapping[str, Array]:
         wanted = {"share_key", "mask_key", "exponents", "signature"}
@@ -202,19 +226,21 @@ class SecureSum:
 
     def _checked_parts(self, number: int, message: Message) -> Mapping[str, Array]:
         check_message(message, self._terms.session, "shares", {"recipients", "parts", "check"}, number)
-        others = tuple(other for other in self._asked("shares") if other != number)
+        others = tuple(other for other in self._graph.group(number) if other != number)
         if client_numbers(message, "recipients") != others:
-            raise MessageError("the recipients of the parts are not all other clients with keys")
+            raise MessageError("the recipients of the parts are not the client's neighbours")
         message.array("parts", "uint8", (len(others), PART_BYTES))
         message.array("check", "uint8", (CHECK_BYTES,))
         return message.arrays
 
     def _add_values(self, number: int, message: Message) -> Mapping[str, Array]:
         """Masked values go straight into the running sum; nothing is kept of them."""
-        check_message(message, self._terms.session, "masked", set(self._shapes), number)
-        arrays = [message.array(name, "int64", shape) for name, shape in self._shapes.items()]
+        names = {VALUE + name: shape for name, shape in self._shapes.items()}
+        check_message(message, self._terms.session, "masked", {*names, "signature"}, number)
+        arrays = [message.array(name, "int64", shape) for name, shape in names.items()]
+        signature = message.array("signature", "uint8", (SIGNATURE_BYTES,))
         self._sum += np.concatenate([array.ravel() for array in arrays]).view(np.uint64)
-        return {}
+        return {"signature": signature}
 
     def _checked_signature(self, number: int, message: Message) -> Mapping[str, Array]:
         check_message(message, self._terms.session, "agree", {"signature"}, number)
@@ -223,32 +249,53 @@ class SecureSum:
 
     def _checked_shares(self, number: int, message: Message) -> Mapping[str, Array]:
         check_message(message, self._terms.session, "reveal", {"seed_shares", "key_shares"}, number)
-        message.array("seed_shares", "uint8", (len(self.heard), SEED_SHARE_BYTES))
-        message.array("key_shares", "uint8", (len(self._silent("masked")), KEY_SHARE_BYTES))
+        for name, width in (("seed_shares", SEED_SHARE_BYTES), ("key_shares", KEY_SHARE_BYTES)):
+            message.array(name, "uint8", (len(self._rows(name, number)), width))
         return message.arrays
+
+    def _owners(self, name: str) -> tuple[int, ...]:
+        """Whose secrets these are shares of."""
+        return self.heard if name == "seed_shares" else self._silent("masked")
+
+    def _rows(self, name: str, holder: int) -> list[int]:
+        """The owners of the shares in this order that a client reveals."""
+        group = set(self._graph.group(holder))
+        return [number for number in self._owners(name) if number in group]
 
     def _unmasked(self) -> npt.NDArray[np.uint64]:
         total, session = self._sum.copy(), self._terms.session
         mask_keys = {number: answer["mask_key"].tobytes() for number, answer in self._answers["keys"].items()}
-        for number, seed in zip(self.heard, self._rebuilt("seed_shares", SEED_BYTES), strict=True):
+        for number, seed in self._rebuilt("seed_shares", SEED_BYTES).items():
             if derive(session, b"check", seed, number) != self._answers["shares"][number]["check"].tobytes():
                 raise MessageError(_misfit("seed", number))
             add_stream(total, derive(session, b"self", seed, number), -1)
-        for number, key in zip(self._silent("masked"), self._rebuilt("key_shares", KEY_BYTES), strict=True):
+        for number, key in self._rebuilt("key_shares", KEY_BYTES).items():
             secret = X25519PrivateKey.from_private_bytes(key)
             if public_bytes(secret) != mask_keys[number]:
                 raise MessageError(_misfit("mask key", number))
-            for other in self.heard:
+            for other in set(self._graph.group(number)) & set(self.heard):
                 mine, others = (number, mask_keys[number]), (other, mask_keys[other])
                 add_stream(total, pair_key(session, b"mask", secret, mine, others), -mask_sign(other, number))
         return total
 
-    def _rebuilt(self, name: str, length: int) -> list[bytes]:
-        """The secrets of all rows, from the first answers that suffice."""
-        answers = sorted(self._answers["reveal"].items())[: self._terms.threshold]
-        shares = np.stack([answer[name] for _, answer in answers], axis=1)
-        points = np.searchsorted(self._asked("shares"), [number for number, _ in answers]) + 1
-        return combine(np.broadcast_to(points, shares.shape[:2]), shares.astype(np.uint8), length)
+    def _rebuilt(self, name: str, length: int) -> dict[int, bytes]:
+        """The secrets by owner, each from the first answers that suffice."""
+        shares: dict[int, list[Array]] = {number: [] for number in self._owners(name)}
+        points: dict[int, list[int]] = {number: [] for number in shares}
+        place = {number: place for place, number in enumerate(self._asked("shares"), start=1)}
+        for holder, answer in sorted(self._answers["reveal"].items()):
+            for row, owner in enumerate(self._rows(name, holder)):
+                if len(points[owner]) < self._graph.needed:
+                    points[owner].append(place[holder])
+                    shares[owner].append(answer[name][row])
+        for owner, found in points.items():
+            if len(found) < self._graph.needed:
+                held = f"{len(found)} of client {owner}'s neighbours are left"
+                raise HeadstartError(f"{held}, {self._graph.needed} are needed to open the sum")
+        if not shares:
+            return {}
+        stacked = np.array([np.stack(rows) for rows in shares.values()], dtype=np.uint8)
+        return dict(zip(shares, combine(np.array(list(points.values())), stacked, length), strict=True))
 
 
 def _misfit(secret: str, number: int) -> str:

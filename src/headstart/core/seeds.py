@@ -1,0 +1,96 @@
+"""Random numbers that hide something: from the operating system's generator, or from a secret that can give them again.
+
+NumPy's generators are made for simulations: whoever sees enough of their numbers knows the rest. What is to hide
+something in a deployment comes from here instead.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+from scipy import special
+
+from headstart.errors import HeadstartError
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+
+class SecureGenerator:
+    """Numbers from a source of bytes that nobody can predict; by default the operating system's."""
+
+    def __init__(self, read: Callable[[int], bytes] = os.urandom) -> None:
+        """read: as many bytes as it is asked for."""
+        self._read = read
+
+    def words(self, size: int) -> npt.NDArray[np.uint64]:
+        """So many numbers [size], each of 64 bits."""
+        return np.frombuffer(self._read(8 * size), "<u8").astype(np.uint64, copy=False)
+
+    def standard_normal(self, size: int) -> Floats:
+        """So many numbers [size], by the inverse of the distribution function at odd multiples of 2⁻⁵³: never 0, 1."""
+        return np.asarray(special.ndtri(((self.words(size) >> np.uint64(12)) + 0.5) * 2.0**-52))
+
+    def normal(self, mean: Floats, deviation: float) -> Floats:
+        """Numbers around these means [...]."""
+        return np.asarray(mean + deviation * self.standard_normal(mean.size).reshape(mean.shape))
+
+    def permutation(self, size: int) -> Ints:
+        """The numbers below ``size`` in the order of as many words, of which no two are the same but once in 2⁶⁴."""
+        return np.argsort(self.words(size), kind="stable")
+
+
+@dataclass(frozen=True)
+class Secret:
+    """A key of 32 bytes that only its owner knows, and what is drawn from it."""
+
+    key: bytes = field(repr=False)
+    purpose: tuple[int, ...] = ()
+
+    def generator(self, *purpose: int) -> SecureGenerator:
+        """A generator for a purpose: AES-256 in counter mode, its key derived from the secret by HKDF."""
+        try:
+            from cryptography.hazmat.primitives.hashes import SHA256
+            from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+        except ImportError:
+            raise HeadstartError("privacy: cryptography is missing; pip install 'headstart[federation]'") from None
+        info = "headstart noise " + " ".join(map(str, (*self.purpose, *purpose)))
+        return stream(HKDF(algorithm=SHA256(), length=32, salt=None, info=info.encode()).derive(self.key))
+
+
+def stream(key: bytes) -> SecureGenerator:
+    """The numbers of a key of 32 bytes: AES-256 in counter mode, from 0."""
+    from cryptography.hazmat.primitives.ciphers import Cipher
+    from cryptography.hazmat.primitives.ciphers.algorithms import AES256
+    from cryptography.hazmat.primitives.ciphers.modes import CTR
+
+    encryptor = Cipher(AES256(key), CTR(bytes(16))).encryptor()
+    return SecureGenerator(lambda count: encryptor.update(bytes(count)))
+
+
+Seed = tuple[int, ...] | Secret | None
+"""What random numbers are drawn from: a seed that anybody may know, a secret, or None, the operating system's
+generator."""
+Generator = np.random.Generator | SecureGenerator
+
+
+def generator_of(seed: Seed, *purpose: int) -> Generator:
+    """The generator of a seed for a purpose; the operating system's has no use for either."""
+    if seed is None:
+        return SecureGenerator()
+    if isinstance(seed, Secret):
+        return seed.generator(*purpose)
+    return np.random.default_rng([*seed, *purpose])
+
+
+def extended(seed: Seed, *purpose: int) -> Seed:
+    """The same seed for what is drawn for a purpose."""
+    if seed is None:
+        return None
+    if isinstance(seed, Secret):
+        return Secret(seed.key, (*seed.purpose, *purpose))
+    return (*seed, *purpose)

@@ -1,0 +1,163 @@
+"""Noise that nodes share, over the exchanges of the protocol: what is left in a total, and what a server gets again."""
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("flwr")
+
+from flwr.app import Message
+
+from headstart.channel.shared_noise import SharedNoise, discrete_gaussian, part_variances
+from headstart.channel.statistics import StatisticsChannel
+from headstart.core.message import Message as Wire
+from headstart.core.seeds import Secret, generator_of
+from headstart.data import Federation
+from headstart.engine import node_sums
+from headstart.engine.flower_messages import facts_of, noise_keys, reply_to
+from headstart.errors import HeadstartError, MessageError
+from tests.engine.test_node import FOUR, Grid, _identity, recipe_of, serve, silos  # noqa: F401
+
+NCM = {"method": "fedncm", "secure": True, "privacy": {"epsilon": 1.0, "clip": 20.0, "noise": "shared"}}
+CLIENTS, THRESHOLD = 4, 3
+
+
+@pytest.fixture
+def totals(monkeypatch: pytest.MonkeyPatch) -> list[tuple[SharedNoise, np.ndarray]]:
+    """What the server makes of every sum, as whole numbers, with the noise that it is said to have."""
+    found: list[tuple[SharedNoise, np.ndarray]] = []
+    add = StatisticsChannel.add_vector
+
+    def noted(self: StatisticsChannel, total: Any, values: Any) -> None:
+        assert self.shared is not None
+        assert values["values"].dtype == np.int64
+        found.append((self.shared, values["values"]))
+        add(self, total, values)
+
+    monkeypatch.setattr(StatisticsChannel, "add_vector", noted)
+    return found
+
+
+def exact(silos: Path, names: tuple[str, ...], noise: SharedNoise) -> np.ndarray:  # noqa: F811
+    """The class sums of these clients, clipped and rounded as each of them does."""
+    total = np.zeros((10, 64), np.int64)
+    for name in names:
+        train = Federation.silo(recipe_of(silos, NCM), str(silos / f"{name}.npz"), name).dataset.train
+        x, y = train.features().astype(np.float64), train.labels
+        x *= 20 / np.maximum(np.linalg.norm(x, axis=1, keepdims=True), 20)
+        sums = np.stack([x[y == label].sum(axis=0) for label in range(10)]) / 20
+        total += np.rint(sums * 2**noise.bits).astype(np.int64)
+    return total.ravel()
+
+
+def noise_of(grid: Grid, name: str, noise: SharedNoise, parts: int) -> np.ndarray:
+    """The first so many parts of a node's noise, from the secret on its disk."""
+    (path,) = grid.folder(name).rglob("noise-0.safetensors")
+    mine = replace(noise, seed=Secret(Wire.from_bytes(path.read_bytes()).arrays["key"].tobytes()))
+    client, variances = FOUR.index(name), part_variances(noise.variance, CLIENTS, THRESHOLD)
+    base = discrete_gaussian(generator_of(mine.seed, 0x5A9E, 0, client, CLIENTS), variances[0], noise.dim)
+    keys = mine.keys(client, 0, CLIENTS, THRESHOLD)
+    return base + mine.parts(noise.dim, CLIENTS, THRESHOLD, {n: key for n, key in keys.items() if n < parts})
+
+
+def silent(name: str, step: str) -> Any:
+    """A node that does not answer an exchange."""
+
+    def change(node: int, number: int, message: Message) -> Message | None:
+        facts, parts = facts_of(message)
+        gone = facts["kind"] == "secure" and Wire.from_bytes(parts["told"]).scalars["step"] == step
+        return reply_to(message, {"error": "gone"}, {}) if gone and node == 10 + FOUR.index(name) else None
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("step", "in_sum", "parts"),
+    [
+        ("", FOUR, dict.fromkeys(FOUR, 1)),  # nobody drops out: every removable part is removed
+        ("masked", FOUR[:3], dict.fromkeys(FOUR[:3], 2)),
+        ("agree", FOUR, dict.fromkeys(FOUR, 2)),  # three have signed, and are all that can be relied on
+        ("reveal", FOUR, dict.fromkeys(FOUR[:3], 1) | {"d": 2}),  # four have signed, and one does not say its keys
+    ],
+)
+def test_a_total_has_the_noise_of_its_survivors(
+    silos: Path,  # noqa: F811
+    tmp_path: Path,
+    totals: list[tuple[SharedNoise, np.ndarray]],
+    step: str,
+    in_sum: tuple[str, ...],
+    parts: dict[str, int],
+) -> None:
+    grid = Grid(recipe_of(silos, NCM), silos, tmp_path / "state", silent("d", step), FOUR)
+    summary = serve(grid, tmp_path / "out").summary
+    ((noise, total),) = totals
+    left = total - exact(silos, in_sum, noise)
+    expected = np.sum([noise_of(grid, name, noise, count) for name, count in parts.items()], axis=0)
+    assert np.abs(left - expected).max() <= len(in_sum)  # sums in another order are rounded otherwise
+    variances = part_variances(noise.variance, CLIENTS, THRESHOLD)
+    assert sum(sum(variances[:count]) for count in parts.values()) >= noise.variance
+    assert summary["stages"][0]["privacy"]["released"] == "one total"
+
+
+def test_a_server_that_asks_again_gets_the_same_noise(
+    silos: Path,  # noqa: F811
+    tmp_path: Path,
+    totals: list[tuple[SharedNoise, np.ndarray]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It could average other noise away."""
+    grid = Grid(recipe_of(silos, NCM), silos, tmp_path / "state", names=FOUR)
+    add = StatisticsChannel.add_vector
+
+    def lost(self: StatisticsChannel, total: Any, values: Any) -> None:
+        add(self, total, values)
+        raise HeadstartError("power failure")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(StatisticsChannel, "add_vector", lost)
+        with pytest.raises(HeadstartError, match="power failure"):
+            serve(grid, tmp_path / "out")
+    run = next(iter(grid.folder("a").iterdir())).name
+    monkeypatch.setattr("headstart.records.directory.RunDirectory.identity", lambda self: run)
+    serve(grid, tmp_path / "again")
+    (_, first), (_, second) = totals
+    np.testing.assert_array_equal(first, second)
+
+
+def test_a_sum_of_another_number_of_clients_is_not_opened_again(
+    silos: Path,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of four clients with one gone, or of three: the same values with other noise."""
+    grid = Grid(recipe_of(silos, NCM), silos, tmp_path / "state", silent("d", "masked"), FOUR)
+    serve(grid, tmp_path / "out")
+    run = next(iter(grid.folder("a").iterdir())).name
+    monkeypatch.setattr("headstart.records.directory.RunDirectory.identity", lambda self: run)
+    grid.change = None
+    del grid.online[13]
+    with pytest.raises(HeadstartError, match="answered this stage before"):  # what it is told of the stage differs, too
+        serve(grid, tmp_path / "again", expected=3)
+
+    heard = np.arange(3)
+    saved = Wire({"survivors": heard}, {"stage": 0, "question": "q", "clients": 4})
+    path = tmp_path / "answered"
+    path.write_bytes(Wire({"answer": np.zeros(1, np.uint8)}, {"question": "q"}).to_bytes())
+    node: Any = SimpleNamespace(alone=True, _answered=lambda number: path)
+    node_sums._note_survivors(node, saved)
+    node_sums._note_survivors(node, saved)
+    for other in (Wire(saved.arrays, {**saved.scalars, "clients": 3}), Wire({"survivors": heard[1:]}, saved.scalars)):
+        with pytest.raises(HeadstartError, match="opened before"):
+            node_sums._note_survivors(node, other)
+
+
+@pytest.mark.parametrize("noise", [{"0": "00" * 32}, {"2": "00" * 32}, {"1": "00" * 31}, {"1": "zz"}, {"1": 7}, 5])
+def test_keys_that_are_none_are_refused(noise: Any) -> None:
+    with pytest.raises(MessageError, match="keys of its noise"):
+        noise_keys({"noise": noise}, 2)
+    assert noise_keys({"noise": {"1": "ab" * 32}}, 2) == {1: bytes([0xAB]) * 32}
+    assert noise_keys({}, 2) == {}
