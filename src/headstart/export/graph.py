@@ -16,14 +16,13 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from headstart.backbones.transforms import ImageTransform, TextTransform, filled, pixels, resized
 from headstart.data.examples import upright
-from headstart.errors import HeadstartError
-from headstart.export.model import Model
+from headstart.errors import HeadstartError, first_line
+from headstart.export.model import Model, width_of
 from headstart.export.modeling_headstart import Head
-from headstart.heads.linear import HiddenLayers, LinearHead, RandomFeatures
+from headstart.heads import LinearHead
 
 Format = Literal["onnx", "openvino"]
 
@@ -68,20 +67,14 @@ class Whole(nn.Module):
 
 def torch_head(head: LinearHead) -> Head:
     """The same head as a module of torch, its temperature within the weights of the last layer."""
-    before, state = head.feature_map, {}
-    if isinstance(before, RandomFeatures):
-        state = {"waves.weight": before.projection, "waves.bias": before.phase}
-    layers = before.layers if isinstance(before, HiddenLayers) else ()
-    for number, (weight, bias) in enumerate(layers):
-        state |= {f"hidden.{number}.weight": weight, f"hidden.{number}.bias": bias}
-    temperature = np.float32(head.temperature)
-    state["last.weight"] = head.weight / temperature
-    state["last.bias"] = np.where(np.isneginf(head.bias), np.float32(_MASKED), head.bias / temperature)
-    waves = len(before.phase) if isinstance(before, RandomFeatures) else 0
-    width = next(iter(state.values())).shape[1]
+    temperature, arrays = np.float32(head.temperature), head.parameters()
+    masked = np.where(np.isneginf(head.bias), np.float32(_MASKED), head.bias / temperature)
+    arrays |= {"weight": head.weight / temperature, "bias": masked}
+    hidden = [len(array) for name, array in arrays.items() if name.startswith("hidden.") and name.endswith(".bias")]
     longest = head.longest if head.longest < math.inf else None
-    made = Head(width, waves, [len(bias) for _, bias in layers], len(head.bias), longest)
-    made.load_state_dict({name: torch.tensor(array) for name, array in state.items()})
+    made = Head(width_of(arrays), len(arrays.get("phase", ())), hidden, len(head.bias), longest)
+    names = {"weight": "last.weight", "bias": "last.bias", "projection": "waves.weight", "phase": "waves.bias"}
+    made.load_state_dict({names.get(name, name): torch.tensor(array) for name, array in arrays.items()})
     return made.requires_grad_(False)
 
 
@@ -97,8 +90,7 @@ def check_installed(form: Format) -> None:
 def save_graph(model: Model, form: Format, folder: Path) -> str:
     """Write the graph, and the tokenizer of texts, to ``folder``; the README for it."""
     backbone = model.body.backbone
-    norms = [each for each in (backbone.body.modules() if backbone else ()) if isinstance(each, _BatchNorm)]
-    if any(norm.training or norm.running_mean is None for norm in norms):
+    if backbone and backbone.by_batch:
         raise HeadstartError(
             f"--format {form}: batch norm of this body goes by each batch's own statistics, so that a prediction "
             "depends on the rest of its batch, and no graph can give the run's; leave --format out, or train with "
@@ -122,9 +114,8 @@ def save_graph(model: Model, form: Format, folder: Path) -> str:
         raise
     except Exception as error:  # the converters raise what they like
         name = backbone.name if backbone else "the head"
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise HeadstartError(
-            f"--format {form}: {name} cannot be written as a graph: {reason}; leave --format out"
+            f"--format {form}: {name} cannot be written as a graph: {first_line(error)}; leave --format out"
         ) from None
     difference = float(np.abs(given - expected).max())
     if not difference <= _TOLERANCE:
