@@ -77,17 +77,18 @@ def resized(image: Image.Image, width: int, height: int) -> npt.NDArray[np.float
     return np.stack([np.asarray(each, np.float32) for each in channels * (3 // len(channels))], axis=2)
 
 
-def filled(prompt: str, texts: Sequence[str], tokenizer: Any, max_tokens: int) -> str:
-    """The prompt with its texts; the longest text is cut, the prompt and its mask never are."""
+def filled(prompt: str, texts: Sequence[str], tokenizer: Any, max_tokens: int) -> tuple[str, list[int]]:
+    """The prompt with its texts, and its tokens; the longest text is cut, the prompt and its mask never are."""
     shown = [text.replace(tokenizer.mask_token, "") for text in texts]
     while True:
         given = {"{text}": shown[0], "{second}": shown[-1], "{mask}": tokenizer.mask_token}
         whole = "".join(str(given.get(part, part)) for part in re.split(r"(\{(?:text|second|mask)\})", prompt))
-        over = len(tokenizer(whole)["input_ids"]) - max_tokens
+        ids = tokenizer(whole)["input_ids"]
+        over = len(ids) - max_tokens
         longest = max(range(len(shown)), key=lambda number: len(shown[number]))
         text = shown[longest]
         if over <= 0 or not text:
-            return whole
+            return whole, ids
         places = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
         # A character of several tokens goes as a whole: up to where the first token to go starts.
         shown[longest] = text[: places[-over][0]].rstrip() if over < len(places) else ""
@@ -127,8 +128,7 @@ class TextTransform:
         if self.prompt is None:
             encoded = self.tokenizer(*texts, truncation=True, max_length=self.max_tokens)
         else:
-            whole = filled(self.prompt, texts, self.tokenizer, self.max_tokens)
-            encoded = {"input_ids": self.tokenizer(whole)["input_ids"]}
+            encoded = {"input_ids": filled(self.prompt, texts, self.tokenizer, self.max_tokens)[1]}
         ids = encoded["input_ids"]
         return np.stack([ids, encoded.get("token_type_ids", np.zeros(len(ids)))], axis=1).astype(np.int64)
 

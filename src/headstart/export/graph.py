@@ -292,7 +292,7 @@ def _text_code(transform: TextTransform, names: list[str]) -> str:
     shown, given = "", f"*texts, truncation=True, max_length={transform.max_tokens}"
     if transform.prompt is not None:
         shown = f"\n\n\n{_source(filled)}"
-        given = f"[filled({transform.prompt!r}, each, tokenizer, {transform.max_tokens}) for each in zip(*texts)]"
+        given = f"[filled({transform.prompt!r}, each, tokenizer, {transform.max_tokens})[0] for each in zip(*texts)]"
     return f"""\
 tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer"){shown}
 
