@@ -23,6 +23,11 @@ class MessageError(HeadstartError):
     """A message that cannot be what the protocol asked for; its sender is left out of the round."""
 
 
+def first_line(error: Exception) -> str:
+    """What an error of another library says, in one line."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 def nearest(word: str, accepted: Iterable[str]) -> str:
     """A clause such as ``did you mean 'dirichlet'? accepted: iid, dirichlet``."""
     known = [str(name) for name in accepted]

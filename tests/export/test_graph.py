@@ -240,7 +240,7 @@ def test_a_cloze(texts: Path, bert: Path, tmp_path: Path) -> None:  # noqa: F811
     given = [*SPORT, "a [MASK] of {mask}", *FOOD]
     names = loaded(tmp_path / "out")
     agree(Model.of(tmp_path / "run"), lines(tmp_path / "a.txt", *given), names, given)
-    assert names["filled"]("a [MASK]") == "a  about [MASK]."
+    assert names["filled"](cloze["prompt"], ["a [MASK]"], names["tokenizer"], 32)[0] == "a  about [MASK]."
 
 
 # ------------------------------------------------------------------------------------------------------------ refusals

@@ -14,11 +14,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from headstart.backbones.prefix import Prefixed, evaluating
 from headstart.backbones.transforms import NORMALISATIONS, ImageInput, ImageTransform, Normalisation, TextTransform
 from headstart.config.recipe import Model
-from headstart.errors import HeadstartError
+from headstart.errors import HeadstartError, first_line
 
 # Parameters of the classifier that a checkpoint may carry and a body has no use for.
 _HEADS = ("classifier.", "fc.", "_fc.", "head.", "heads.", "pooler.")
@@ -40,6 +41,12 @@ class Backbone:
     convolutional: bool = False
     label_words: tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]] | None = None
     """Weight [C, d] and bias [C] of a prompt's label words, where the body is a masked language model."""
+
+    @property
+    def by_batch(self) -> bool:
+        """Whether batch norm goes by each batch's own statistics: a feature depends on the rest of its batch then."""
+        norms = [each for each in self.body.modules() if isinstance(each, _BatchNorm)]
+        return any(norm.training or norm.running_mean is None for norm in norms)
 
     def sample(self) -> tuple[Tensor, ...]:
         """A batch of one example that is made up, where the body is: what a check of the body runs on."""
@@ -159,5 +166,4 @@ def some(names: list[str]) -> str:
 
 def cannot_load(name: str, error: Exception) -> HeadstartError:
     """What to tell a user whose backbone does not load."""
-    reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    return HeadstartError(f"model.backbone: cannot load {name!r}: {reason}")
+    return HeadstartError(f"model.backbone: cannot load {name!r}: {first_line(error)}")

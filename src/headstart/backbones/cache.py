@@ -36,6 +36,7 @@ class FeatureFile:
     def __init__(self, key: str, rows: int, dim: int) -> None:
         self.folder = cache_root() / "features" / key
         self.rows, self.dim = rows, dim
+        self._facts = {"rows": rows, "dim": dim, "block": BLOCK}
         header = io.BytesIO()
         np.lib.format.write_array_header_1_0(header, {"descr": "<f4", "fortran_order": False, "shape": (rows, dim)})
         self._header, self._length = header.getvalue(), header.tell() + rows * dim * 4
@@ -74,7 +75,7 @@ class FeatureFile:
                     file.flush()
                     os.fsync(file.fileno())
                     self._checksums[number] = _checksum(features)
-                    write_json(self._manifest, self._description())
+                    write_json(self._manifest, {**self._facts, "checksums": self._checksums})
         except OSError as error:
             raise self.failure(error) from None
 
@@ -101,9 +102,6 @@ class FeatureFile:
             file.write(self._header)
             file.truncate(self._length)
 
-    def _description(self) -> dict[str, Any]:
-        return {"rows": self.rows, "dim": self.dim, "block": BLOCK, "checksums": self._checksums}
-
     def _read_manifest(self) -> list[int | None]:
         nothing: list[int | None] = [None] * -(-self.rows // BLOCK)
         try:
@@ -111,8 +109,8 @@ class FeatureFile:
             checksums = manifest.pop("checksums")
         except (OSError, ValueError, KeyError, AttributeError, TypeError):
             return nothing
-        same = manifest == {"rows": self.rows, "dim": self.dim, "block": BLOCK} and isinstance(checksums, list)
-        return checksums if same and len(checksums) == len(nothing) else nothing
+        same = manifest == self._facts and isinstance(checksums, list) and len(checksums) == len(nothing)
+        return checksums if same else nothing
 
     def failure(self, error: OSError) -> HeadstartError:
         """What to tell a user whose cache cannot be written."""

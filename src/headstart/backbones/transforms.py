@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -48,14 +48,7 @@ class ImageTransform:
 
     def __call__(self, value: Any, where: str) -> npt.NDArray[np.float32]:
         """One image [size, size, 3]."""
-        image = decode_image(value, where)
-        if self.resize == "squash":
-            return _resized(image, self.size, self.size)
-        shorter = max(self.resize, self.size)
-        width, height = (max(shorter, round(side * shorter / min(image.size))) for side in image.size)
-        left, top = (width - self.size) // 2, (height - self.size) // 2
-        # A copy, or whoever keeps the crop keeps the whole image.
-        return _resized(image, width, height)[top : top + self.size, left : left + self.size].copy()
+        return pixels(decode_image(value, where), self.size, self.resize)
 
     @staticmethod
     def collate(values: list[Any]) -> tuple[Tensor, ...]:
@@ -63,13 +56,42 @@ class ImageTransform:
         return (torch.from_numpy(np.stack(values)),)
 
 
-def _resized(image: Image.Image, width: int, height: int) -> npt.NDArray[np.float32]:
+# Exports show the next three functions as they are written here: they must need nothing but re, numpy and Pillow.
+def pixels(image: Image.Image, size: int, resize: Literal["squash"] | int) -> npt.NDArray[np.float32]:
+    """An upright image as [size, size, 3]: squashed, or the middle of it once its shorter side is ``resize`` long."""
+    if resize == "squash":
+        return resized(image, size, size)
+    shorter = max(resize, size)
+    width, height = (max(shorter, round(side * shorter / min(image.size))) for side in image.size)
+    left, top = (width - size) // 2, (height - size) // 2
+    # A copy, or whoever keeps the crop keeps the whole image.
+    return resized(image, width, height)[top : top + size, left : left + size].copy()
+
+
+def resized(image: Image.Image, width: int, height: int) -> npt.NDArray[np.float32]:
     """Pixels [height, width, 3]; Pillow resizes floats one channel at a time."""
     channels = image.split()
     if image.size != (width, height):
         channels = tuple(each.convert("F").resize((width, height), Image.Resampling.BILINEAR) for each in channels)
     # Grey is all three channels.
     return np.stack([np.asarray(each, np.float32) for each in channels * (3 // len(channels))], axis=2)
+
+
+def filled(prompt: str, texts: Sequence[str], tokenizer: Any, max_tokens: int) -> tuple[str, list[int]]:
+    """The prompt with its texts, and its tokens; the longest text is cut, the prompt and its mask never are."""
+    shown = [text.replace(tokenizer.mask_token, "") for text in texts]
+    while True:
+        given = {"{text}": shown[0], "{second}": shown[-1], "{mask}": tokenizer.mask_token}
+        whole = "".join(str(given.get(part, part)) for part in re.split(r"(\{(?:text|second|mask)\})", prompt))
+        ids = tokenizer(whole)["input_ids"]
+        over = len(ids) - max_tokens
+        longest = max(range(len(shown)), key=lambda number: len(shown[number]))
+        text = shown[longest]
+        if over <= 0 or not text:
+            return whole, ids
+        places = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+        # A character of several tokens goes as a whole: up to where the first token to go starts.
+        shown[longest] = text[: places[-over][0]].rstrip() if over < len(places) else ""
 
 
 class ImageInput(nn.Module):
@@ -103,28 +125,12 @@ class TextTransform:
     def __call__(self, value: Any, where: str) -> npt.NDArray[np.int64]:
         """Tokens [L, 2] of one example: their ids, and which text of a pair they belong to."""
         texts = (value,) if isinstance(value, str) else tuple(value)
-        if self.prompt is not None:
-            return self._cloze(texts)
-        encoded = self.tokenizer(*texts, truncation=True, max_length=self.max_tokens)
+        if self.prompt is None:
+            encoded = self.tokenizer(*texts, truncation=True, max_length=self.max_tokens)
+        else:
+            encoded = {"input_ids": filled(self.prompt, texts, self.tokenizer, self.max_tokens)[1]}
         ids = encoded["input_ids"]
         return np.stack([ids, encoded.get("token_type_ids", np.zeros(len(ids)))], axis=1).astype(np.int64)
-
-    def _cloze(self, texts: tuple[str, ...]) -> npt.NDArray[np.int64]:
-        """The prompt with its texts; the longest text is cut, the prompt and its mask never are."""
-        mask = self.tokenizer.mask_token
-        shown = [text.replace(mask, "") for text in texts]
-        while True:
-            given = {"{text}": shown[0], "{second}": shown[-1], "{mask}": mask}
-            parts = re.split(r"(\{(?:text|second|mask)\})", str(self.prompt))
-            ids = self.tokenizer("".join(str(given.get(part, part)) for part in parts))["input_ids"]
-            longest = max(range(len(shown)), key=lambda number: len(shown[number]))
-            if len(ids) <= self.max_tokens or not shown[longest]:
-                return np.stack([ids, np.zeros(len(ids))], axis=1).astype(np.int64)
-            encoded = self.tokenizer(shown[longest], add_special_tokens=False, return_offsets_mapping=True)
-            starts = [start for start, _ in encoded["offset_mapping"]]
-            keep = len(starts) - (len(ids) - self.max_tokens)
-            # A character of several tokens goes as a whole: up to where the first token to go starts.
-            shown[longest] = shown[longest][: starts[keep]].rstrip() if keep > 0 else ""
 
     def collate(self, values: list[Any]) -> tuple[Tensor, ...]:
         """Padded ids, mask and, where the tokenizer tells a pair's texts apart, segments, each [B, L]."""

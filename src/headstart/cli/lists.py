@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
-from headstart.cli.shared import console
+from headstart.cli.shared import show_table
 from headstart.errors import HeadstartError
 
 
@@ -22,14 +21,13 @@ def methods(
     if name is not None and name not in STAGES:
         raise HeadstartError(f"{name!r} is not a method; {nearest(name, STAGES)}")
     if name is not None:
-        table = Table("key", "default", "what it is", title=f"{name}: {(STAGES[name].__doc__ or '').strip()}")
-        for key, field in STAGES[name].model_fields.items():
-            if key != "method":
-                default = "required" if field.is_required() else repr(field.default)
-                table.add_row(key, default, " ".join((field.description or "").split()))
-        console().print(table)
+        fields = {key: field for key, field in STAGES[name].model_fields.items() if key != "method"}
+        defaults = ["required" if field.is_required() else repr(field.default) for field in fields.values()]
+        meanings = [" ".join((field.description or "").split()) for field in fields.values()]
+        rows = list(zip(fields, defaults, meanings, strict=True))
+        show_table(("key", "default", "what it is"), rows, f"{name}: {(STAGES[name].__doc__ or '').strip()}")
         return
-    table = Table("method", "what it is", "its own keys and their defaults")
+    rows = []
     for method, stage in STAGES.items():
         family = next(
             base for base in stage.__mro__ if base.__name__ in ("ClosedFormStage", "TrainingStage", "_Rounds", "_SGD")
@@ -37,8 +35,8 @@ def methods(
         usual = {key: field.default for key, field in family.model_fields.items()}  # type: ignore[attr-defined]
         own = {k: f.default for k, f in stage.model_fields.items() if not f.is_required() and k != "method"}
         keys = [f"{k} = {default!r}" for k, default in own.items() if k not in usual or usual[k] != default]
-        table.add_row(method, (stage.__doc__ or "").strip(), "\n".join(keys))
-    console().print(table)
+        rows.append((method, (stage.__doc__ or "").strip(), "\n".join(keys)))
+    show_table(("method", "what it is", "its own keys and their defaults"), rows)
     print("headstart methods NAME shows every key of a method")
 
 
@@ -46,25 +44,22 @@ def backbones() -> None:
     """The backbones that have a short name, and the other ways to name one."""
     from headstart.backbones import BACKBONES
 
-    table = Table("backbone", "features", "about")
-    for name, entry in BACKBONES.items():
-        table.add_row(name, str(entry.dim), entry.about)
-    for name, about in (
-        ("hf/ID, or a local folder", "any vision or text encoder of transformers; pooling cls or mean"),
-        ("torchvision/NAME", "needs the extra headstart\\[torchvision]"),
-        ("timm/NAME", "needs the extra headstart\\[timm]"),
-        ("features", "the data already are features"),
-    ):
-        table.add_row(name, "", about)
-    console().print(table)
+    rows = [(name, str(entry.dim), entry.about) for name, entry in BACKBONES.items()]
+    rows += [
+        ("hf/ID, or a local folder", "", "any vision or text encoder of transformers; pooling cls or mean"),
+        ("torchvision/NAME", "", "needs the extra headstart[torchvision]"),
+        ("timm/NAME", "", "needs the extra headstart[timm]"),
+        ("features", "", "the data already are features"),
+    ]
+    show_table(("backbone", "features", "about"), rows)
 
 
 def datasets() -> None:
     """The known data sets; HEADSTART_DATA/NAME/SPLIT.parquet comes before the hub."""
     from headstart.data import KNOWN
 
-    table = Table("dataset", "task", "classes", "clients by", "hub", "note")
-    for name, known in KNOWN.items():
-        by = known.client or known.domain or ""
-        table.add_row(name, known.task, str(known.classes), by, known.hub or "", known.note)
-    console().print(table)
+    rows = [
+        (name, known.task, str(known.classes), known.client or known.domain or "", known.hub or "", known.note)
+        for name, known in KNOWN.items()
+    ]
+    show_table(("dataset", "task", "classes", "clients by", "hub", "note"), rows)

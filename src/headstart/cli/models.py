@@ -7,10 +7,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.markup import escape
-from rich.table import Table
 
-from headstart.cli.shared import check_new_file, console
+from headstart.cli.shared import check_new_file, show_table
 
 Run = Annotated[Path, typer.Argument(help="The directory of a finished run.")]
 TaskName = Annotated[str | None, typer.Option("--task", help="Of a run with several tasks, the one that is meant.")]
@@ -48,16 +46,18 @@ def predict(
 
     check_new_file(out)
     found = Model.of(run, task, client, module).predict(inputs)
-    table, rows = Table("input", "class", "probability"), found.best()
-    for given, name, probability in rows[:_SHOWN]:
-        shown = given if len(given) <= _WIDEST else given[: _WIDEST - 1] + "…"
-        table.add_row(escape(shown), escape(name), f"{probability:.4f}")
-    console().print(table)
+    rows = found.best()
+    shown = [(_short(given), name, f"{probability:.4f}") for given, name, probability in rows[:_SHOWN]]
+    show_table(("input", "class", "probability"), shown)
     if len(rows) > _SHOWN:
         print(f"and {len(rows) - _SHOWN:,} more" + ("" if out else "; --out FILE.csv writes all of them"))
     if out is not None:
         found.write(out)
         print(f"predictions: {out}")
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _WIDEST else text[: _WIDEST - 1] + "…"
 
 
 def export(

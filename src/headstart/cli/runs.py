@@ -8,10 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.markup import escape
-from rich.table import Table
 
-from headstart.cli.shared import RecipeFile, Settings, console, free_path, interruptible, require_flower
+from headstart.cli.shared import RecipeFile, Settings, console, free_path, interruptible, require_flower, show_table
 from headstart.errors import HeadstartError
 
 if TYPE_CHECKING:
@@ -74,8 +72,8 @@ def compare(
     """
     from headstart.config.recipe import read_table
     from headstart.records import Record
-    from headstart.report import percent, write_report
-    from headstart.runner.sweep import compared, expand, refuse_other_tables, sweep, write_tables
+    from headstart.report import percent, write_report, write_tables
+    from headstart.runner.sweep import compared, expand, refuse_other_tables, sweep
 
     points = expand([read_table(recipe, settings or ()) for recipe in recipes])
     where = out or free_path("compare")
@@ -86,11 +84,8 @@ def compare(
 
     with interruptible(where):
         columns, rows = compared(points, sweep(points, where, say))
-    table = Table(*columns)
-    for row in rows:
-        table.add_row(*(escape(cell) for cell in row))
-    console().print(table)
-    print(f"tables: {', '.join(str(path) for path in write_tables(where, columns, rows))}")
+    show_table(columns, rows)
+    print(f"tables: {', '.join(str(path) for path in write_tables(where / 'compare', columns, rows))}")
     write_report(where / "report.html", [Record.read(where / point.folder) for point in points])
     print(f"open {where / 'report.html'}")
 
@@ -125,10 +120,7 @@ def reproduce(
         print(f"{row}: {measured}; {beside}" if measured else f"{row}: left out: {note}", flush=True)
 
     found = reproduce(rows, where, say)
-    table = Table(*COLUMNS)
-    for each in found:
-        table.add_row(*(escape(cell) for cell in each.cells))
-    console().print(table)
+    show_table(COLUMNS, [each.cells for each in found])
     print(f"tables: {where} (open {where / 'reproduce.html'})")
 
 

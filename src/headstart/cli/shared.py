@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,6 +11,8 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
 from headstart.errors import HeadstartError
 
@@ -21,6 +23,14 @@ Settings = Annotated[list[str] | None, typer.Option("--set", help="Change a key:
 def console() -> Console:
     """Where tables are printed; a pipe has no width of its own, and rows stay whole there."""
     return Console() if sys.stdout.isatty() else Console(width=160)
+
+
+def show_table(columns: Sequence[str], rows: Iterable[Sequence[str]], title: str | None = None) -> None:
+    """Print a table; brackets in it are text."""
+    table = Table(*columns, title=title)
+    for row in rows:
+        table.add_row(*map(escape, row))
+    console().print(table)
 
 
 def free_path(name: str) -> Path:

@@ -158,11 +158,16 @@ def balanced(labels: Ints, count: int, rng: np.random.Generator, what: str) -> I
 
 def held_out(groups: Ints, fraction: float, rng: np.random.Generator) -> npt.NDArray[np.bool_]:
     """Mask [n] of the examples held out: this share of every group, rounded to the nearest, at random."""
+    kept = np.floor(np.bincount(groups) * fraction + 0.5)
+    return np.asarray(random_rank(groups, rng) < kept[groups])
+
+
+def random_rank(groups: Ints, rng: np.random.Generator) -> Ints:
+    """0, 1, 2, … within each group [n], in random order."""
     order = rng.permutation(len(groups))
     rank = np.empty(len(groups), np.int64)
     rank[order] = _rank_within(groups[order])
-    sizes = np.bincount(groups)
-    return np.asarray(rank < np.floor(sizes * fraction + 0.5)[groups])
+    return rank
 
 
 def _rank_within(groups: Ints) -> Ints:

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headstart.config.recipe import IID, Classes, Dirichlet, DirichletByClass, Domains, Natural, Partition, Shards
-from headstart.data.examples import Examples, Ints
+from headstart.data.examples import Examples, Ints, random_rank
 from headstart.errors import HeadstartError
 
 UNUSED = -1
@@ -107,10 +107,7 @@ def _dirichlet_by_class(labels: Ints, n_classes: int, how: DirichletByClass, rng
     poor = np.flatnonzero(held < least)
     if len(poor):
         # Everybody keeps the minimum; what exceeds it is given away from the largest holders down.
-        order = rng.permutation(len(owners))
-        rank = np.empty(len(owners), np.int64)
-        by_owner = order[np.argsort(owners[order], kind="stable")]
-        rank[by_owner] = np.arange(len(owners)) - np.repeat(np.cumsum(held) - held, held)
+        rank = random_rank(owners, rng)
         spare = np.flatnonzero(rank >= least)
         spare = spare[np.argsort(-rank[spare], kind="stable")]
         takers = np.repeat(poor, least - held[poor])

@@ -17,7 +17,7 @@ import numpy as np
 from headstart.config.recipe import Data
 from headstart.data.catalog import Known
 from headstart.data.examples import Dataset, Examples, Ints, Kind, check_labels, codes, numbered
-from headstart.errors import HeadstartError
+from headstart.errors import HeadstartError, first_line
 
 Tables = dict[str, Any]
 
@@ -74,8 +74,7 @@ def hub_tables(name: str, known: Known | None) -> Tables:
                 for ours, theirs in known.splits.items()
             }
     except Exception as error:  # the hub's client raises many kinds; all mean that the data cannot be had
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise HeadstartError(f"cannot fetch {repository} from the hub: {reason}; or {place}") from None
+        raise HeadstartError(f"cannot fetch {repository} from the hub: {first_line(error)}; or {place}") from None
 
 
 def from_tables(data: Data, known: Known | None, tables: Tables) -> Dataset:

@@ -96,7 +96,7 @@ def _save_body(model: Model, merge: bool, folder: Path) -> str:
             table.pop("weights", None)
             files.append("`body/`: the body, for transformers, and for a recipe")
             code = [f"from transformers import {auto}", f'body = {auto}.from_pretrained("body")']
-        if not model.cloze and (module is None or is_lora) and not _by_batch(core):
+        if not model.cloze and (module is None or is_lora) and not backbone.by_batch:
             files.append(_save_whole(model, folder / "base" if is_lora else folder, "base/" if is_lora else ""))
             code += _whole_code(model.kind, is_lora)
         if module is not None and is_lora:
@@ -186,11 +186,6 @@ def _whole_code(kind: str, is_lora: bool) -> list[str]:
     return [f"from transformers import {_AUTO[kind]}", load]
 
 
-def _by_batch(body: Any) -> bool:
-    """Whether batch norm goes by each batch's own statistics: a model that others load would go by the running ones."""
-    return any(each.training or getattr(each, "running_mean", each) is None for each in body.modules())
-
-
 def _pooling(model: Model) -> str:
     """How the body's last hidden states become one vector; empty where the body is none of `transformers`."""
     body: Any = model.body.backbone.body if model.body.backbone else None
@@ -207,7 +202,7 @@ def _readme(model: Model, files: list[str], code: list[str], table: dict[str, An
         how = f"{which} the last hidden states" if which else "pooled features"
         how = "the state at the mask, before the vocabulary" if model.cloze else how
         reads = f"{how} [{width}]"
-        reads += ", batch norm by each batch's own statistics" if _by_batch(backbone.body) else ""
+        reads += ", batch norm by each batch's own statistics" if backbone.by_batch else ""
     lines = [
         f"# {model.recipe.name}",
         "",

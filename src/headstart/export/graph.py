@@ -6,7 +6,7 @@ import inspect
 import logging
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from importlib.util import find_spec
 from io import StringIO
@@ -16,20 +16,32 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
-from headstart.backbones.backbone import Backbone
-from headstart.backbones.transforms import ImageTransform, TextTransform
+from headstart.backbones.transforms import ImageTransform, TextTransform, filled, pixels, resized
 from headstart.data.examples import upright
-from headstart.errors import HeadstartError
-from headstart.export.model import Model
+from headstart.errors import HeadstartError, first_line
+from headstart.export.model import Model, width_of
 from headstart.export.modeling_headstart import Head
-from headstart.heads.linear import HiddenLayers, LinearHead, RandomFeatures
+from headstart.heads import LinearHead
 
 Format = Literal["onnx", "openvino"]
 
 _PACKAGES = {"onnx": ("onnx", "onnxscript", "onnxruntime"), "openvino": ("openvino",)}
 _FILES = {"onnx": "model.onnx", "openvino": "model.xml"}
+# How the README imports a runtime, loads the graph and runs it.
+_RUNTIMES = {
+    "onnx": (
+        "onnxruntime",
+        'session = onnxruntime.InferenceSession(folder / "model.onnx")',
+        'session.run(["probabilities"], inputs(*given))[0]',
+    ),
+    "openvino": (
+        "openvino",
+        'settings = {"INFERENCE_PRECISION_HINT": "f32"}  # some CPUs would use bfloat16 otherwise\n'
+        'graph = openvino.compile_model(folder / "model.xml", "CPU", settings)',
+        'graph(inputs(*given))["probabilities"]',
+    ),
+}
 _OUTPUTS = ("logits", "probabilities")
 _TEXT_INPUTS = ("input_ids", "attention_mask", "token_type_ids")
 # The score of a class that nobody has. Infinity would do, but a runtime that subtracts two of them makes NaN.
@@ -55,20 +67,14 @@ class Whole(nn.Module):
 
 def torch_head(head: LinearHead) -> Head:
     """The same head as a module of torch, its temperature within the weights of the last layer."""
-    before, state = head.feature_map, {}
-    if isinstance(before, RandomFeatures):
-        state = {"waves.weight": before.projection, "waves.bias": before.phase}
-    layers = before.layers if isinstance(before, HiddenLayers) else ()
-    for number, (weight, bias) in enumerate(layers):
-        state |= {f"hidden.{number}.weight": weight, f"hidden.{number}.bias": bias}
-    temperature = np.float32(head.temperature)
-    state["last.weight"] = head.weight / temperature
-    state["last.bias"] = np.where(np.isneginf(head.bias), np.float32(_MASKED), head.bias / temperature)
-    waves = len(before.phase) if isinstance(before, RandomFeatures) else 0
-    width = next(iter(state.values())).shape[1]
+    temperature, arrays = np.float32(head.temperature), head.parameters()
+    masked = np.where(np.isneginf(head.bias), np.float32(_MASKED), head.bias / temperature)
+    arrays |= {"weight": head.weight / temperature, "bias": masked}
+    hidden = [len(array) for name, array in arrays.items() if name.startswith("hidden.") and name.endswith(".bias")]
     longest = head.longest if head.longest < math.inf else None
-    made = Head(width, waves, [len(bias) for _, bias in layers], len(head.bias), longest)
-    made.load_state_dict({name: torch.tensor(array) for name, array in state.items()})
+    made = Head(width_of(arrays), len(arrays.get("phase", ())), hidden, len(head.bias), longest)
+    names = {"weight": "last.weight", "bias": "last.bias", "projection": "waves.weight", "phase": "waves.bias"}
+    made.load_state_dict({names.get(name, name): torch.tensor(array) for name, array in arrays.items()})
     return made.requires_grad_(False)
 
 
@@ -84,8 +90,7 @@ def check_installed(form: Format) -> None:
 def save_graph(model: Model, form: Format, folder: Path) -> str:
     """Write the graph, and the tokenizer of texts, to ``folder``; the README for it."""
     backbone = model.body.backbone
-    norms = [each for each in (backbone.body.modules() if backbone else ()) if isinstance(each, _BatchNorm)]
-    if any(norm.training or norm.running_mean is None for norm in norms):
+    if backbone and backbone.by_batch:
         raise HeadstartError(
             f"--format {form}: batch norm of this body goes by each batch's own statistics, so that a prediction "
             "depends on the rest of its batch, and no graph can give the run's; leave --format out, or train with "
@@ -109,9 +114,8 @@ def save_graph(model: Model, form: Format, folder: Path) -> str:
         raise
     except Exception as error:  # the converters raise what they like
         name = backbone.name if backbone else "the head"
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise HeadstartError(
-            f"--format {form}: {name} cannot be written as a graph: {reason}; leave --format out"
+            f"--format {form}: {name} cannot be written as a graph: {first_line(error)}; leave --format out"
         ) from None
     difference = float(np.abs(given - expected).max())
     if not difference <= _TOLERANCE:
@@ -196,162 +200,107 @@ def _quiet() -> Iterator[None]:
 
 def _readme(model: Model, form: Format, names: list[str]) -> str:
     """What is in the folder, what goes into the graph, and code that reads inputs and runs it."""
-    backbone, files = model.body.backbone, [f"`{_FILES[form]}`: the whole model, in float32; any batch size"]
-    if form == "openvino":
-        files.append("`model.bin`: its weights")
-    head = [
-        "import json",
-        *(["import re"] if model.cloze else []),
-        "from pathlib import Path",
-        "",
-        "import numpy as np",
-    ]
+    backbone, (package, load, run) = model.body.backbone, _RUNTIMES[form]
+    files = f"- `{_FILES[form]}`: the whole model, in float32; any batch size"
+    files += "\n- `model.bin`: its weights" if form == "openvino" else ""
+    standard = "import json\nimport re" if model.cloze else "import json"
     if backbone is None:
-        reads = [f"`features` [n, {model.width}], float32: as they are in the data."]
-        code = ["", "", "def inputs(features):", '    return {"features": np.asarray(features, np.float32)}']
+        reads, imports = f"- `features` [n, {model.width}], float32: as they are in the data.", ""
+        code = '\n\ndef inputs(features):\n    return {"features": np.asarray(features, np.float32)}'
+        usage = "`probabilities(features)`"
     elif isinstance(backbone.transform, ImageTransform):
-        reads, code = _about_images(backbone, backbone.transform), _image_code(backbone.transform)
-        head.append("from PIL import Image, ImageOps")
+        reads, imports = _about_images(backbone.body, backbone.transform), "from PIL import Image, ImageOps\n"
+        code, usage = _image_code(backbone.transform), '`probabilities(["one.jpg", "two.png"])`'
     else:
-        files.append("`tokenizer/`: turns texts into ids, for transformers")
-        reads, code = _about_texts(backbone.transform, names), _text_code(backbone.transform, names)
-        head.append("from transformers import AutoTokenizer")
-    if form == "onnx":
-        load = ['session = onnxruntime.InferenceSession(folder / "model.onnx")']
-        run = '    return session.run(["probabilities"], inputs(*given))[0]'
-    else:
-        # Some CPUs would use bfloat16 otherwise.
-        load = ['settings = {"INFERENCE_PRECISION_HINT": "f32"}']
-        load.append('graph = openvino.compile_model(folder / "model.xml", "CPU", settings)')
-        run = '    return graph(inputs(*given))["probabilities"]'
-    head.append("import onnxruntime" if form == "onnx" else "import openvino")
-    load = ['folder = Path(".")  # where this file is', *load]
-    load.append('classes = json.loads((folder / "classes.json").read_text(encoding="utf-8"))')
-    lines = [
-        f"# {model.recipe.name}",
-        "",
-        *(f"- {file}" for file in files),
-        "- `classes.json`: the names of the classes, in the order of the columns of logits and probabilities",
-        "",
-        "What goes in:",
-        "",
-        *(f"- {line}" for line in reads),
-        "",
-        "What comes out: `logits` and `probabilities`, both [n, C]. A class that nobody had has the logit -1e30",
-        "and the probability 0.",
-        "",
-        "```python",
-        *head,
-        "",
-        *load,
-        *code,
-        "",
-        "",
-        "def probabilities(*given):",
-        run,
-        "```",
-        "",
-        f"{_EXAMPLES[model.kind]} is [n, C].",
-    ]
-    return "\n".join(lines) + "\n"
+        files += "\n- `tokenizer/`: turns texts into ids, for transformers"
+        reads, imports = _about_texts(backbone.transform, names), "from transformers import AutoTokenizer\n"
+        code = _text_code(backbone.transform, names)
+        usage = '`probabilities(["one text", "another"])`, or, of pairs of texts, `probabilities(firsts, seconds)`,'
+    return f"""# {model.recipe.name}
+
+{files}
+- `classes.json`: the names of the classes, in the order of the columns of logits and probabilities
+
+What goes in:
+
+{reads}
+
+What comes out: `logits` and `probabilities`, both [n, C]. A class that nobody had has the logit -1e30
+and the probability 0.
+
+```python
+from __future__ import annotations
+
+{standard}
+from pathlib import Path
+
+import numpy as np
+{imports}import {package}
+
+folder = Path(".")  # where this file is
+{load}
+classes = json.loads((folder / "classes.json").read_text(encoding="utf-8"))
+{code}
 
 
-_EXAMPLES = {
-    "features": "`probabilities(features)`",
-    "image": '`probabilities(["one.jpg", "two.png"])`',
-    "text": '`probabilities(["one text", "another"])`, or, of pairs of texts, `probabilities(firsts, seconds)`,',
-}
+def probabilities(*given):
+    return {run}
+```
+
+{usage} is [n, C].
+"""
 
 
-def _about_images(backbone: Backbone, transform: ImageTransform) -> list[str]:
-    size, body = transform.size, backbone.body
+def _about_images(body: Any, transform: ImageTransform) -> str:
+    size = transform.size
     how = "its sides brought to that size, whatever their ratio"
     if transform.resize != "squash":
         how = f"its shorter side brought to {max(transform.resize, size)} pixels, then the middle cut out"
-    factor, shift = (getattr(body, name).flatten().tolist() for name in ("factor", "shift"))
+    factor, shift = (", ".join(f"{value:.6g}" for value in each.flatten()) for each in (body.factor, body.shift))
     order = "blue, green, red" if body.bgr else "red, green, blue"
-    return [
-        f"`images` [n, {size}, {size}, 3], float32: pixels from 0 to 255 that are not rounded, rows from the top, the "
-        "channels red, green, blue.",
-        "An image is turned as its EXIF data say; grey of 16 bits is divided by 257, and grey is all three channels.",
-        f"Each image is resized with bilinear interpolation (antialiased where it shrinks): {how}.",
-        f"The graph itself then normalises: by channel ({order}), pixel · {_listed(factor)} − {_listed(shift)}.",
-    ]
+    return f"""\
+- `images` [n, {size}, {size}, 3], float32: pixels from 0 to 255 that are not rounded, rows from the top, the channels \
+red, green, blue.
+- An image is turned as its EXIF data say; grey of 16 bits is divided by 257, and grey is all three channels.
+- Each image is resized with bilinear interpolation (antialiased where it shrinks): {how}.
+- The graph itself then normalises: by channel ({order}), pixel · ({factor}) − ({shift})."""
 
 
-def _listed(values: list[float]) -> str:
-    return f"({', '.join(f'{value:.6g}' for value in values)})"
+def _image_code(transform: ImageTransform) -> str:
+    return f"""\
 
 
-def _image_code(transform: ImageTransform) -> list[str]:
-    size, box, crop = transform.size, "SIZE, SIZE", []
-    if transform.resize != "squash":
-        box = "width, height"
-        shorter = max(transform.resize, size)
-        crop = [
-            f"    sides = [max({shorter}, round(side * {shorter} / min(image.size))) for side in image.size]",
-            "    (width, height), (left, top) = sides, [(side - SIZE) // 2 for side in sides]",
-        ]
-    pixels = f'[each.convert("F").resize(({box}), Image.Resampling.BILINEAR) for each in image.split()]'
-    cut = "[top : top + SIZE, left : left + SIZE]" if crop else ""
-    return [
-        f"SIZE = {size}",
-        "",
-        "",
-        *inspect.getsource(upright).splitlines(),
-        "",
-        "",
-        "def pixels(path):",
-        "    image = upright(Image.open(path))",
-        *crop,
-        f"    channels = {pixels}",
-        f"    return np.stack([np.asarray(each) for each in channels * (3 // len(channels))], axis=2){cut}",
-        "",
-        "",
-        "def inputs(paths):",
-        '    return {"images": np.stack([pixels(path) for path in paths])}',
-    ]
+{_source(upright, pixels, resized)}
 
 
-def _about_texts(transform: TextTransform, names: list[str]) -> list[str]:
+def inputs(paths):
+    images = [upright(Image.open(path)) for path in paths]
+    return {{"images": np.stack([pixels(image, {transform.size}, {transform.resize!r}) for image in images])}}"""
+
+
+def _about_texts(transform: TextTransform, names: list[str]) -> str:
     cut = f"cut to {transform.max_tokens} tokens"
     if transform.prompt is not None:
         cut = (
             f"inside the prompt {transform.prompt!r}, the longest text cut until all has {transform.max_tokens} tokens"
         )
     listed = ", ".join(f"`{name}`" for name in names)
-    return [f"{listed}, each [n, L], int64, padded on the right: what the tokenizer makes of the texts, {cut}."]
+    return f"- {listed}, each [n, L], int64, padded on the right: what the tokenizer makes of the texts, {cut}."
 
 
-def _text_code(transform: TextTransform, names: list[str]) -> list[str]:
-    fill = []
+def _text_code(transform: TextTransform, names: list[str]) -> str:
+    shown, given = "", f"*texts, truncation=True, max_length={transform.max_tokens}"
     if transform.prompt is not None:
-        fill = [
-            f"PROMPT, MAX_TOKENS = {transform.prompt!r}, {transform.max_tokens}",
-            "",
-            "",
-            "def filled(*texts):",
-            '    texts = [text.replace(tokenizer.mask_token, "") for text in texts]',
-            "    while True:",
-            "        given = dict(text=texts[0], second=texts[-1], mask=tokenizer.mask_token)",
-            r"        prompt = re.sub(r'\{(text|second|mask)\}', lambda found: given[found[1]], PROMPT)",
-            '        over = len(tokenizer(prompt)["input_ids"]) - MAX_TOKENS',
-            "        longest = max(range(len(texts)), key=lambda number: len(texts[number]))",
-            "        text = texts[longest]",
-            "        if over <= 0 or not text:",
-            "            return prompt",
-            "        tokens = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)['offset_mapping']",
-            '        texts[longest] = text[: tokens[-over][0]].rstrip() if over < len(tokens) else ""',
-            "",
-            "",
-        ]
-    texts = "[filled(*each) for each in zip(*texts)]" if fill else "*texts"
-    cut = "" if fill else f"truncation=True, max_length={transform.max_tokens}, "
-    return [
-        'tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")',
-        *fill,
-        *([] if fill else ["", ""]),
-        "def inputs(*texts):",
-        f'    batch = tokenizer({texts}, {cut}padding=True, padding_side="right", return_tensors="np")',
-        f"    return {{name: batch[name].astype(np.int64) for name in {names!r}}}",
-    ]
+        shown = f"\n\n\n{_source(filled)}"
+        given = f"[filled({transform.prompt!r}, each, tokenizer, {transform.max_tokens})[0] for each in zip(*texts)]"
+    return f"""\
+tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer"){shown}
+
+
+def inputs(*texts):
+    batch = tokenizer({given}, padding=True, padding_side="right", return_tensors="np")
+    return {{name: batch[name].astype(np.int64) for name in {names!r}}}"""
+
+
+def _source(*functions: Callable[..., Any]) -> str:
+    return "\n\n\n".join(inspect.getsource(each).rstrip() for each in functions)

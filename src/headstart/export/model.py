@@ -101,7 +101,8 @@ class Model:
         made = made and Module(made.kind, made.settings, (parts["module"],))
         stage = recipe.stages[model.body] if model.body != PRETRAINED else None
         norm_statistics = stage.norm_statistics if stage else "freeze"
-        _build(body, Version(0 if weights else PRETRAINED, norm_statistics, weights or None, made), file, _width(head))
+        version = Version(0 if weights else PRETRAINED, norm_statistics, weights or None, made)
+        _build(body, version, file, width_of(head))
         data = recipe.data or next(each for each in recipe.tasks if each.name == task)
         retrained = bool(weights) or recipe.model.weights is not None
         return cls(recipe, data, classes, LinearHead.of_arrays(parts["head"]), body, retrained)
@@ -138,7 +139,7 @@ class Model:
     @property
     def width(self) -> int:
         """Length of the feature vectors that the head reads."""
-        return _width(self.head.arrays())
+        return width_of(self.head.arrays())
 
 
 def _finished(run: Path) -> tuple[Recipe, dict[str, list[str]]]:
@@ -208,7 +209,7 @@ def _build(body: Body, version: Version, file: Path, width: int) -> None:
         raise HeadstartError(f"{file} does not fit on {body.backbone.name}: it was made for another network")
 
 
-def _width(head: Mapping[str, npt.NDArray[Any]]) -> int:
+def width_of(head: Mapping[str, npt.NDArray[Any]]) -> int:
     """Length of the feature vectors that a head reads."""
     first = next(name for name in ("projection", "hidden.0.weight", "weight") if name in head)
     return int(head[first].shape[1])

@@ -5,10 +5,13 @@ Down is random and up is zero: the outputs start as the body's own, and the grad
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import functional
+
+from headstart.modules.blocks import Detachable, put_on
 
 
 class Adapter(nn.Module):
@@ -26,27 +29,14 @@ class Adapter(nn.Module):
         return states + change
 
 
-def adapters(
-    body: nn.Module, blocks: list[nn.Module], width: int, bottleneck: int
-) -> tuple[dict[str, nn.Parameter], Callable[[], None]]:
-    """An adapter after every block; the parameters, and how to take them off."""
+def adapters(body: nn.Module, blocks: list[nn.Module], width: int, bottleneck: int) -> Detachable:
+    """An adapter after every block."""
     device = next(body.parameters()).device
     modules = nn.ModuleList(Adapter(width, bottleneck) for _ in blocks).to(device)
-    body.add_module("adapters", modules)  # so that the features' cache knows them
+    pairs = zip(blocks, modules, strict=True)
+    handles = [block.register_forward_hook(partial(_adapted, adapter)) for block, adapter in pairs]
+    return dict(modules.named_parameters()), put_on(body, "adapters", modules, handles)
 
-    def behind(adapter: nn.Module) -> Callable[..., object]:
-        def hook(block: nn.Module, inputs: object, output: object) -> object:
-            if isinstance(output, tuple):
-                return (adapter(output[0]), *output[1:])
-            return adapter(output)
 
-        return hook
-
-    handles = [block.register_forward_hook(behind(adapter)) for block, adapter in zip(blocks, modules, strict=True)]
-
-    def detach() -> None:
-        for handle in handles:
-            handle.remove()
-        del body.adapters
-
-    return dict(modules.named_parameters()), detach
+def _adapted(adapter: nn.Module, block: nn.Module, inputs: object, output: Any) -> Any:
+    return (adapter(output[0]), *output[1:]) if isinstance(output, tuple) else adapter(output)

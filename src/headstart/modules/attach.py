@@ -33,7 +33,7 @@ class Attached:
 
     kind: str
     parameters: Mapping[str, nn.Parameter]
-    detach: Callable[[], None]
+    detach: Callable[[], object]
     depth: int
 
 

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+Detachable = tuple[dict[str, nn.Parameter], Callable[[], object]]
+"""The parameters of a module, and how to take it off."""
 
 # What architectures call the projections to queries and values; a fused one serves for both.
 _PROJECTIONS = ("query", "value", "q_proj", "v_proj", "q_lin", "v_lin", "qkv", "query_key_value")
@@ -27,3 +33,15 @@ def projections_of(network: nn.Module) -> list[str]:
         for name, module in network.named_modules()
         if isinstance(module, nn.Linear) and name.removesuffix(".base_layer").rpartition(".")[2] in _PROJECTIONS
     ]
+
+
+def put_on(body: nn.Module, name: str, module: nn.Module, handles: Sequence[RemovableHandle]) -> Callable[[], None]:
+    """List a module under the body, so that the features' cache knows it; how to take it off, hooks included."""
+    body.add_module(name, module)
+
+    def detach() -> None:
+        for handle in handles:
+            handle.remove()
+        body._modules.pop(name, None)
+
+    return detach

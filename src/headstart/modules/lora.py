@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
+from headstart.modules.blocks import Detachable
 
-def lora(
-    core: nn.Module, targets: list[str], rank: int, alpha: float
-) -> tuple[dict[str, nn.Parameter], Callable[[], None]]:
-    """W + alpha/rank · B A on every target, B zero at first; the parameters, and how to take them off."""
+
+def lora(core: nn.Module, targets: list[str], rank: int, alpha: float) -> Detachable:
+    """W + alpha/rank · B A on every target, B zero at first."""
     from peft import LoraConfig, LoraModel  # only where it is used: it takes a second to import
 
     scale: Any = alpha  # peft divides it by the rank, and a fraction is as good as a whole number
@@ -20,8 +19,4 @@ def lora(
     parameters = {
         name.replace(".default.", "."): parameter for name, parameter in core.named_parameters() if ".lora_" in name
     }
-
-    def detach() -> None:
-        tuner.unload()
-
-    return parameters, detach
+    return parameters, tuner.unload

@@ -5,7 +5,7 @@ The entries' changes are the module's parameters, zero at first; all other entri
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from headstart.modules.blocks import Detachable, put_on
 
-def masks(
-    body: nn.Module, core: nn.Module, targets: list[str], density: float, seed: int
-) -> tuple[dict[str, nn.Parameter], Callable[[], None]]:
-    """A share ``density`` of each target's entries; the parameters [nnz] by target, and how to take them off."""
+
+def masks(body: nn.Module, core: nn.Module, targets: list[str], density: float, seed: int) -> Detachable:
+    """A share ``density`` of each target's entries: parameters [nnz] by target."""
     device = next(body.parameters()).device
     parameters: dict[str, nn.Parameter] = {}
     handles = []
@@ -26,17 +26,8 @@ def masks(
         assert isinstance(layer.weight, Tensor)
         where = torch.from_numpy(entries(layer.weight.numel(), density, seed, number)).to(device)
         parameters[name.removesuffix(".base_layer")] = values = nn.Parameter(torch.zeros(len(where), device=device))
-        handles.append(layer.register_forward_hook(_adding(values, where, layer.weight.shape)))
-    listed = nn.ParameterList(parameters.values())
-    body.add_module("masks", listed)  # so that the features' cache knows them
-
-    def detach() -> None:
-        for handle in handles:
-            handle.remove()
-        if hasattr(body, "masks"):
-            del body.masks
-
-    return parameters, detach
+        handles.append(layer.register_forward_hook(partial(_masked, values, where)))
+    return parameters, put_on(body, "masks", nn.ParameterList(parameters.values()), handles)
 
 
 def entries(size: int, density: float, seed: int, number: int) -> np.ndarray:
@@ -51,8 +42,5 @@ def dense(values: Tensor, where: Tensor, shape: torch.Size | tuple[int, ...]) ->
     return flat.index_put((where,), values).view(tuple(shape))
 
 
-def _adding(values: nn.Parameter, where: Tensor, shape: torch.Size) -> Callable[..., Any]:
-    def hook(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        return output + functional.linear(inputs[0], dense(values, where, shape).to(inputs[0].dtype))
-
-    return hook
+def _masked(values: Tensor, where: Tensor, layer: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    return output + functional.linear(inputs[0], dense(values, where, layer.weight.shape).to(inputs[0].dtype))

@@ -12,17 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from headstart.modules.blocks import Detachable, put_on
+
 _PATCH = 16  # of the initialisation's bound, as in the authors' code
 
 
-def prompts(
-    body: nn.Module, blocks: list[nn.Module], width: int, tokens: int
-) -> tuple[dict[str, nn.Parameter], Callable[[], None]]:
-    """``tokens`` prompts for every block; the parameters, and how to take them off."""
+def prompts(body: nn.Module, blocks: list[nn.Module], width: int, tokens: int) -> Detachable:
+    """``tokens`` prompts for every block."""
     bound = math.sqrt(6 / (3 * _PATCH**2 + width))
     device = next(body.parameters()).device
     learned = nn.ParameterList(nn.Parameter(torch.empty(tokens, width).uniform_(-bound, bound)) for _ in blocks)
-    body.add_module("prompts", learned.to(device))  # so that the features' cache knows them
+    learned.to(device)
 
     def before(number: int) -> Callable[..., Any]:
         def hook(block: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -41,13 +41,7 @@ def prompts(
 
     handles = [block.register_forward_pre_hook(before(n), with_kwargs=True) for n, block in enumerate(blocks)]
     handles.append(blocks[-1].register_forward_hook(after))
-
-    def detach() -> None:
-        for handle in handles:
-            handle.remove()
-        del body.prompts
-
-    return {str(number): parameter for number, parameter in enumerate(learned)}, detach
+    return dict(learned.named_parameters()), put_on(body, "prompts", learned, handles)
 
 
 def _widened(value: Any, tokens: int) -> Any:

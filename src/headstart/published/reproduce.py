@@ -15,8 +15,8 @@ from headstart.errors import HeadstartError
 from headstart.published.formulas import FORMULAS
 from headstart.published.tables import Row, rows, why_not
 from headstart.records import Record
-from headstart.report import html_page, html_table, human_bytes
-from headstart.runner.sweep import sweep, write_tables
+from headstart.report import html_page, html_table, human_bytes, write_tables
+from headstart.runner.sweep import sweep
 
 COLUMNS = ("row", "published", "measured", "difference", "published bytes", "note")
 _SCALES = {"MB": 1e6, "GB": 1e9}
@@ -86,7 +86,7 @@ def reproduce(chosen: Sequence[Row], out: Path, on_row: Callable[[Found], object
     sources = "".join(f"<li>{escape(source)}</li>" for source in dict.fromkeys(row.source for row in chosen))
     body = f"<h1>Published and measured</h1><ul>{sources}</ul>{html_table(COLUMNS, cells)}"
     write_text(out / "reproduce.html", html_page("Published and measured", body))
-    write_tables(out, COLUMNS, cells, "reproduce")
+    write_tables(out / "reproduce", COLUMNS, cells)
     return found
 
 

@@ -41,15 +41,12 @@ Arrays = Mapping[str, np.ndarray]
 _ROUNDS = ("stage", "round", "client", "bytes_up", "bytes_down", "left_out")
 
 
-def _prefixed(head: LinearHead) -> dict[str, np.ndarray]:
-    return {f"head.{name}": array for name, array in head.arrays().items()}
-
-
 class RunDirectory:
     """Everything a run leaves. Files appear whole or not at all; `metrics.jsonl` grows a line at a time."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self.path, self._checkpoints = path, path / "checkpoint"
+        self._state = self._checkpoints / "state.safetensors"
         self._is_ours = not path.exists()
 
     @classmethod
@@ -93,7 +90,7 @@ class RunDirectory:
     @contextmanager
     def lock(self) -> Iterator[None]:
         """Nobody else runs in this directory meanwhile."""
-        lock = FileLock(self.path / "checkpoint" / "lock")
+        lock = FileLock(self._checkpoints / "lock")
         try:
             lock.acquire(timeout=1)  # who only looks whether somebody runs here holds it for an instant
         except Timeout:
@@ -101,7 +98,7 @@ class RunDirectory:
                 f"--out {self.path}: another process is running there; wait for it, or stop it"
             ) from None
         try:
-            for folder in (self.path, self.path / "model", self.path / "checkpoint"):
+            for folder in (self.path, self.path / "model", self._checkpoints):
                 for path in temporaries(folder):  # of a process that was killed
                     path.unlink()
             yield
@@ -111,7 +108,7 @@ class RunDirectory:
     @property
     def running(self) -> bool:
         """Whether a process runs in this directory now."""
-        path = self.path / "checkpoint" / "lock"
+        path = self._checkpoints / "lock"
         if not path.is_file():
             return False
         try:
@@ -124,11 +121,11 @@ class RunDirectory:
 
     def identity(self) -> str:
         """32 hexadecimal digits that no other run has."""
-        return secret(self.path / "checkpoint" / "identity")[:16].hex()
+        return secret(self._checkpoints / "identity")[:16].hex()
 
     def known(self, sizes: Ints) -> Ints:
         """What clients say of the number of their examples [K]; of one that is not there, what it said before."""
-        path = self.path / "checkpoint" / "sizes.json"
+        path = self._checkpoints / "sizes.json"
         before = np.array(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else sizes
         known = np.where(sizes > 0, sizes, before)
         write_json(path, known.tolist())
@@ -137,11 +134,7 @@ class RunDirectory:
     @property
     def has_checkpoint(self) -> bool:
         """Whether there is anything to go on from."""
-        return self._checkpoint.is_file()
-
-    @property
-    def _checkpoint(self) -> Path:
-        return self.path / "checkpoint" / "state.safetensors"
+        return self._state.is_file()
 
     def discard(self) -> None:
         """Remove what a run made that ended before its first checkpoint."""
@@ -168,15 +161,6 @@ class RunDirectory:
             rows.append([stage, round, names[client], up, down, why.get(names[client], "")])
         append_text(path, csv_text(rows))
 
-    def _cut_rounds(self, stage: int, round: int) -> None:
-        """Leave out of `rounds.csv` what came after a round."""
-        path = self.path / "rounds.csv"
-        if path.exists():
-            with path.open(newline="", encoding="utf-8") as file:
-                rows = [row for row in csv.reader(file) if len(row) == len(_ROUNDS)]
-            kept = [row for row in rows[1:] if (int(row[0]), int(row[1])) <= (stage, round)]
-            write_text(path, csv_text([_ROUNDS, *kept]))
-
     def metrics(self) -> list[dict[str, Any]]:
         """All evaluations so far; a line cut short by a crash does not count."""
         path = self.path / "metrics.jsonl"
@@ -185,24 +169,26 @@ class RunDirectory:
 
     def save_checkpoint(self, checkpoint: Checkpoint, private: bool = False) -> None:
         """Replace the checkpoint before; private: for the eyes of its owner only."""
-        data = checkpoint.to_message().to_bytes()
-        write_atomically(self._checkpoint, lambda file: file.write_bytes(data), private)
+        _write(self._state, checkpoint.to_message().to_bytes(), private)
 
     def load_checkpoint(self) -> Checkpoint | None:
-        """What `save_checkpoint` wrote last, and metrics cut back to it; None where there is none."""
+        """What `save_checkpoint` wrote last, metrics and rounds cut back to it; None where there is none."""
         if not self.has_checkpoint:
             for name in ("metrics.jsonl", "rounds.csv"):
                 (self.path / name).unlink(missing_ok=True)
             return None
-        saved = Checkpoint.from_message(Message.from_bytes(self._checkpoint.read_bytes()))
+        saved = Checkpoint.from_message(Message.from_bytes(self._state.read_bytes()))
         lines = [json.dumps(line) + "\n" for line in self.metrics()[: saved.progress["evaluations"]]]
         write_text(self.path / "metrics.jsonl", "".join(lines))
-        self._cut_rounds(saved.progress["stage"], saved.progress["round"])
+        if (path := self.path / "rounds.csv").exists():
+            rows = [row for row in _read_csv(path)[1:] if len(row) == len(_ROUNDS)]
+            last = saved.progress["stage"], saved.progress["round"]
+            write_text(path, csv_text([_ROUNDS, *(row for row in rows if (int(row[0]), int(row[1])) <= last)]))
         return saved
 
     def save_best(self, stage: int, round: int, state: bytes) -> None:
         """The state after the best round so far of a stage that may end with it."""
-        write_atomically(self._best(stage, round), lambda file: file.write_bytes(state))
+        _write(self._best(stage, round), state)
 
     def load_best(self, stage: int, round: int) -> bytes:
         """What `save_best` wrote."""
@@ -210,12 +196,12 @@ class RunDirectory:
 
     def collect_best(self, stage: int, round: int | None) -> None:
         """Remove the states of a stage's other rounds, once a checkpoint no longer names them."""
-        for path in (self.path / "checkpoint").glob(f"best-{stage}-*.safetensors"):
+        for path in self._checkpoints.glob(f"best-{stage}-*.safetensors"):
             if round is None or path != self._best(stage, round):
                 path.unlink()
 
     def _best(self, stage: int, round: int) -> Path:
-        return self.path / "checkpoint" / f"best-{stage}-{round}.safetensors"
+        return self._checkpoints / f"best-{stage}-{round}.safetensors"
 
     def save_model(self, stage: int, model: StageModel, version: Version | None) -> None:
         """The model that a stage leaves, and the body where it is new."""
@@ -232,8 +218,7 @@ class RunDirectory:
                 for task, values in enumerate(version.module.values):
                     arrays |= {f"module.{task}.{name}": array for name, array in values.items()}
                 facts |= {"module": version.module.kind, "settings": json.dumps(dict(version.module.settings))}
-        data = Message(arrays, facts).to_bytes()
-        write_atomically(self._model(stage), lambda file: file.write_bytes(data))
+        _write(self._model(stage), Message(arrays, facts).to_bytes())
 
     def load_model(self, stage: int) -> tuple[StageModel, Version | None]:
         """What `save_model` wrote."""
@@ -265,34 +250,34 @@ class RunDirectory:
 
     def clients(self, stage: int) -> Path:
         """Where the clients of a stage keep what they keep."""
-        return self.path / "checkpoint" / f"clients-{stage}"
+        return self._checkpoints / f"clients-{stage}"
 
     def _model(self, stage: int) -> Path:
-        return self.path / "checkpoint" / f"stage-{stage}.safetensors"
+        return self._checkpoints / f"stage-{stage}.safetensors"
 
     def save_final(
         self, body: Body | None, heads: Sequence[LinearHead], tasks: Sequence[str], classes: Sequence[Sequence[str]]
     ) -> None:
         """The final head of each task, and the names of its classes; a trained body or module under its own names."""
         folder, several = self.path / "model", len(tasks) > 1
+        parts = [{f"head.{name}": array for name, array in head.arrays().items()} for head in heads]
         write_json(folder / "classes.json", {task: list(names) for task, names in zip(tasks, classes, strict=True)})
         module = body.module() if body else None
         for number, (task, head) in enumerate(zip(tasks, heads, strict=True)):
             head.save(folder / (f"head-{task}.safetensors" if several else "head.safetensors"))
             if module is not None:
-                arrays = {**module.values[number], **_prefixed(head)}
+                arrays = {**module.values[number], **parts[number]}
                 # One entry: safetensors writes several in any order, and files of the same model would differ.
                 facts = {"module": json.dumps({"kind": module.kind, **module.settings})}
                 path = folder / f"module-{task}.safetensors"
                 write_atomically(path, partial(save_file, arrays, metadata=facts))
         if body is not None and body.weights != PRETRAINED:
-            arrays = {**body.arrays(), **({} if several else _prefixed(heads[0]))}
+            arrays = {**body.arrays(), **({} if several else parts[0])}
             write_atomically(folder / "model.safetensors", partial(save_file, arrays))
 
     def save_log(self, stage: int, log: Message) -> None:
         """The log of a stage that can be replayed: seeds and scalars."""
-        data = log.to_bytes()
-        write_atomically(self._log(stage), lambda file: file.write_bytes(data))
+        _write(self._log(stage), log.to_bytes())
 
     def load_log(self, stage: int) -> Message:
         """What `save_log` wrote."""
@@ -332,10 +317,9 @@ class RunDirectory:
 
     def _write_stage(self, name: str, columns: list[str], stage: int, rows: list[list[Any]]) -> None:
         """Put the rows of a stage after those of earlier stages; those that an interrupted run left behind go."""
-        path, before = self.path / name, []
-        if path.exists():
-            with path.open(newline="", encoding="utf-8") as file:
-                before = [row for row in csv.reader(file) if row[0].isdigit() and int(row[0]) < stage]
+        path = self.path / name
+        there = _read_csv(path) if path.exists() else []
+        before = [row for row in there if row[0].isdigit() and int(row[0]) < stage]
         write_text(path, csv_text([columns, *before, *rows]))
 
     def finish(self, summary: dict[str, Any]) -> None:
@@ -347,3 +331,12 @@ class RunDirectory:
         path = self.path / "summary.json"
         found: dict[str, Any] | None = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
         return found
+
+
+def _write(path: Path, data: bytes, private: bool = False) -> None:
+    write_atomically(path, lambda file: file.write_bytes(data), private)
+
+
+def _read_csv(path: Path) -> list[list[str]]:
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.reader(file))

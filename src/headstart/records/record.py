@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -156,23 +157,17 @@ def find(paths: Iterable[Path]) -> list[Path]:
     for path in paths:
         if not path.is_dir():
             raise HeadstartError(f"{path}: there is no such directory")
-        here = [path] if (path / "recipe.toml").is_file() else sorted(file.parent for file in _recipes(path))
-        found |= dict.fromkeys(here)
+        found |= dict.fromkeys([path] if (path / "recipe.toml").is_file() else sorted(_runs_below(path)))
     return list(found)
 
 
-def _recipes(folder: Path) -> Iterator[Path]:
-    """Recipes of runs below a folder; what a run keeps inside its own directory is no run."""
-    try:
-        entries = list(folder.iterdir())
-    except OSError:  # somebody else's, or just deleted
-        return
-    for entry in entries:
-        if entry.is_dir() and not entry.name.startswith(".") and not entry.is_symlink():
-            if (entry / "recipe.toml").is_file() and (entry / "checkpoint").is_dir():
-                yield entry / "recipe.toml"
-            else:
-                yield from _recipes(entry)
+def _runs_below(folder: Path) -> Iterator[Path]:
+    """Directories of runs below a folder; what a run keeps inside its own directory is no run."""
+    for here, folders, files in os.walk(folder):
+        if "recipe.toml" in files and "checkpoint" in folders:
+            yield Path(here)
+            folders.clear()
+        folders[:] = [name for name in folders if not name.startswith(".")]
 
 
 @dataclass(frozen=True, eq=False)

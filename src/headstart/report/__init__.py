@@ -10,6 +10,7 @@ from headstart.report.tables import (
     remarks,
     summary_table,
     table_files,
+    write_tables,
 )
 
 __all__ = [
@@ -28,4 +29,5 @@ __all__ = [
     "table_files",
     "write_folder",
     "write_report",
+    "write_tables",
 ]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -20,7 +19,7 @@ from headstart.report.figures import (
     save,
     svg,
 )
-from headstart.report.tables import COST_COLUMNS, cost_rows, human_bytes, remarks, table_files
+from headstart.report.tables import COST_COLUMNS, cost_rows, human_bytes, remarks, write_tables
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1c2330; --paper: #fff; --line: #d8dde6; --soft: #f4f6fa; --accent: #2f7ed8; }
@@ -96,11 +95,10 @@ def write_folder(folder: Path, records: Sequence[Record]) -> list[str]:
     for name, figure in written.items():
         for ending in ("svg", "png"):
             save(figure, folder / "figures" / f"{name}.{ending}")
-    for ending, text in table_files(COST_COLUMNS, cost_rows(groups)).items():
-        write_text(folder / f"costs.{ending}", text)
+    tables = write_tables(folder / "costs", COST_COLUMNS, cost_rows(groups))
     write_report(folder / "report.html", records)
     figures = [f"figures/{name}.{ending}" for name in written for ending in ("svg", "png")]
-    return ["report.html", *(f"costs.{ending}" for ending in ("csv", "md", "tex")), *figures]
+    return ["report.html", *(table.name for table in tables), *figures]
 
 
 def _title(records: Sequence[Record]) -> str:
@@ -265,7 +263,6 @@ def _recipe(record: Record) -> str:
 
 
 def _versions(records: Sequence[Record]) -> str:
-    said: dict[str, Any] = {}
-    for record in records:
-        said |= {", ".join(f"{n} {v}" for n, v in (record.summary or {}).get("versions", {}).items()): None}
+    versions = [(record.summary or {}).get("versions", {}) for record in records]
+    said = dict.fromkeys(", ".join(f"{name} {version}" for name, version in each.items()) for each in versions)
     return "".join(f"<p><small>{escape(line)}</small></p>" for line in said if line)

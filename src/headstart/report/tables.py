@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy.typing as npt
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from headstart.core.files import csv_text
+from headstart.core.files import csv_text, write_text
 from headstart.records.record import Group
 
 # As the papers write them.
@@ -154,6 +155,14 @@ def _count(value: float | None, name: str) -> str:
 def table_files(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> dict[str, str]:
     """A table as CSV, Markdown and LaTeX, by the ending of a file."""
     return {"csv": csv_text([columns, *rows]), "md": markdown(columns, rows), "tex": latex(columns, rows)}
+
+
+def write_tables(path: Path, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[Path]:
+    """The files of a table, under a path without an ending."""
+    files = {path.with_name(f"{path.name}.{ending}"): text for ending, text in table_files(columns, rows).items()}
+    for file, text in files.items():
+        write_text(file, text)
+    return list(files)
 
 
 def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -13,9 +13,9 @@ from statistics import mean
 from typing import Any
 
 from headstart.config.recipe import Recipe
-from headstart.core.files import write_text
 from headstart.errors import HeadstartError, RecipeError
-from headstart.report import accuracy_cell, human_bytes, table_files
+from headstart.records import RunDirectory
+from headstart.report import accuracy_cell, human_bytes
 from headstart.runner import run
 
 # Keys whose own value is a list: a sweep over one of them is a list of lists.
@@ -106,13 +106,11 @@ def sweep(
     summaries = []
     for point in points:
         folder = out / point.folder
-        finished = folder / "summary.json"
-        if finished.is_file():
-            if Recipe.load(folder / "recipe.toml") != point.recipe:
-                raise HeadstartError(f"{folder} is a run of another recipe; give another --out")
-            summary: dict[str, Any] = json.loads(finished.read_text(encoding="utf-8"))
-        else:
+        summary = RunDirectory(folder).summary()
+        if summary is None:
             summary = run(point.recipe, folder, resume=(folder / "recipe.toml").is_file()).summary
+        elif Recipe.load(folder / "recipe.toml") != point.recipe:
+            raise HeadstartError(f"{folder} is a run of another recipe; give another --out")
         summaries.append(summary)
         on_run(point, summary)
     return summaries
@@ -154,11 +152,3 @@ def refuse_other_tables(points: Sequence[Point], out: Path) -> None:
             f"{out} holds the tables of another comparison, with the runs {listed}, which this one has not; "
             "give another --out, or compare those too"
         )
-
-
-def write_tables(out: Path, columns: Sequence[str], rows: Sequence[Sequence[str]], name: str = "compare") -> list[Path]:
-    """The table as CSV, Markdown and LaTeX files."""
-    written = table_files(columns, rows)
-    for ending, content in written.items():
-        write_text(out / f"{name}.{ending}", content)
-    return [out / f"{name}.{ending}" for ending in written]

@@ -21,7 +21,7 @@ from typing import Any, Literal, Protocol
 
 from headstart.config.recipe import Recipe
 from headstart.core.files import write_json
-from headstart.errors import HeadstartError, nearest
+from headstart.errors import HeadstartError, first_line, nearest
 from headstart.records import RunDirectory
 from headstart.runner import OnMetrics
 
@@ -59,8 +59,7 @@ def tracker(name: Name, recipe: Recipe, out: Path) -> Iterator[OnMetrics]:
     except BaseException:
         follower.close(None)
         raise
-    path = out / "summary.json"
-    follower.close(json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {})
+    follower.close(RunDirectory(out).summary() or {})
 
 
 def numbers(line: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
@@ -134,8 +133,7 @@ class _Follower:
             action()
         except Exception as error:  # a full disk, a server that is gone: libraries raise what they like
             self.failed = True
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            print(f"--log {self.name} failed: {reason}; the run goes on without it", file=sys.stderr)
+            print(f"--log {self.name} failed: {first_line(error)}; the run goes on without it", file=sys.stderr)
 
 
 # ------------------------------------------------------------------------------------------------------- the three logs
