@@ -729,6 +729,8 @@ def test_accuracy_is_not_known_where_nobody_may_test(
         found = serve(grid, tmp_path / f"noisy-{noise}").summary
         assert abs(found["accuracy"] - known.summary["accuracy"]) < 0.2
         assert found["stages"][0]["test_privacy"]["epsilon"] == 50.0
+        assert found["privacy"]["example"]["epsilon"] == pytest.approx(50.0)
+        assert "tests on nodes, of any one example: ε = 50" in (tmp_path / f"noisy-{noise}" / "report.html").read_text()
         assert all(np.isnan(value) or value is None for value in [found["stages"][0]["local_accuracy_mean"] or np.nan])
 
 

@@ -81,6 +81,11 @@ def remarks(stage: dict[str, Any]) -> list[str]:
             f"noise {_NOISE[spent['noise']]}" + (f"; released: {spent['released']}" if "released" in spent else "")
         )
         found += [spent["warning"]] if "warning" in spent else []
+    if "test_privacy" in stage:
+        spent = stage["test_privacy"]
+        found.append(
+            f"tests on nodes, of any one {spent['unit']}: ε = {spent['epsilon']:.3g}, δ = {spent['delta']:.1g}"
+        )
     if "feature_similarity" in stage:
         found.append(f"cosine of features before and after: {stage['feature_similarity']:.4f}")
     if "best_round" in stage:

@@ -8,6 +8,7 @@ import platform
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib.metadata import version
+from operator import add
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -243,12 +244,20 @@ class Run:
 
 
 def _privacy(stages: list[dict[str, Any]]) -> dict[str, Any]:
-    """Guarantees of one unit add up over the stages; a stage without one is not covered by the others'."""
-    hidden = [stage["privacy"] for stage in stages if "privacy" in stage]
-    units = {
-        unit: {name: sum(one[name] for one in hidden if one["unit"] == unit) for name in ("epsilon", "delta")}
-        for unit in dict.fromkeys(one["unit"] for one in hidden)
-    }
+    """Guarantees of one unit add up over the stages; a stage without one is not covered by the others'.
+
+    So do those of tests, for a client; an example is tested or learned from, and has the larger of the two.
+    """
+    units: dict[str, dict[str, float]] = {}
+    for unit in dict.fromkeys(stage["privacy"]["unit"] for stage in stages if "privacy" in stage):
+        both = add if unit == "client" else max
+        units[unit] = {}
+        for name in ("epsilon", "delta"):
+            learned, tested = (
+                sum(stage[what][name] for stage in stages if what in stage and stage[what]["unit"] == unit)
+                for what in ("privacy", "test_privacy")
+            )
+            units[unit][name] = both(learned, tested)
     return {**units, "uncovered": [stage["method"] for stage in stages if "privacy" not in stage]}
 
 
