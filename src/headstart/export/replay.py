@@ -44,8 +44,8 @@ def replay(path: Path, out: Path) -> list[str]:
     classes = len(made["weight"])
     dim = body.backbone.dim if body.backbone else made.get("hidden.0.weight", made["weight"]).shape[1]
     seed, plan = (recipe.seed, number), stage.plan
-    module = body.attach(stage, plan, seed)
-    context = StageContext((Task("default", classes, head=head),), dim, seed, plan, body.backbone, module)
+    body.attach(stage, plan, seed)
+    context = StageContext((Task("default", classes, head=head),), dim, seed, plan, body.model)
     method = build(stage, context)
     rebuilt_head = method.load(method.model(unpack(method.state_type, log)))
     rebuilt = RunDirectory(out)

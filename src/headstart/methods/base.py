@@ -19,8 +19,7 @@ from headstart.heads import LinearHead
 from headstart.solvers.cohort import Cohort, ReadState
 
 if TYPE_CHECKING:  # closed-form methods do not wait for torch
-    from headstart.backbones import Backbone
-    from headstart.modules import Attached
+    from headstart.modules import LocalModel
 
 State = TypeVar("State")
 Arrays = Mapping[str, npt.NDArray[Any]]
@@ -57,10 +56,8 @@ class StageContext:
     seed: tuple[int, ...]
     """The run's seed and the number of the stage."""
     plan: Plan
-    backbone: Backbone | None = None
-    """The body as the stage starts from it; None where the data are features."""
-    module: Attached | None = None
-    """The module on the body that is to be trained."""
+    model: LocalModel | None = None
+    """The body as the stage starts from it, with the module that is to be trained; None where the data are features."""
     noise: Seed = ()
     """What noise is drawn from beside the seed: nothing in a simulation, a secret on the server of a deployment. None,
     on its nodes: the operating system's generator alone."""

@@ -67,14 +67,15 @@ class FedMeZO(BaseMethod):
     state_type = Log
 
     def __init__(self, stage: FedMeZOStage, context: StageContext) -> None:
+        from headstart.modules import LocalModel
         from headstart.solvers.network import Network, tensors
         from headstart.solvers.zeroth import ZerothOrder
 
         self.stage, self.context, self.plan = stage, context, context.plan
         self.weighting = stage.weighting
         self.blocks = {"slopes": (stage.num_directions,)}
-        backbone = context.backbone if self.plan.changes_features else None
-        self.network = Network(backbone, context.module, tensors(head_start(stage, context)), stage, self.plan)
+        model = (context.model if self.plan.changes_features else None) or LocalModel()
+        self.network = Network(model, tensors(head_start(stage, context)), stage, self.plan)
         self.probes = ZerothOrder(self.network, stage.epsilon, stage.temperature)
         self._taken = 0
         """Steps of the log that the weights have taken."""
@@ -111,10 +112,7 @@ class FedMeZO(BaseMethod):
     def load(self, message: Message, task: int = 0, personal: Arrays | None = None) -> LinearHead:
         """Take the steps of the log; the head after them."""
         self._follow(0, Log.of(message))
-        if self.network.backbone:
-            from headstart.solvers.network import set_mode
-
-            set_mode(self.network.backbone.body, False, "freeze")
+        self.network.model.set_mode(False, "freeze")
         heads = {n.removeprefix("head."): p for n, p in self.network.parameters.items() if n.startswith("head.")}
         head = LinearHead.of_arrays({name: p.detach().cpu().numpy().copy() for name, p in heads.items()})
         return replace(head, temperature=self.stage.temperature)

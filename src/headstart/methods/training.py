@@ -84,10 +84,11 @@ class Training(BaseMethod, Generic[StageT]):
         self.memory_per_client = _ALONE if self.network else 4 * 8 * sum(v.size for v in self.start.values())
 
     def _network(self, head: Params) -> Network:
+        from headstart.modules import LocalModel
         from headstart.solvers.network import Network, tensors
 
-        backbone = self.context.backbone if self.plan.changes_features else None
-        return Network(backbone, self.context.module, tensors(head), self.stage, self.plan)
+        model = self.context.model if self.plan.changes_features else None
+        return Network(model or LocalModel(), tensors(head), self.stage, self.plan)
 
     def solver(self) -> Solver:
         """What the clients do: SGD, on stacked heads or on the network."""
@@ -186,10 +187,10 @@ class Training(BaseMethod, Generic[StageT]):
         values = self.start | self._statistics | block(message.arrays, "model") | block(message.arrays, "statistics")
         values = values | (personal or {})
         if self.network and self.network.backbone:
-            from headstart.solvers.network import set_mode, tensors
+            from headstart.solvers.network import tensors
 
             self.network.load(tensors(values))
-            set_mode(self.network.backbone.body, False, self.stage.norm_statistics)
+            self.network.model.set_mode(False, self.stage.norm_statistics)
         heads = {n.removeprefix("head."): v.astype(np.float32) for n, v in values.items() if n.startswith("head.")}
         return replace(LinearHead.of_arrays(heads), temperature=self.stage.temperature)
 
