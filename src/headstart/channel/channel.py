@@ -152,12 +152,11 @@ def channel_of(
 
     seed: the run's, and the stage's number; clients: how many each task has; noise: what noise is drawn from.
     """
-    if not isinstance(stage, ClosedForm):
+    if stage.trains:
         return _update_channel(stage, method, seed, clients, noise)
-    methods = getattr(method, "methods", [method])
     channels = [
         StatisticsChannel(one.summary, stage.privacy, stage.noise_on_counts, count, noise, task)
-        for task, (one, count) in enumerate(zip(methods, clients.values(), strict=True))
+        for task, (one, count) in enumerate(zip(method.methods, clients.values(), strict=True))
     ]
     return channels[0] if len(channels) == 1 else TaskChannels(channels)
 

@@ -71,7 +71,8 @@ class Body:
         self.weights = PRETRAINED
         """The stage whose weights the body has."""
         self._versions: dict[int, Version] = {}
-        self._module: Module | None = None
+        self.module: Module | None = None
+        """The module on the body, with the values that the last stage which trained it made."""
         self._features: dict[str, Features] = {}
         self._inputs: dict[str, Inputs] = {}
         self._prefix: Prefix | None = None
@@ -204,7 +205,7 @@ class Body:
         self._prefix = None
         if not plan.changes_features or self.model is None:
             return
-        here = self._module
+        here = self.module
         kind = stage.train if not plan.still else here.kind if here and plan.module != "frozen" else "all"
         settings = stage.module_settings
         changed = here is not None and any(here.settings.get(key) != value for key, value in settings.items())
@@ -239,22 +240,18 @@ class Body:
     def _attach(self, module: Module, seed: int = 0) -> None:
         assert self.model is not None
         self.model.attach(module.kind, module.settings, seed)
-        self._module = module
+        self.module = module
         self.use(0)
 
     def use(self, task: int) -> None:
         """Give the module the values of a task, where it has values for each."""
-        if self.model is not None and self._module is not None and self._module.values:
-            self.model.write(self.model.modules[0].parameters, _tensors(self._module.values[task]))
+        if self.model is not None and self.module is not None and self.module.values:
+            self.model.write(self.model.modules[0].parameters, _tensors(self.module.values[task]))
 
     def module_values(self) -> Arrays:
         """What the module's parameters are now; nothing where there is no module."""
         parameters = self.model.modules[0].parameters if self.model and self.model.modules else {}
         return {name: parameter.detach().cpu().numpy().copy() for name, parameter in parameters.items()}
-
-    def module(self) -> Module | None:
-        """The module on the body, with the values that the last stage which trained it made."""
-        return self._module
 
     # -------------------------------------------------------------------------------------------------------- versions
 
@@ -271,11 +268,11 @@ class Body:
 
         values: the module's, by task; trained: whether the body's own weights have changed.
         """
-        if self._module is not None:
-            self._module = replace(self._module, values=tuple(values))
+        if self.module is not None:
+            self.module = replace(self.module, values=tuple(values))
         self.weights = number if trained else self.weights
         arrays = self._copied() if trained else None
-        self._versions[number] = Version(self.weights, norm_statistics, arrays, self._module)
+        self._versions[number] = Version(self.weights, norm_statistics, arrays, self.module)
         self.loaded = number
         self._prefix = None
         self._forget()
@@ -292,7 +289,7 @@ class Body:
         assert self.model is not None
         version = self._versions[number]
         self.model.detach()
-        self._module = None
+        self.module = None
         if version.weights != self.weights:
             arrays = self._versions[version.weights].arrays
             assert arrays is not None

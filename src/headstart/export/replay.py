@@ -10,7 +10,6 @@ from headstart.core.state import unpack
 from headstart.engine.body import Body
 from headstart.errors import HeadstartError
 from headstart.methods import StageContext, Task, build
-from headstart.methods.fedmezo import FedMeZOStage
 from headstart.records import RunDirectory
 
 
@@ -22,12 +21,11 @@ def replay(path: Path, out: Path) -> list[str]:
     """
     recipe = Recipe.load(path / "recipe.toml")
     directory = RunDirectory.reopen(path, recipe)
-    numbers = [number for number, stage in enumerate(recipe.stages) if isinstance(stage, FedMeZOStage)]
+    numbers = [number for number, stage in enumerate(recipe.stages) if stage.replays]
     if not numbers:
         raise HeadstartError(f"{path} is no run of fedmezo: there is no log to replay")
     number = numbers[-1]
     stage, log = recipe.stages[number], directory.load_log(number)
-    assert isinstance(stage, FedMeZOStage)
     body = Body(recipe.model, None)
     begin = number - 1 if stage.start == "previous" else -1 if stage.start == "pretrained" else stage.start
     head = body.label_words()

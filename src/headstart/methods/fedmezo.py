@@ -11,7 +11,7 @@ pre-trained weights has the model.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +25,7 @@ from headstart.core.statistics import Ints
 from headstart.core.update import Total
 from headstart.errors import MessageError
 from headstart.heads import LinearHead
-from headstart.methods.base import Arrays, BaseMethod, Received, StageContext
+from headstart.methods.base import Arrays, Method, Received, StageContext
 from headstart.methods.head_init import head_start
 from headstart.methods.registry import register
 from headstart.solvers.cohort import Cohort
@@ -38,6 +38,7 @@ _ABSURD = 200.0
 class FedMeZOStage(ZerothOrderStage):
     """One seed and a few scalars per round (thesis, chapter 4)."""
 
+    replays: ClassVar[bool] = True
     method: Literal["fedmezo"]
     batch_size: PositiveInt | Literal["full"] = "full"
     """Examples of each client that a round looks at: all of them, or so many."""
@@ -60,22 +61,20 @@ class Log:
         return Message({"seeds": self.seeds[first:], "slopes": self.slopes[first:]}, {**scalars, "first": first})
 
 
-class FedMeZO(BaseMethod):
+class FedMeZO(Method[Log]):
     """Two forward passes per direction on the clients; a mean of scalars on the server."""
 
-    replays = True
+    replays = FedMeZOStage.replays
     state_type = Log
 
     def __init__(self, stage: FedMeZOStage, context: StageContext) -> None:
-        from headstart.modules import LocalModel
         from headstart.solvers.network import Network, tensors
         from headstart.solvers.zeroth import ZerothOrder
 
         self.stage, self.context, self.plan = stage, context, context.plan
         self.weighting = stage.weighting
         self.blocks = {"slopes": (stage.num_directions,)}
-        model = (context.model if self.plan.changes_features else None) or LocalModel()
-        self.network = Network(model, tensors(head_start(stage, context)), stage, self.plan)
+        self.network = Network(context.model, tensors(head_start(stage, context)), stage, self.plan)
         self.probes = ZerothOrder(self.network, stage.epsilon, stage.temperature)
         self._taken = 0
         """Steps of the log that the weights have taken."""

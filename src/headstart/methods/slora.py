@@ -20,7 +20,7 @@ from headstart.core.reply import ClientResult
 from headstart.core.statistics import Floats
 from headstart.core.update import Blocks, Total
 from headstart.heads import LinearHead
-from headstart.methods.base import Arrays, BaseMethod, Received, StageContext
+from headstart.methods.base import Arrays, Method, Received, StageContext
 from headstart.methods.registry import register
 from headstart.methods.training import Training, TrainingState
 from headstart.solvers.cohort import Cohort
@@ -50,7 +50,7 @@ class SLoRAState:
     inner: TrainingState
 
 
-class SLoRA(BaseMethod):
+class SLoRA(Method[SLoRAState]):
     """FedAvg on a mask, a singular value decomposition, FedAvg on LoRA's factors."""
 
     state_type = SLoRAState

@@ -276,7 +276,7 @@ class RunDirectory:
         """The final head of each task, and the names of its classes; a trained body or module under its own names."""
         folder, several = self.path / "model", len(tasks) > 1
         write_json(folder / "classes.json", {task: list(names) for task, names in zip(tasks, classes, strict=True)})
-        module = body.module() if body else None
+        module = body.module if body else None
         for number, (task, head) in enumerate(zip(tasks, heads, strict=True)):
             head.save(folder / (f"head-{task}.safetensors" if several else "head.safetensors"))
             if module is not None:

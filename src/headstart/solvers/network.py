@@ -27,8 +27,9 @@ from headstart.solvers.objective import LocalResult, Objective, learning_rate
 class Network:
     """What a stage trains of the local model, and a head on it; parameters and running statistics by name."""
 
-    def __init__(self, model: LocalModel, head: Mapping[str, Tensor], stage: Rounds, plan: Plan) -> None:
-        self.model, self.backbone, self.device, self.stage = model, model.backbone, model.device, stage
+    def __init__(self, model: LocalModel | None, head: Mapping[str, Tensor], stage: Rounds, plan: Plan) -> None:
+        self.model = model = model if model and plan.changes_features else LocalModel()
+        self.backbone, self.device, self.stage = model.backbone, model.device, stage
         self.head_layers = layers_of(list(head))
         self.parameters = model.parameters()
         self.parameters |= {name: nn.Parameter(value.to(self.device)) for name, value in head.items()}
