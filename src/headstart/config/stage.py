@@ -78,7 +78,7 @@ class _Stage(Table):
     plain_sgd: ClassVar[bool] = False
     """Whether the method is defined for local SGD without momentum only."""
     phased: ClassVar[bool] = False
-    """Whether its first rounds train other parameters than its last."""
+    """Whether its first rounds train other parameters than its last, below a module of its own."""
     method: str
     head_init: Literal["previous", "zeros", "random"] = "previous"
     """Where a trained head starts from; a closed-form head is computed and starts from nothing."""

@@ -209,7 +209,7 @@ class Body:
         kind = stage.train if not plan.still else here.kind if here and plan.module != "frozen" else "all"
         settings = stage.module_settings
         changed = here is not None and any(here.settings.get(key) != value for key, value in settings.items())
-        if here is not None and (here.kind != kind or changed or stage.method == "slora"):
+        if here is not None and (here.kind != kind or changed or stage.phased):
             key = "update" if stage.personalises else "train"
             raise HeadstartError(
                 f"stages.{seed[1]}.{key}: an earlier stage left a {here.kind} on the body; go on with it as it is, "
@@ -223,7 +223,7 @@ class Body:
             made = {key: value for key, value in settings.items() if value is not None}
             self._attach(Module(kind, made, ()), seed[0] * 1000 + seed[1])
         flips = stage.augment == "flip" and self.model.backbone and self.model.backbone.kind == "image"
-        if not flips and stage.method != "slora":
+        if not flips and not stage.phased:
             self._cache_prefix()
 
     def _cache_prefix(self) -> None:
