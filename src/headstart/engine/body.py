@@ -246,7 +246,7 @@ class Body:
     def use(self, task: int) -> None:
         """Give the module the values of a task, where it has values for each."""
         if self.model is not None and self.module is not None and self.module.values:
-            self.model.write(self.model.modules[0].parameters, _tensors(self.module.values[task]))
+            self._write(self.model.modules[0].parameters, self.module.values[task])
 
     def module_values(self) -> Arrays:
         """What the module's parameters are now; nothing where there is no module."""
@@ -293,7 +293,7 @@ class Body:
         if version.weights != self.weights:
             arrays = self._versions[version.weights].arrays
             assert arrays is not None
-            self.model.write(self.model.state(), _tensors(arrays))
+            self._write(self.model.state(), arrays)
             self.weights = version.weights
         if version.module is not None:
             self._attach(version.module)
@@ -302,8 +302,9 @@ class Body:
         self._prefix = None
         self._forget()
 
+    def _write(self, tensors: Mapping[str, Tensor], arrays: Arrays) -> None:
+        """Every one of the tensors from the array of its name; a `KeyError` where there is none."""
+        import torch
 
-def _tensors(arrays: Arrays) -> dict[str, Tensor]:
-    import torch
-
-    return {name: torch.from_numpy(np.asarray(array)) for name, array in arrays.items()}
+        assert self.model is not None
+        self.model.write(tensors, {name: torch.from_numpy(np.asarray(arrays[name])) for name in tensors})
