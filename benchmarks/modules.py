@@ -148,10 +148,10 @@ def speed_of(blocks: int | None) -> tuple[str, ...]:
     stage, federation = made.stages[0], Federation.of(made)
     assert isinstance(stage, FedYoloStage)
     body = Body(made.model, federation.dataset)
-    module = body.attach(stage, stage.plan, (0, 0))
+    body.attach(stage, stage.plan, (0, 0))
     assert body.backbone is not None
     tasks = tuple(Task(name, count, Population(20, 2000)) for name, count in (("ag_news", 4), ("trec", 5)))
-    bench = Bench(stage, context_of(stage, 9, body.dim, tasks=tasks, backbone=body.backbone, module=module))
+    bench = Bench(stage, context_of(stage, 9, body.dim, tasks=tasks, model=body.model))
     state, inputs, asked = bench.init(), body.inputs(), Ledger.open(40)
 
     def round_() -> None:

@@ -42,10 +42,16 @@ def context_of(
     head: LinearHead | None = None,
     tasks: tuple[Task, ...] = (),
     plan: Plan | None = None,
+    backbone: Any = None,
+    module: Any = None,
     **more: Any,
 ) -> StageContext:
     """The context of a stage with one task of so many classes, or with these tasks."""
     tasks = tasks or (Task("default", n_classes, Population(clients, examples), head),)
+    if backbone is not None:
+        from headstart.modules import LocalModel
+
+        more["model"] = LocalModel(backbone, *([module] if module else []))
     return StageContext(tasks, dim, seed, plan or stage.plan, **more)
 
 

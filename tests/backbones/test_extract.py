@@ -21,7 +21,7 @@ from headstart.backbones.transforms import NORMALISATIONS, ImageInput, ImageTran
 from headstart.config.recipe import Model
 from headstart.data import Examples
 from headstart.errors import HeadstartError
-from headstart.solvers.network import set_mode
+from headstart.modules import LocalModel
 from tests.backbones import tiny_backbones
 from tests.backbones.tiny_backbones import colour_means, means_backbone, pictures
 
@@ -390,8 +390,8 @@ def test_a_body_that_normalises_by_the_batch_is_never_compiled(mode: str, monkey
     asked: list[Backbone] = []
     monkeypatch.setattr(module, "openvino_runner", lambda backbone, batch: asked.append(backbone))
     body = ImageInput(Normalised(), NORMALISATIONS["half"])
-    set_mode(body, False, mode)
     backbone = Backbone("normalised", "image", 3, body, body, ImageTransform(4), mode, convolutional=True)
+    LocalModel(backbone).set_mode(False, mode)
     examples = pictures(300)
     found = embed(backbone, examples, "test"), extract(backbone, examples)
     assert len(asked) == (0 if mode == "batch" else 2)

@@ -45,7 +45,8 @@ def test_rows_are_what_adding_up_by_hand_gives() -> None:
 @pytest.mark.parametrize("moments", [None, "diagonal", "full"])
 def test_blocks_do_not_change_the_sums(moments: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     whole, _ = summarise(X, Y, C, clients=WHO, moments=moments)
-    monkeypatch.setattr(statistics, "_BLOCK_BYTES", 8 * D * 11)  # eleven examples at a time
+    for name in ("_BLOCK_BYTES", "_BLOCK_BYTES_OF_MOMENTS"):
+        monkeypatch.setattr(statistics, name, 8 * D * 11)  # eleven examples at a time
     blocks, _ = summarise(X, Y, C, clients=WHO, moments=moments)
     np.testing.assert_array_equal(blocks.sums, whole.sums)
     if moments is None:

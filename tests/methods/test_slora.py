@@ -185,6 +185,23 @@ def test_a_state_survives_its_checkpoint_in_both_parts(stop: int) -> None:
     assert len(set(whole.frozen)) == 5
 
 
+@pytest.mark.parametrize("order", [(4, 1, 3, 0, 2), (0, 4, 1, 2, 1, 3)], ids=str)
+def test_a_state_gives_its_own_model_whatever_was_loaded_before(order: tuple[int, ...]) -> None:
+    """States 0 and 1 are of priming, 2, 3 and 4 of LoRA; what they gave in their own rounds is the reference."""
+    run = Run(lr=0.3).play()
+    assert [state.primed for state in run.states[1:]] == [False, True, True, True, True]
+    end = run.frozen[-1]
+    for number in order:
+        head = run.bench.head(run.states[number + 1])
+        np.testing.assert_array_equal(embed(run.backbone, SENTENCES, "x"), run.features[number])
+        np.testing.assert_array_equal(head.weight, run.heads[number].weight)
+    # The start, too; and the clients go on from a later state as if nobody had looked back.
+    run.bench.head(run.states[0])
+    np.testing.assert_allclose(embed(run.backbone, SENTENCES, "x"), embed(bert_backbone(dropout=0.0), SENTENCES, "x"))
+    run.play(state=run.states[4], first_round=4)
+    assert run.frozen[-1] == end
+
+
 def test_without_priming_it_is_lora_by_fedavg() -> None:
     run = Run(priming=0.0).play()
     assert all(state.primed for state in run.states)

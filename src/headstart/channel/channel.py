@@ -174,14 +174,13 @@ def channel_of(
 
     seed: the run's, and the stage's number; clients: how many each task has; noise: what noise is drawn from.
     """
-    if not isinstance(stage, ClosedForm):
+    if stage.trains:
         return _update_channel(stage, method, seed, clients, noise)
-    methods = getattr(method, "methods", [method])
     least = 1 if stage.protected else stage.min_examples
     sums = max(1, sum(clients.values()) // stage.secure_group) if stage.secure_group else 1
     channels = [
         StatisticsChannel(one.summary, stage.privacy, stage.noise_on_counts, count, noise, task, sums, least)
-        for task, (one, count) in enumerate(zip(methods, clients.values(), strict=True))
+        for task, (one, count) in enumerate(zip(method.methods, clients.values(), strict=True))
     ]
     return channels[0] if len(channels) == 1 else TaskChannels(channels)
 

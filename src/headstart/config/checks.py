@@ -58,33 +58,37 @@ def contradictions(table: Mapping[str, Any]) -> list[str]:
         problems.append("model.prompt: write {mask} once, and {text} where the text goes")
     has_body = not isinstance(model, dict) or model.get("backbone") != "features"
     for number, stage in enumerate(stages if isinstance(stages, list) else ()):
-        if not isinstance(stage, dict):
-            continue
-        start = stage.get("start")
-        if isinstance(start, int) and start >= number:
-            problems.append(f"stages.{number}.start: {start} is not an earlier stage; the first stage has number 0")
-        kind = STAGES.get(str(stage.get("method")))
-        key = "update" if stage.get("method") == "personalise" else "train"
-        default = kind.model_fields[key].default if kind and key in kind.model_fields else None
-        train = stage.get(key, default)
-        if train in ("body", "all") and not has_body and not stage.get("compute"):
-            problems.append(f"stages.{number}.{key}: the data are features, there is no body to train; use 'head'")
-        if kind is not None:
-            problems += [f"stages.{number}{problem}" for problem in _unlike(stage, kind, train, bool(tasks))]
-        for one, other in (("clients_per_round", "participation"), ("local_epochs", "local_steps")):
-            if {one, other} <= stage.keys():
-                problems.append(f"stages.{number}: set {one} or {other}, not both")
-        if stage.get("head") == "mlp" and stage.get("head_init") == "zeros":
-            problems.append(f"stages.{number}.head_init: an MLP of zeros has no gradient; use 'random'")
-        if kind and "combine" in kind.model_fields:
-            values = {name: field.default for name, field in kind.model_fields.items()} | stage
-            problems += [f"stages.{number}.{problem}" for problem in _unprotected(values, kind, bool(tasks))]
-        if stage.get("secure") and kind and "secure" in kind.model_fields:
-            problems += [f"stages.{number}.{problem}" for problem in _unsummed(stage, kind, bool(tasks))]
-        if kind and issubclass(kind, ClosedForm):
-            problems += [f"stages.{number}.{problem}" for problem in _unhidden(stage)]
-        if kind and "privacy" in kind.model_fields and _noise(stage) == "shared":
-            problems += [f"stages.{number}.privacy.noise: {problem}" for problem in _unshared(stage, kind, bool(tasks))]
+        if isinstance(stage, dict):
+            problems += [f"stages.{number}{problem}" for problem in _of_stage(number, stage, has_body, bool(tasks))]
+    return problems
+
+
+def _of_stage(number: int, stage: dict[str, Any], has_body: bool, tasks: bool) -> list[str]:
+    """What is wrong with a stage as a whole; problems begin with the key they are about."""
+    problems, kind, start = [], STAGES.get(str(stage.get("method"))), stage.get("start")
+    if isinstance(start, int) and start >= number:
+        problems.append(f".start: {start} is not an earlier stage; the first stage has number 0")
+    key = "update" if stage.get("method") == "personalise" else "train"
+    default = kind.model_fields[key].default if kind and key in kind.model_fields else None
+    train = stage.get(key, default)
+    if train in ("body", "all") and not has_body and not stage.get("compute"):
+        problems.append(f".{key}: the data are features, there is no body to train; use 'head'")
+    if kind is not None:
+        problems += _unlike(stage, kind, train, tasks)
+    for one, other in (("clients_per_round", "participation"), ("local_epochs", "local_steps")):
+        if {one, other} <= stage.keys():
+            problems.append(f": set {one} or {other}, not both")
+    if stage.get("head") == "mlp" and stage.get("head_init") == "zeros":
+        problems.append(".head_init: an MLP of zeros has no gradient; use 'random'")
+    if kind and "combine" in kind.model_fields:
+        values = {name: field.default for name, field in kind.model_fields.items()} | stage
+        problems += [f".{problem}" for problem in _unprotected(values, kind, tasks)]
+    if stage.get("secure") and kind and "secure" in kind.model_fields:
+        problems += [f".{problem}" for problem in _unsummed(stage, kind, tasks)]
+    if kind and issubclass(kind, ClosedForm):
+        problems += [f".{problem}" for problem in _unhidden(stage)]
+    if kind and "privacy" in kind.model_fields and _noise(stage) == "shared":
+        problems += [f".privacy.noise: {problem}" for problem in _unshared(stage, kind, tasks)]
     return problems
 
 
@@ -104,7 +108,7 @@ def _unread(data: Mapping[str, Any]) -> list[str]:
 def _unlike(stage: Mapping[str, Any], kind: type[Any], train: Any, tasks: bool) -> list[str]:
     """What a method does not do, by what it says of itself; problems begin with the key they are about."""
     method, problems = stage["method"], []
-    body, head = (getattr(kind, role, "shared") for role in ("representation", "classifier"))
+    body, head = kind.representation, kind.classifier
     personal = "personal" in (body, head)
     if head == "frozen" and train == "all":
         problems.append(f".train: {method}'s head stays as it is; use 'body'")
@@ -121,11 +125,11 @@ def _unlike(stage: Mapping[str, Any], kind: type[Any], train: Any, tasks: bool) 
         problems.append(".share: a server that trains on a share is for one task and one model")
     elif stage.get("share") and stage.get("share_train") == "body" and train == "head":
         problems.append(".share_train: no body is trained; use 'all'")
-    if stage.get("keep") == "best" and (personal or getattr(kind, "twin", False)):
+    if stage.get("keep") == "best" and (personal or kind.twin):
         problems.append(".keep: personal models are those of the last round; use 'last'")
-    if stage.get("keep") == "best" and getattr(kind, "phased", False):
+    if stage.get("keep") == "best" and kind.phased:
         problems.append(f".keep: {method}'s first rounds train other parameters; use 'last'")
-    if stage.get("momentum") and getattr(kind, "plain_sgd", False):
+    if stage.get("momentum") and kind.plain_sgd:
         problems.append(f".momentum: {method} is defined for plain local SGD; leave it 0")
     return problems
 

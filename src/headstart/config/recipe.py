@@ -8,13 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import tomli_w
-from pydantic import (
-    Field,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    ValidationError,
-)
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
 
 from headstart.config.stage import STAGES, Stage, Table, load_plugins
 from headstart.errors import RecipeError

@@ -68,10 +68,26 @@ class _Stage(Table):
     """Whether anything travels from round to round."""
     one_task: ClassVar[bool] = False
     """Whether the method is defined for a single task only."""
-    trains: ClassVar[bool] = True
-    """Whether the model is trained, round after round, rather than computed."""
     personalises: ClassVar[bool] = False
     """Whether clients make the model their own, an epoch a round."""
+    replays: ClassVar[bool] = False
+    """Whether the model is a log of steps, from which it can be rebuilt."""
+    representation: ClassVar[Role] = "shared"
+    """Of what is trained below the last linear layer: body, module, hidden layers."""
+    classifier: ClassVar[Role] = "shared"
+    """Of the last linear layer, where it is trained."""
+    sends: ClassVar[tuple[str, ...]] = ("update",)
+    """What a client sends, one array per shared parameter each."""
+    numbers: ClassVar[tuple[str, ...]] = ()
+    """Numbers that a client sends beside them."""
+    accumulates: ClassVar[Mapping[str, str]] = {}
+    """Kinds of client state that add up what was sent, and of which of `sends`."""
+    twin: ClassVar[bool] = False
+    """Whether a client has a copy of its own of what is shared, too."""
+    plain_sgd: ClassVar[bool] = False
+    """Whether the method is defined for local SGD without momentum only."""
+    phased: ClassVar[bool] = False
+    """Whether its first rounds train other parameters than its last, below a module of its own."""
     method: str
     head_init: Literal["previous", "zeros", "random"] = "previous"
     """Where a trained head starts from; a closed-form head is computed and starts from nothing."""
@@ -154,7 +170,7 @@ class ClosedFormStage(_Sampled):
     min_examples: PositiveInt = 1
     """Of a class with fewer examples a client says nothing, where neither noise nor a secure sum hides it. Nodes of a
     deployment have a limit of their own in `node.toml`, 2 by default."""
-    trains: ClassVar[bool] = False
+    trains: ClassVar[Literal[False]] = False
     plan: ClassVar[Plan] = FROZEN
     train: ClassVar[Literal["head"]] = "head"
     keep: ClassVar[Literal["last"]] = "last"
@@ -182,10 +198,8 @@ Part = Literal["head", "body", "all", "lora", "adapter", "vpt"]
 class _Optimiser(_Stage):
     """Steps along slopes of the loss, over batches of a client's examples."""
 
-    representation: ClassVar[Role] = "shared"
-    """Of what is trained below the last linear layer: body, module, hidden layers."""
-    classifier: ClassVar[Role] = "shared"
-    """Of the last linear layer, where it is trained."""
+    trains: ClassVar[Literal[True]] = True
+    """Whether the model is trained, round after round, rather than computed."""
     batch_size: PositiveInt | Literal["full"] = 64
     lr: PositiveFloat = 0.1
     weight_decay: NonNegativeFloat = 0.0
@@ -198,6 +212,12 @@ class _Optimiser(_Stage):
         """As many as the recipe says, however many clients there are."""
         rounds: int = getattr(self, "rounds")  # noqa: B009 (of a subclass)
         return rounds
+
+    @property
+    def server_step(self) -> float:
+        """How far the server goes along the mean update: all of it, unless the method has the key `server_lr`."""
+        length: float = getattr(self, "server_lr", 1.0)
+        return length
 
     @property
     def plan(self) -> Plan:
@@ -264,18 +284,6 @@ class _Rounds(_Sampled, _Optimiser):
 class TrainingStage(_Rounds, _SGD):
     """Local SGD on the clients, an average on the server, round after round."""
 
-    sends: ClassVar[tuple[str, ...]] = ("update",)
-    """What a client sends, one array per shared parameter each."""
-    numbers: ClassVar[tuple[str, ...]] = ()
-    """Numbers that a client sends beside them."""
-    accumulates: ClassVar[Mapping[str, str]] = {}
-    """Kinds of client state that add up what was sent, and of which of `sends`."""
-    twin: ClassVar[bool] = False
-    """Whether a client has a copy of its own of what is shared, too."""
-    plain_sgd: ClassVar[bool] = False
-    """Whether the method is defined for local SGD without momentum only."""
-    phased: ClassVar[bool] = False
-    """Whether its first rounds train other parameters than its last."""
     local_epochs: PositiveInt | None = None
     """Passes over the local examples; 1 unless local_steps says otherwise."""
     local_steps: PositiveInt | None = None
@@ -313,23 +321,24 @@ class AdaptiveStage(TrainingStage):
     """False: Reddi et al.; true, with beta2 = 0.999 and tau = 1e-8: Adam of torch, as FLSim and the FedNCM paper."""
 
 
-class ZerothOrderStage(_Rounds):
+class _Plain(_Stage):
+    """Without the keys of a `TrainingStage` for privacy, robust means, compression, shares or hidden tasks."""
+
+    hide_task: ClassVar[bool] = False
+    share: ClassVar[float] = 0.0
+    share_train: ClassVar[Literal["all"]] = "all"
+    combine: ClassVar[Literal["mean"]] = "mean"
+    max_norm: ClassVar[None] = None
+    privacy: ClassVar[None] = None
+    compress: ClassVar[None] = None
+
+
+class ZerothOrderStage(_Plain, _Rounds):
     """Slopes along random directions instead of gradients; batch norm and dropout as in evaluation."""
 
     one_task: ClassVar[bool] = True
     norm_statistics: ClassVar[Literal["freeze"]] = "freeze"
-    hide_task: ClassVar[bool] = False
-    share: ClassVar[float] = 0.0
-    privacy: ClassVar[None] = None
-    combine: ClassVar[Literal["mean"]] = "mean"
-    max_norm: ClassVar[None] = None
-    compress: ClassVar[None] = None
     augment: ClassVar[Literal["none"]] = "none"
-    sends: ClassVar[tuple[str, ...]] = ("update",)
-    numbers: ClassVar[tuple[str, ...]] = ()
-    accumulates: ClassVar[Mapping[str, str]] = {}
-    twin: ClassVar[bool] = False
-    share_train: ClassVar[Literal["all"]] = "all"
     train: Literal["head", "body", "all", "lora", "adapter"]
     lr: PositiveFloat = 1e-4
     epsilon: PositiveFloat = 1e-3
@@ -338,24 +347,17 @@ class ZerothOrderStage(_Rounds):
     """Directions, and so scalars, of a step."""
 
 
-class LocalStage(_SGD):
+class LocalStage(_Plain, _SGD):
     """Every client by itself: it makes the model its own, an epoch a round, and nothing travels."""
 
     communicates: ClassVar[bool] = False
     personalises: ClassVar[bool] = True
     representation: ClassVar[Role] = "personal"
     classifier: ClassVar[Role] = "personal"
-    privacy: ClassVar[None] = None
     secure: ClassVar[bool] = False
     secure_group: ClassVar[None] = None
     sampling: ClassVar[Literal["clients"]] = "clients"
-    combine: ClassVar[Literal["mean"]] = "mean"
-    max_norm: ClassVar[None] = None
-    compress: ClassVar[None] = None
     sends: ClassVar[tuple[str, ...]] = ()
-    numbers: ClassVar[tuple[str, ...]] = ()
-    accumulates: ClassVar[Mapping[str, str]] = {}
-    twin: ClassVar[bool] = False
     local_epochs: ClassVar[int] = 1
     local_steps: ClassVar[None] = None
     schedule: ClassVar[Literal["constant"]] = "constant"
@@ -363,9 +365,6 @@ class LocalStage(_SGD):
     weighting: ClassVar[Literal["uniform"]] = "uniform"
     keep: ClassVar[Literal["last"]] = "last"
     patience: ClassVar[None] = None
-    hide_task: ClassVar[bool] = False
-    share: ClassVar[float] = 0.0
-    share_train: ClassVar[Literal["all"]] = "all"
     head: ClassVar[None] = None
     """Whatever head there is."""
     hidden: ClassVar[int] = 0

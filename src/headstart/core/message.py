@@ -48,7 +48,8 @@ class Message:
     def to_bytes(self) -> bytes:
         """The message as safetensors bytes; the scalars travel in its metadata."""
         arrays = {name: np.asarray(array, order="C") for name, array in self.arrays.items()}
-        data = safetensors_numpy.save(arrays, metadata=self._metadata())
+        text = self._scalars_text()
+        data = safetensors_numpy.save(arrays, metadata=None if text is None else {_SCALARS: text})
         if (length := int.from_bytes(data[:8], "little")) > _HEADER_BYTES:
             raise HeadstartError(
                 f"the names and shapes of {len(arrays)} arrays take {length} bytes, more than {_HEADER_BYTES}: nobody "
@@ -76,7 +77,7 @@ class Message:
     def nbytes(self) -> int:
         """Length of `to_bytes()`, without making the bytes."""
         layout = tuple((name, array.dtype, array.shape) for name, array in self.arrays.items())
-        return _cached_nbytes(layout, json.dumps(dict(self.scalars), allow_nan=False) if self.scalars else None)
+        return _cached_nbytes(layout, self._scalars_text())
 
     def array(self, name: str, dtype: str, shape: tuple[int | None, ...]) -> Array:
         """The array of that name, checked: present, of this dtype and shape (None is any length), finite."""
@@ -99,8 +100,8 @@ class Message:
             raise MessageError(f"a client says {name} = {value!r:.40}; a whole number from 1 to {largest} was expected")
         return value
 
-    def _metadata(self) -> dict[str, str] | None:
-        return {_SCALARS: json.dumps(dict(self.scalars), allow_nan=False)} if self.scalars else None
+    def _scalars_text(self) -> str | None:
+        return json.dumps(dict(self.scalars), allow_nan=False) if self.scalars else None
 
 
 @lru_cache(maxsize=4096)

@@ -7,11 +7,9 @@ stage found it, bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
-
-from headstart.core.params import Shapes
 
 Role = Literal["frozen", "shared", "personal"]
 """Of a parameter: it stays as it is; it is trained and travels; it is trained and stays with the client."""
@@ -54,10 +52,6 @@ class Plan:
         if "body" in still and norm_statistics == "aggregate":
             roles["statistics"] = "personal"
         return replace(self, **roles, still=frozenset(still))
-
-    def loaded(self, shapes: Mapping[str, tuple[int, ...]]) -> Shapes:
-        """The parameters that are not frozen."""
-        return {name: shape for name, shape in shapes.items() if self.role(name) != "frozen"}
 
 
 def part_of(name: str) -> str:

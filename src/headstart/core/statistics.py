@@ -21,7 +21,9 @@ Ints = npt.NDArray[np.int64]
 Moments = Literal["full", "diagonal"]
 Transform = Callable[[Features], Features]
 
-_BLOCK_BYTES = 32 << 20
+# Sums alone are fastest in blocks that stay in the processor's cache; products of matrices want larger ones.
+_BLOCK_BYTES = 4 << 20
+_BLOCK_BYTES_OF_MOMENTS = 32 << 20
 # Features beyond this are no features: their squares, added up over all clients, must stay within range.
 _LARGEST_FEATURE = 1e15
 # Bounds that exact sums keep are checked with room for sums that were rounded to float32.
@@ -357,11 +359,13 @@ def _segment_sums(
     dim = transform(features[:1]).shape[1]
     sums = np.zeros((n_segments, dim))
     second = _zero_moments(dim, moments)
-    step = max(1, _BLOCK_BYTES // (8 * dim))
+    step = max(1, (_BLOCK_BYTES if moments is None else _BLOCK_BYTES_OF_MOMENTS) // (8 * dim))
+    # One for all blocks: large memory that is asked for anew is cleared by the operating system each time.
+    room = np.empty((min(step, len(rows)) + 1, dim))
     for start in range(0, len(rows), step):
         members = segments[start : start + step]
         first, last = int(members[0]), int(members[-1])
-        block = np.empty((len(members) + 1, dim))
+        block = room[: len(members) + 1]
         block[0] = sums[first]  # what the previous block left in the segment that the two share
         block[1:] = transform(features[rows[start : start + step]])
         lengths = np.bincount(members - first, minlength=last - first + 1)

@@ -20,8 +20,8 @@ from headstart.heads import LinearHead
 if TYPE_CHECKING:  # torch is not needed where the data are features
     from torch import Tensor
 
-    from headstart.backbones import Inputs, Prefix
-    from headstart.modules import Attached
+    from headstart.backbones import Backbone, Inputs, Prefix
+    from headstart.modules import LocalModel
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -65,19 +65,22 @@ class Body:
             kind = "already features" if dataset.kind == "features" else f"{dataset.kind}s, not features"
             fix = '"features"' if dataset.kind == "features" else "a backbone that reads them (see headstart backbones)"
             raise HeadstartError(f"model.backbone: the data of {dataset.name} are {kind}; set it to {fix}")
-        self.backbone = None
+        self.model: LocalModel | None = None
+        """The backbone and the module on it; None where the data are features."""
         self.loaded = PRETRAINED
         self.weights = PRETRAINED
         """The stage whose weights the body has."""
         self._versions: dict[int, Version] = {}
-        self._attached: tuple[Module, Attached] | None = None
+        self.module: Module | None = None
+        """The module on the body, with the values that the last stage which trained it made."""
         self._features: dict[str, Features] = {}
         self._inputs: dict[str, Inputs] = {}
         self._prefix: Prefix | None = None
         if model.backbone != "features":
             from headstart.backbones import load_backbone
+            from headstart.modules import LocalModel
 
-            self.backbone = load_backbone(model)
+            self.model = LocalModel(load_backbone(model))
             if keep_pretrained:
                 self._versions[PRETRAINED] = Version(PRETRAINED, "aggregate", self._copied())
 
@@ -85,6 +88,11 @@ class Body:
     def _dataset(self) -> Dataset:
         assert self._data is not None, "this body was made to be rebuilt, not to read examples"
         return self._data
+
+    @property
+    def backbone(self) -> Backbone | None:
+        """The backbone; None where the data are features."""
+        return self.model.backbone if self.model else None
 
     @property
     def dim(self) -> int:
@@ -190,75 +198,67 @@ class Body:
 
     # --------------------------------------------------------------------------------------------------------- modules
 
-    def attach(self, stage: Stage, plan: Plan, seed: tuple[int, ...]) -> Attached | None:
-        """The module that a stage trains, or that clients have values of their own for: the one an earlier stage left
-        on the body, or a new one."""
+    def attach(self, stage: Stage, plan: Plan, seed: tuple[int, ...]) -> None:
+        """Prepare the body for a stage: with the module that it trains, or that clients have values of their own for,
+        which is the one that an earlier stage left there, or a new one."""
         self._inputs.clear()
         self._prefix = None
-        if not plan.changes_features:
-            return None
-        here = self._attached[0] if self._attached else None
+        if not plan.changes_features or self.model is None:
+            return
+        here = self.module
         kind = stage.train if not plan.still else here.kind if here and plan.module != "frozen" else "all"
         settings = stage.module_settings
         changed = here is not None and any(here.settings.get(key) != value for key, value in settings.items())
-        if here is not None and (here.kind != kind or changed or stage.method == "slora"):
+        if here is not None and (here.kind != kind or changed or stage.phased):
             key = "update" if stage.personalises else "train"
             raise HeadstartError(
                 f"stages.{seed[1]}.{key}: an earlier stage left a {here.kind} on the body; go on with it as it is, "
                 "train the head, or set start to a stage before it"
             )
-        if kind in MODULES and here is None:
+        if kind not in MODULES:
+            return
+        if here is None:
             if stage.personalises:
                 raise HeadstartError(f"stages.{seed[1]}.update: no earlier stage left a {kind} on the body")
             made = {key: value for key, value in settings.items() if value is not None}
             self._attach(Module(kind, made, ()), seed[0] * 1000 + seed[1])
-        if self._attached is None:
-            return None
-        attached = self._attached[1]
-        flips = stage.augment == "flip" and self.backbone and self.backbone.kind == "image"
-        if attached.depth and kind in MODULES and not flips and stage.method != "slora":
-            self._cache_prefix(attached.depth)
-        return attached
+        flips = stage.augment == "flip" and self.model.backbone and self.model.backbone.kind == "image"
+        if not flips and not stage.phased:
+            self._cache_prefix()
 
-    def _cache_prefix(self, depth: int) -> None:
+    def _cache_prefix(self) -> None:
         """What comes before the first block with a module is computed once."""
         from headstart.backbones import Prefix
         from headstart.modules.blocks import blocks_of
 
+        assert self.model is not None
         assert self.backbone is not None
-        blocks = blocks_of(self.backbone.core)
-        self._prefix = Prefix(self.backbone, blocks[:depth], blocks[depth])
+        if depth := self.model.modules[-1].depth:
+            blocks = blocks_of(self.backbone.core)
+            self._prefix = Prefix(self.backbone, blocks[:depth], blocks[depth])
 
     def _attach(self, module: Module, seed: int = 0) -> None:
-        from headstart.modules import attach
-
-        assert self.backbone is not None
-        self._attached = module, attach(module.kind, self.backbone, module.settings, seed)
+        assert self.model is not None
+        self.model.attach(module.kind, module.settings, seed)
+        self.module = module
         self.use(0)
 
     def use(self, task: int) -> None:
         """Give the module the values of a task, where it has values for each."""
-        if self._attached is not None and self._attached[0].values:
-            _write(self._attached[1].parameters, self._attached[0].values[task])
+        if self.model is not None and self.module is not None and self.module.values:
+            self._write(self.model.modules[0].parameters, self.module.values[task])
 
     def module_values(self) -> Arrays:
         """What the module's parameters are now; nothing where there is no module."""
-        parameters = self._attached[1].parameters if self._attached else {}
+        parameters = self.model.modules[0].parameters if self.model and self.model.modules else {}
         return {name: parameter.detach().cpu().numpy().copy() for name, parameter in parameters.items()}
-
-    def module(self) -> Module | None:
-        """The module on the body, with the values that the last stage which trained it made."""
-        return self._attached[0] if self._attached else None
 
     # -------------------------------------------------------------------------------------------------------- versions
 
     def arrays(self) -> Arrays:
         """Parameters and buffers of the body as it is now, under the names that its checkpoints use."""
-        from headstart.modules import plain_state
-
-        assert self.backbone is not None
-        state = plain_state(self.backbone.core)
-        return {name: tensor.detach().cpu().contiguous().numpy() for name, tensor in state.items()}
+        assert self.model is not None
+        return {name: tensor.detach().cpu().contiguous().numpy() for name, tensor in self.model.state().items()}
 
     def _copied(self) -> Arrays:
         return {name: array.copy() for name, array in self.arrays().items()}
@@ -268,12 +268,11 @@ class Body:
 
         values: the module's, by task; trained: whether the body's own weights have changed.
         """
-        if self._attached is not None:
-            module, attached = self._attached
-            self._attached = replace(module, values=tuple(values)), attached
+        if self.module is not None:
+            self.module = replace(self.module, values=tuple(values))
         self.weights = number if trained else self.weights
         arrays = self._copied() if trained else None
-        self._versions[number] = Version(self.weights, norm_statistics, arrays, self.module())
+        self._versions[number] = Version(self.weights, norm_statistics, arrays, self.module)
         self.loaded = number
         self._prefix = None
         self._forget()
@@ -287,31 +286,25 @@ class Body:
         """Put what a stage made, or the pre-trained weights, into the body; nothing to do where they are there."""
         if number == self.loaded:
             return
-        from headstart.modules import plain_state
-        from headstart.solvers.network import set_mode
-
-        assert self.backbone is not None
+        assert self.model is not None
         version = self._versions[number]
-        if self._attached is not None:
-            self._attached[1].detach()
-            self._attached = None
+        self.model.detach()
+        self.module = None
         if version.weights != self.weights:
             arrays = self._versions[version.weights].arrays
             assert arrays is not None
-            _write(plain_state(self.backbone.core), arrays)
+            self._write(self.model.state(), arrays)
             self.weights = version.weights
         if version.module is not None:
             self._attach(version.module)
-        set_mode(self.backbone.body, False, version.norm_statistics)
+        self.model.set_mode(False, version.norm_statistics)
         self.loaded = number
         self._prefix = None
         self._forget()
 
+    def _write(self, tensors: Mapping[str, Tensor], arrays: Arrays) -> None:
+        """Every one of the tensors from the array of its name; a `KeyError` where there is none."""
+        import torch
 
-def _write(tensors: Mapping[str, Tensor], arrays: Arrays) -> None:
-    """Write arrays into tensors of the same names, in place."""
-    import torch
-
-    with torch.no_grad():
-        for name, tensor in tensors.items():
-            tensor.copy_(torch.from_numpy(np.asarray(arrays[name])))
+        assert self.model is not None
+        self.model.write(tensors, {name: torch.from_numpy(np.asarray(arrays[name])) for name in tensors})

@@ -35,7 +35,8 @@ def method_of(
     stage: ClosedForm | Rounds, plan: Plan, seed: tuple[int, ...], body: Body, tasks: tuple[Task, ...], noise: Seed = ()
 ) -> tuple[Method[Any], Channel]:
     """The method and the channel of a stage on a body as it is loaded; noise: as in `StageContext`."""
-    context = StageContext(tasks, body.dim, seed, plan, body.backbone, body.attach(stage, plan, seed), noise)
+    body.attach(stage, plan, seed)
+    context = StageContext(tasks, body.dim, seed, plan, body.model, noise)
     method = build(stage, context)
     clients = {task.name: task.population.clients for task in tasks}
     return method, channel_of(stage, method, seed, clients, context.noise_seed)

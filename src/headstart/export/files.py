@@ -42,7 +42,7 @@ def export(
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise HeadstartError(f"--out {out}: already used; give another directory")
     model = Model.of(run, task, client)
-    module = model.body.module()
+    module = model.body.module
     if merge and module is not None and module.kind != "lora":
         raise HeadstartError(f"--merge: only a lora can be added to the body's weights, and this is {module.kind}")
     out = out.resolve()
@@ -77,7 +77,7 @@ def _save_body(model: Model, merge: bool, folder: Path) -> str:
     """Write body and module to ``folder``; the README that says how to load them from within it."""
     from transformers import PreTrainedModel
 
-    backbone, module = model.body.backbone, model.body.module()
+    backbone, module = model.body.backbone, model.body.module
     if backbone is None:
         return _readme(model, [], [])
     core: Any = backbone.core

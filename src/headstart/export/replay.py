@@ -10,7 +10,6 @@ from headstart.core.state import unpack
 from headstart.engine.body import Body
 from headstart.errors import HeadstartError
 from headstart.methods import StageContext, Task, build
-from headstart.methods.fedmezo import FedMeZOStage
 from headstart.records import RunDirectory
 
 
@@ -22,12 +21,11 @@ def replay(path: Path, out: Path) -> list[str]:
     """
     recipe = Recipe.load(path / "recipe.toml")
     directory = RunDirectory.reopen(path, recipe)
-    numbers = [number for number, stage in enumerate(recipe.stages) if isinstance(stage, FedMeZOStage)]
+    numbers = [number for number, stage in enumerate(recipe.stages) if stage.replays]
     if not numbers:
         raise HeadstartError(f"{path} is no run of fedmezo: there is no log to replay")
     number = numbers[-1]
     stage, log = recipe.stages[number], directory.load_log(number)
-    assert isinstance(stage, FedMeZOStage)
     body = Body(recipe.model, None)
     begin = number - 1 if stage.start == "previous" else -1 if stage.start == "pretrained" else stage.start
     head = body.label_words()
@@ -44,8 +42,8 @@ def replay(path: Path, out: Path) -> list[str]:
     classes = len(made["weight"])
     dim = body.backbone.dim if body.backbone else made.get("hidden.0.weight", made["weight"]).shape[1]
     seed, plan = (recipe.seed, number), stage.plan
-    module = body.attach(stage, plan, seed)
-    context = StageContext((Task("default", classes, head=head),), dim, seed, plan, body.backbone, module)
+    body.attach(stage, plan, seed)
+    context = StageContext((Task("default", classes, head=head),), dim, seed, plan, body.model)
     method = build(stage, context)
     rebuilt_head = method.load(method.model(unpack(method.state_type, log)))
     rebuilt = RunDirectory(out)

@@ -90,7 +90,9 @@ def _estimated_scatter(statistics: ClientStatistics, total: ClientStatistics, me
 
     def rows(start: int, stop: int) -> Floats:
         block = statistics.sums[start:stop] / statistics.counts[start:stop, None]
-        return np.asarray((block - means[classes[start:stop]]) * weights[start:stop, None])
+        block -= means[classes[start:stop]]
+        block *= weights[start:stop, None]
+        return np.asarray(block)
 
     if len(classes) + 1 < total.dim:
         return rows(0, len(classes)), known

@@ -4,7 +4,7 @@
 from headstart.core.params import Params
 from headstart.core.reply import ClientResult
 from headstart.core.update import Total
-from headstart.methods.base import BaseMethod, Method, Population, Received, StageContext, Task
+from headstart.methods.base import Method, Population, Received, StageContext, Task
 from headstart.methods.closed_form import ClosedForm
 from headstart.methods.registry import METHODS, build, register
 from headstart.methods.training import Training, TrainingState
@@ -36,6 +36,6 @@ from headstart.methods import fedmezo
 from headstart.methods import distmezo
 
 __all__ = [
-    "METHODS", "BaseMethod", "ClientResult", "ClosedForm", "Cohort", "Method", "Params", "Population", "Received",
+    "METHODS", "ClientResult", "ClosedForm", "Cohort", "Method", "Params", "Population", "Received",
     "StageContext", "Task", "Total", "Training", "TrainingState", "build", "register",
 ]  # fmt: skip

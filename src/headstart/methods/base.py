@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -20,8 +21,7 @@ from headstart.heads import LinearHead
 from headstart.solvers.cohort import Cohort, ReadState
 
 if TYPE_CHECKING:  # closed-form methods do not wait for torch
-    from headstart.backbones import Backbone
-    from headstart.modules import Attached
+    from headstart.modules import LocalModel
 
 State = TypeVar("State")
 Arrays = Mapping[str, npt.NDArray[Any]]
@@ -58,10 +58,8 @@ class StageContext:
     seed: tuple[int, ...]
     """The run's seed and the number of the stage."""
     plan: Plan
-    backbone: Backbone | None = None
-    """The body as the stage starts from it; None where the data are features."""
-    module: Attached | None = None
-    """The module on the body that is to be trained."""
+    model: LocalModel | None = None
+    """The body as the stage starts from it, with the module that is to be trained; None where the data are features."""
     noise: Seed = ()
     """What noise is drawn from beside the seed: nothing in a simulation, a secret on the server of a deployment. None,
     on its nodes: the operating system's generator alone."""
@@ -108,102 +106,73 @@ class Received:
         return self.blocks[block]
 
 
-class Method(Protocol[State]):
-    """A method of federated learning."""
+class Method(ABC, Generic[State]):
+    """A method of federated learning. What most methods answer alike is answered here: nothing stays with a client, and
+    every client sends the same arrays."""
 
-    @property
-    def one_shot(self) -> bool:
-        """Whether a client is heard in one round only: what it says does not depend on what the server knows."""
+    state_type: type
+    """The class of the server's state, a dataclass."""
+    one_shot: bool = False
+    """Whether a client is heard in one round only: what it says does not depend on what the server knows."""
+    replays: bool = False
+    """Whether the model is a log of steps: a client is sent those it has missed since its last round."""
+    blocks: Blocks = MappingProxyType({})
+    """Names and shapes of all that clients send, of all tasks."""
+    weighting: str = "uniform"
+    """How clients count in a mean: by their "examples", or "uniform"."""
+    personal: bool = False
+    """Whether every client has a model of its own."""
+    client_state: Blocks = MappingProxyType({})
+    """Names and shapes of what stays with a client from one of its rounds to the next."""
+    accumulates: Mapping[str, str] = MappingProxyType({})
+    """Kinds of client state that add up what was sent of a block."""
+    memory_per_client: int = 0
+    """Bytes that one more client of a cohort takes, beyond its features."""
 
-    @property
-    def replays(self) -> bool:
-        """Whether the model is a log of steps: a client is sent those it has missed since its last round."""
-
-    @property
-    def blocks(self) -> Blocks:
-        """Names and shapes of all that clients send, of all tasks."""
-
-    @property
-    def state_type(self) -> type:
-        """The class of the server's state, a dataclass."""
-
-    @property
-    def client_state(self) -> Blocks:
-        """Names and shapes of what stays with a client from one of its rounds to the next."""
-
-    @property
-    def accumulates(self) -> Mapping[str, str]:
-        """Kinds of client state that add up what was sent of a block."""
-
-    @property
-    def memory_per_client(self) -> int:
-        """Bytes that one more client of a cohort takes, beyond its features."""
-
-    @property
-    def weighting(self) -> str:
-        """How clients count in a mean: by their "examples", or "uniform"."""
-
-    @property
-    def personal(self) -> bool:
-        """Whether every client has a model of its own."""
-
+    @abstractmethod
     def init(self) -> State:
         """Server: the state before round 1."""
 
+    @abstractmethod
     def broadcast(self, state: State, round: int, since: int, task: int = 0) -> Message:
         """Server to a client of a task that took part in round ``since`` last, -1 for never."""
 
+    @abstractmethod
     def receive(self, cohort: Cohort, message: Message) -> Received:
         """On the clients: what they start from."""
 
+    @abstractmethod
     def client_update(self, cohort: Cohort, received: Received) -> ClientResult | StatisticsResult:
         """On the clients: what each of them does."""
 
-    def expected(self, task: int) -> Blocks:
-        """Names and shapes of what a client of a task sends."""
-
-    def check(self, message: Message) -> None:
-        """Server: `MessageError` where no client sends such an update."""
-
+    @abstractmethod
     def server_update(self, state: State, total: Any, round: int) -> State:
         """Server: the state after a round (from 0), from the total of what was heard in it."""
 
+    @abstractmethod
     def model(self, state: State, task: int = 0) -> Message:
         """The global model of a task, in the form that `load` reads."""
 
+    @abstractmethod
     def load(self, message: Message, task: int = 0, personal: Arrays | None = None) -> LinearHead:
         """Write a model, and what is a client's own, into the body; its head."""
 
+    @property
+    def methods(self) -> Sequence[Method[Any]]:
+        """The method of each task."""
+        return [self]
+
+    def expected(self, task: int) -> Blocks:
+        """Names and shapes of what a client of a task sends."""
+        return self.blocks
+
+    def check(self, message: Message) -> None:
+        """Server: `MessageError` where no client sends such an update, beyond what the channel checks."""
+
     def own(self, read: ReadState, task: int = 0) -> Mapping[str, npt.NDArray[np.float32]]:
         """What is each client's own [M, …] by the name of the parameter, from its client state."""
+        return {}
 
     def selected(self, state: State) -> Mapping[str, float]:
         """Hyper-parameters that the data chose."""
-
-
-class BaseMethod:
-    """What most methods answer alike: nothing stays with a client, and every client sends the same arrays."""
-
-    one_shot = False
-    replays = False
-    personal = False
-    weighting = "uniform"
-    blocks: Blocks = MappingProxyType({})
-    client_state: Blocks = MappingProxyType({})
-    accumulates: Mapping[str, str] = MappingProxyType({})
-    memory_per_client = 0
-
-    def check(self, message: Message) -> None:
-        """Nothing beyond what the channel checks."""
-
-    def expected(self, task: int) -> Blocks:
-        """The same of every client."""
-        return self.blocks
-
-    def own(self, read: ReadState, task: int = 0) -> Mapping[str, npt.NDArray[np.float32]]:
-        """Nothing."""
-        return {}
-
-    def selected(self, state: Any) -> Mapping[str, float]:
-        """Nothing was chosen."""
         return {}

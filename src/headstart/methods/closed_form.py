@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,19 +11,10 @@ import numpy as np
 
 from headstart.core.message import Message
 from headstart.core.reply import StatisticsResult
-from headstart.core.statistics import (
-    ClientStatistics,
-    Features,
-    Ints,
-    Moments,
-    Summary,
-    Transform,
-    shorten,
-    summarise,
-)
+from headstart.core.statistics import ClientStatistics, Features, Ints, Moments, Summary, Transform, shorten, summarise
 from headstart.core.update import StatisticsTotal
 from headstart.heads import LinearHead
-from headstart.methods.base import Arrays, BaseMethod, Received, StageContext
+from headstart.methods.base import Arrays, Method, Received, StageContext
 from headstart.solvers.cohort import Cohort
 
 
@@ -39,7 +30,7 @@ class ClosedFormState:
         return sum(len(part.labels) for part in self.parts)
 
 
-class ClosedForm(BaseMethod, ABC):
+class ClosedForm(Method[ClosedFormState]):
     """A subclass says which second moments it needs, and what head the statistics make.
 
     A subclass whose head depends on every client's rows, on a map of the features or on several means of a class says

@@ -11,7 +11,7 @@ pre-trained weights has the model.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +25,7 @@ from headstart.core.statistics import Ints
 from headstart.core.update import Total
 from headstart.errors import MessageError
 from headstart.heads import LinearHead
-from headstart.methods.base import Arrays, BaseMethod, Received, StageContext
+from headstart.methods.base import Arrays, Method, Received, StageContext
 from headstart.methods.head_init import head_start
 from headstart.methods.registry import register
 from headstart.solvers.cohort import Cohort
@@ -38,6 +38,7 @@ _ABSURD = 200.0
 class FedMeZOStage(ZerothOrderStage):
     """One seed and a few scalars per round (thesis, chapter 4)."""
 
+    replays: ClassVar[bool] = True
     method: Literal["fedmezo"]
     batch_size: PositiveInt | Literal["full"] = "full"
     """Examples of each client that a round looks at: all of them, or so many."""
@@ -60,10 +61,10 @@ class Log:
         return Message({"seeds": self.seeds[first:], "slopes": self.slopes[first:]}, {**scalars, "first": first})
 
 
-class FedMeZO(BaseMethod):
+class FedMeZO(Method[Log]):
     """Two forward passes per direction on the clients; a mean of scalars on the server."""
 
-    replays = True
+    replays = FedMeZOStage.replays
     state_type = Log
 
     def __init__(self, stage: FedMeZOStage, context: StageContext) -> None:
@@ -73,8 +74,7 @@ class FedMeZO(BaseMethod):
         self.stage, self.context, self.plan = stage, context, context.plan
         self.weighting = stage.weighting
         self.blocks = {"slopes": (stage.num_directions,)}
-        backbone = context.backbone if self.plan.changes_features else None
-        self.network = Network(backbone, context.module, tensors(head_start(stage, context)), stage, self.plan)
+        self.network = Network(context.model, tensors(head_start(stage, context)), stage, self.plan)
         self.probes = ZerothOrder(self.network, stage.epsilon, stage.temperature)
         self._taken = 0
         """Steps of the log that the weights have taken."""
@@ -111,10 +111,7 @@ class FedMeZO(BaseMethod):
     def load(self, message: Message, task: int = 0, personal: Arrays | None = None) -> LinearHead:
         """Take the steps of the log; the head after them."""
         self._follow(0, Log.of(message))
-        if self.network.backbone:
-            from headstart.solvers.network import set_mode
-
-            set_mode(self.network.backbone.body, False, "freeze")
+        self.network.model.set_mode(False, "freeze")
         heads = {n.removeprefix("head."): p for n, p in self.network.parameters.items() if n.startswith("head.")}
         head = LinearHead.of_arrays({name: p.detach().cpu().numpy().copy() for name, p in heads.items()})
         return replace(head, temperature=self.stage.temperature)

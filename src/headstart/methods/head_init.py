@@ -12,14 +12,11 @@ from headstart.methods.base import StageContext, Task
 
 def head_shapes(stage: Rounds, task: Task, dim: int) -> Shapes:
     """Parameters of a head on features of ``dim``: a linear layer, behind two hidden layers where it is an MLP."""
-    n_classes = task.n_classes
-    if stage.personalises:  # whatever head there is
-        if task.head is not None:
-            return {f"head.{name}": array.shape for name, array in task.head.parameters().items()}
+    n_classes, width = task.n_classes, stage.hidden
+    if stage.personalises and task.head is not None:  # whatever head there is
+        return {f"head.{name}": array.shape for name, array in task.head.parameters().items()}
+    if stage.head != "mlp":
         return {"head.weight": (n_classes, dim), "head.bias": (n_classes,)}
-    if stage.head == "linear":
-        return {"head.weight": (n_classes, dim), "head.bias": (n_classes,)}
-    width = stage.hidden
     return {
         "head.hidden.0.weight": (width, dim),
         "head.hidden.0.bias": (width,),

@@ -20,7 +20,7 @@ from headstart.core.reply import ClientResult
 from headstart.core.statistics import Floats
 from headstart.core.update import Blocks, Total
 from headstart.heads import LinearHead
-from headstart.methods.base import Arrays, BaseMethod, Received, StageContext
+from headstart.methods.base import Arrays, Method, Received, StageContext
 from headstart.methods.registry import register
 from headstart.methods.training import Training, TrainingState
 from headstart.solvers.cohort import Cohort
@@ -50,26 +50,29 @@ class SLoRAState:
     inner: TrainingState
 
 
-class SLoRA(BaseMethod):
+class SLoRA(Method[SLoRAState]):
     """FedAvg on a mask, a singular value decomposition, FedAvg on LoRA's factors."""
 
     state_type = SLoRAState
 
     def __init__(self, stage: SLoRAStage, context: StageContext) -> None:
-        from headstart.modules import attach
-
-        assert context.backbone is not None
-        self.stage = stage
+        assert context.model is not None
+        self.stage, self.context, self.body = stage, context, context.model
         self.weighting = stage.weighting
         self.seed = context.seed[0] * 1000 + context.seed[1]
-        self.mask = attach("mask", context.backbone, {"density": stage.density, "blocks": stage.blocks}, self.seed)
-        self.priming = Training(stage, replace(context, module=self.mask))
-        self.tuning = Training(stage, context)
         self.switch = max(1, round(stage.priming * stage.rounds)) if stage.priming else 0
+        self.tuning = self.priming = self.part = Training(stage, context)
+        """``part``: the one that the body is prepared for."""
         self.memory_per_client = self.tuning.memory_per_client
-        self.part = self.priming
-        """The part that the body is prepared for."""
-        self._enter(not self.switch)
+        if self.switch:
+            self._prepare_priming()
+
+    def _prepare_priming(self) -> None:
+        """A mask on top of LoRA as it starts, which changes nothing."""
+        self.tuning.load(self.tuning.model(self.tuning.init()))
+        settings = {"density": self.stage.density, "blocks": self.stage.blocks}
+        self.mask = self.body.attach("mask", settings, self.seed)
+        self.priming = self.part = Training(self.stage, self.context)
 
     @property
     def blocks(self) -> Blocks:  # type: ignore[override]
@@ -77,10 +80,12 @@ class SLoRA(BaseMethod):
         return self.part.blocks
 
     def _enter(self, primed: bool) -> Training[SLoRAStage]:
-        """The part that a state or a message is about; without its mask, the body is LoRA's for good."""
-        if primed and self.part is self.priming:
-            self.mask.detach()
+        """The part that a state or a message is about, with the body prepared for it."""
+        if primed and self.part is not self.tuning:
+            self.body.detach(1)
             self.part = self.tuning
+        elif not primed and self.part is self.tuning:
+            self._prepare_priming()
         return self.part
 
     def init(self) -> SLoRAState:

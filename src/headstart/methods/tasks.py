@@ -6,7 +6,7 @@ the names of what belongs to one end in `@TASK`; a method sees plain names, one 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -19,7 +19,7 @@ from headstart.core.params import Params
 from headstart.core.reply import ClientResult, StatisticsResult
 from headstart.core.update import Blocks, StatisticsTotal, Total
 from headstart.heads import LinearHead
-from headstart.methods.base import Arrays, BaseMethod, Received, StageContext
+from headstart.methods.base import Arrays, Method, Received, StageContext
 from headstart.methods.closed_form import ClosedForm, ClosedFormState
 from headstart.methods.training import Training, TrainingState
 from headstart.solvers.cohort import Cohort, ReadState
@@ -37,11 +37,12 @@ class ClosedFormStates:
         return sum(state.rows for state in self.tasks)
 
 
-class ClosedFormTasks(BaseMethod):
+class ClosedFormTasks(Method[ClosedFormStates]):
     """One closed form for every task; nothing is common to them."""
 
     one_shot = True
     state_type = ClosedFormStates
+    methods: Sequence[ClosedForm] = ()
 
     def __init__(self, make: Callable[[StageContext], ClosedForm], context: StageContext) -> None:
         self.methods = [make(context.alone(number)) for number in range(len(context.tasks))]
@@ -84,10 +85,11 @@ class TrainingStates:
     tasks: tuple[TrainingState, ...]
 
 
-class TrainingTasks(BaseMethod):
+class TrainingTasks(Method[TrainingStates]):
     """One training method for every task, on one body."""
 
     state_type = TrainingStates
+    methods: Sequence[Training[Any]] = ()
 
     def __init__(self, make: Callable[[StageContext], Training[Any]], context: StageContext, hide_task: bool) -> None:
         self.names = [task.name for task in context.tasks]
@@ -172,12 +174,16 @@ class TrainingTasks(BaseMethod):
 
     def _alone(self, cohort: Cohort) -> Cohort:
         """A cohort whose client state has plain names."""
+        return replace(cohort, state=self._reader(cohort.state, cohort.task))
 
-        def read(name: str, start: npt.NDArray[np.float32] | None) -> npt.NDArray[np.float32]:
+    def _reader(self, read: ReadState, task: int) -> ReadState:
+        """Reads client state under plain names."""
+
+        def plain(name: str, start: npt.NDArray[np.float32] | None) -> npt.NDArray[np.float32]:
             kind, _, parameter = name.partition(".")
-            return cohort.state(f"{kind}.{self._full(parameter, cohort.task)}", start)
+            return read(f"{kind}.{self._full(parameter, task)}", start)
 
-        return replace(cohort, state=read)
+        return plain
 
     def client_update(self, cohort: Cohort, received: Received) -> ClientResult:
         """As the task's method; a number of a client counts for the task and for what is common."""
@@ -212,12 +218,7 @@ class TrainingTasks(BaseMethod):
 
     def own(self, read: ReadState, task: int = 0) -> dict[str, np.ndarray]:
         """As the task's method."""
-
-        def plain(name: str, start: npt.NDArray[np.float32] | None) -> npt.NDArray[np.float32]:
-            kind, _, parameter = name.partition(".")
-            return read(f"{kind}.{self._full(parameter, task)}", start)
-
-        return self.methods[task].own(plain)
+        return self.methods[task].own(self._reader(read, task))
 
 
 def _part(state: TrainingState, names: list[str]) -> TrainingState:

@@ -16,7 +16,7 @@ from headstart.core.params import Params, Shapes
 from headstart.core.reply import ClientResult
 from headstart.core.update import Blocks, Total, block
 from headstart.heads import LinearHead
-from headstart.methods.base import Arrays, BaseMethod, Population, Received, StageContext
+from headstart.methods.base import Arrays, Method, Population, Received, StageContext
 from headstart.methods.head_init import head_start
 from headstart.solvers.cohort import Cohort, ReadState
 from headstart.solvers.objective import LocalResult, Objective, Solver
@@ -46,7 +46,7 @@ class TrainingState:
         return replace(self, memory={**self.memory, **memory})
 
 
-class Training(BaseMethod, Generic[StageT]):
+class Training(Method[TrainingState], Generic[StageT]):
     """FedAvg's skeleton: x ← combiner(x, Σ weight · Δ / Σ weight).
 
     A method changes what a client minimises and sends (`client_update`), and what the server does with the total
@@ -71,7 +71,9 @@ class Training(BaseMethod, Generic[StageT]):
         self.network: Network | None = None
         below, self._statistics = Params(), Params()
         if self.plan.changes_features or self.needs_network:
-            self.network = self._network(head)
+            from headstart.solvers.network import Network, tensors
+
+            self.network = Network(context.model, tensors(head), stage, self.plan)
             below = Params({n: p for n, p in _values(self.network.trained).items() if not n.startswith("head.")})
             self._statistics = _values(self.network.statistics)
         given = {f"module.{name}": np.asarray(array, np.float64) for name, array in (context.task.module or {}).items()}
@@ -82,12 +84,6 @@ class Training(BaseMethod, Generic[StageT]):
         self.solve = self.solver()
         # Of a head: parameters, start, velocity, gradient, and what is kept and corrected by, in float32.
         self.memory_per_client = _ALONE if self.network else 4 * 8 * sum(v.size for v in self.start.values())
-
-    def _network(self, head: Params) -> Network:
-        from headstart.solvers.network import Network, tensors
-
-        backbone = self.context.backbone if self.plan.changes_features else None
-        return Network(backbone, self.context.module, tensors(head), self.stage, self.plan)
 
     def solver(self) -> Solver:
         """What the clients do: SGD, on stacked heads or on the network."""
@@ -102,12 +98,7 @@ class Training(BaseMethod, Generic[StageT]):
 
     def combiner(self) -> Combiner:
         """How the server steps along the mean update."""
-        return Average(getattr(self.stage, "server_lr", 1.0))
-
-    @cached_property
-    def combine(self) -> Combiner:
-        """The combiner of the stage."""
-        return self.combiner()
+        return Average(self.stage.server_step)
 
     @cached_property
     def blocks(self) -> Blocks:  # type: ignore[override]
@@ -149,7 +140,7 @@ class Training(BaseMethod, Generic[StageT]):
 
     def init(self) -> TrainingState:
         """The model to start from."""
-        memory = {name: Params.zeros(self.shapes) for name in self.memories} | self.combine.init(self.shapes)
+        memory = {name: Params.zeros(self.shapes) for name in self.memories} | self.combiner().init(self.shapes)
         return TrainingState(self.shared, memory, self._shared_statistics, self.context.task.population)
 
     def broadcast(self, state: TrainingState, round: int, since: int, task: int = 0) -> Message:
@@ -163,7 +154,7 @@ class Training(BaseMethod, Generic[StageT]):
 
     def step(self, state: TrainingState, total: Total, mean: Params) -> TrainingState:
         """A step along a mean of updates; statistics are no parameters to step along: their mean is the new value."""
-        params, memory = self.combine.update(state.params, mean, state.memory)
+        params, memory = self.combiner().update(state.params, mean, state.memory)
         statistics = total.mean("statistics") if state.statistics else state.statistics
         return replace(state, params=params, memory=state.memory | memory, statistics=statistics)
 
@@ -186,10 +177,10 @@ class Training(BaseMethod, Generic[StageT]):
         values = self.start | self._statistics | block(message.arrays, "model") | block(message.arrays, "statistics")
         values = values | (personal or {})
         if self.network and self.network.backbone:
-            from headstart.solvers.network import set_mode, tensors
+            from headstart.solvers.network import tensors
 
             self.network.load(tensors(values))
-            set_mode(self.network.backbone.body, False, self.stage.norm_statistics)
+            self.network.model.set_mode(False, self.stage.norm_statistics)
         heads = {n.removeprefix("head."): v.astype(np.float32) for n, v in values.items() if n.startswith("head.")}
         return replace(LinearHead.of_arrays(heads), temperature=self.stage.temperature)
 

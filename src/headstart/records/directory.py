@@ -262,7 +262,7 @@ class RunDirectory:
         folder, several = self.path / "model", len(tasks) > 1
         parts = [{f"head.{name}": array for name, array in head.arrays().items()} for head in heads]
         write_json(folder / "classes.json", {task: list(names) for task, names in zip(tasks, classes, strict=True)})
-        module = body.module() if body else None
+        module = body.module if body else None
         for number, (task, head) in enumerate(zip(tasks, heads, strict=True)):
             head.save(folder / (f"head-{task}.safetensors" if several else "head.safetensors"))
             if module is not None:

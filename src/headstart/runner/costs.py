@@ -98,15 +98,14 @@ def paper_cost(
 ) -> Published:
     """The cost of a stage as its paper counts it; counts: [K, C] of the clients that were heard."""
     clients = sum(task.population.clients for task in tasks)
-    parts = getattr(method, "methods", [method])
     if not stage.trains:
-        return _closed_forms(stage, parts, tasks, counts, getattr(state, "tasks", (state,)))
+        return _closed_forms(stage, method.methods, tasks, counts, getattr(state, "tasks", (state,)))
     if stage.method == "slora":
         priming, tuning = (_module_size(part.shapes) for part in (method.priming, method.tuning))  # type: ignore[attr-defined]
         facts = CostFacts(stage, tasks[0].n_classes, dim, clients, rounds, counts)
         return slora(facts, method.switch, priming, tuning)  # type: ignore[attr-defined]
     # Where tasks differ, the mean over all clients.
-    weighted = list(zip(parts, tasks, strict=True))
+    weighted = list(zip(method.methods, tasks, strict=True))
     shared = sum(t.population.clients * _size(getattr(part, "shapes", {})) for part, t in weighted) / clients
     classes = sum(t.population.clients * t.n_classes for t in tasks) / clients
     facts = CostFacts(stage, classes, dim, clients, rounds, counts, shared=shared)  # type: ignore[arg-type]

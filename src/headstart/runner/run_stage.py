@@ -67,7 +67,7 @@ class StageRun:
         shares = "shared" in (self.plan.body, self.plan.module)
         self.before = run.body.known(self.settings.eval_split) if shares and not self.remote else None
         """Features of the evaluated split before the stage, where it changes those of all clients."""
-        module, norm_statistics = run.body.module(), run.body.norm_statistics
+        module, norm_statistics = run.body.module, run.body.norm_statistics
         self.tasks = self._tasks()
         hides = self.settings.privacy is not None and self.remote
         self.noise: Seed = Secret(secret(run.folder / "noise.secret")) if hides else ()
@@ -123,7 +123,7 @@ class StageRun:
 
     def _tasks(self) -> tuple[Task, ...]:
         """What is known of each task."""
-        federation, module = self.federation, self.run.body.module()
+        federation, module = self.federation, self.run.body.module
         tasks = []
         for number, name in enumerate(federation.tasks):
             classes, clients = federation.classes_of(number), federation.clients_of(number)
@@ -307,10 +307,8 @@ class StageRun:
         version, body = None, self.begin.body
         if changes:
             trained = self.plan.body == "shared"
-            version, body = (
-                run.body.keep(self.number, self.settings.norm_statistics, values[::-1], trained),
-                self.number,
-            )
+            version = run.body.keep(self.number, self.settings.norm_statistics, values[::-1], trained)
+            body = self.number
         run.models.append(StageModel(tuple(heads[::-1]), body, self.states if self.states.shapes else None))
         run.directory.save_model(self.number, run.models[-1], version)
         if self.method.replays:

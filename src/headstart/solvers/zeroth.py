@@ -24,7 +24,7 @@ from headstart.core.statistics import Ints
 from headstart.errors import HeadstartError
 from headstart.solvers.cohort import Cohort
 from headstart.solvers.directions import direction
-from headstart.solvers.network import Network, set_mode
+from headstart.solvers.network import Network
 from headstart.solvers.objective import LocalResult, Objective, learning_rate
 
 # Examples in a forward pass: as many as stay small beside the weights, since the direction is drawn anew for each pass.
@@ -74,8 +74,7 @@ class ZerothOrder:
     @torch.inference_mode()
     def slopes(self, cohort: Cohort, rows: Ints, seed: int, number: int) -> npt.NDArray[np.float64]:
         """(L(θ + εz) − L(θ − εz)) / 2ε of each example [n]; rows: [n] positions in the cohort's examples."""
-        if self.network.backbone:
-            set_mode(self.network.backbone.body, False, "freeze")
+        self.network.model.set_mode(False, "freeze")
         order = rows if isinstance(cohort.source, np.ndarray) else rows[cohort.inputs.by_length(cohort.rows[rows])]
         size = BATCHES[self.network.backbone.kind if self.network.backbone else "features"]
         groups = np.split(order, range(size, len(order), size))
@@ -94,10 +93,10 @@ class ZerothOrder:
         """θ ← θ − η (Σ_p g_p z_p / P + decay · θ), in float32 operations that round the same everywhere."""
         for name, parameter in self.network.trained.items():
             if decay:
-                parameter.sub_(parameter * np.float32(rate * decay).item())
+                self.network.model.subtract(parameter, parameter * np.float32(rate * decay).item())
             for number, slope in enumerate(slopes):
                 factor = np.float32(rate * float(slope) / len(slopes)).item()
-                parameter.sub_(self._direction(seed, number, name, parameter).mul_(factor))
+                self.network.model.subtract(parameter, self._direction(seed, number, name, parameter).mul_(factor))
 
     def _direction(self, seed: int, number: int, name: str, parameter: Tensor) -> Tensor:
         values = direction(seed, number, name, parameter.numel())
@@ -108,6 +107,7 @@ class ZerothOrder:
         """Parameters of a layer are θ + εz while the layer computes, θ before and after; gives the perturbed, by id."""
         found: dict[int, list[tuple[nn.Parameter, Tensor]]] = {}
         perturbed: set[int] = set()
+        model = self.network.model
 
         def own(module: nn.Module) -> list[tuple[nn.Parameter, str]]:
             parts = [module]
@@ -116,36 +116,34 @@ class ZerothOrder:
             parameters = [parameter for part in parts for parameter in part.parameters(recurse=False)]
             return [(p, self._names[id(p)]) for p in parameters if id(p) in self._names]
 
-        def moved(parameter: nn.Parameter, name: str) -> Tensor:
-            return self._direction(seed, number, name, parameter).mul_(epsilon).add_(parameter.data)
+        def perturb(key: int, pairs: list[tuple[nn.Parameter, str]]) -> None:
+            found[key] = [(parameter, parameter.data) for parameter, _ in pairs]
+            for parameter, name in pairs:
+                values = self._direction(seed, number, name, parameter).mul_(epsilon).add_(parameter.data)
+                model.substitute(parameter, values)
+
+        def restore(key: int) -> None:
+            for parameter, original in found.pop(key, []):
+                model.substitute(parameter, original)
+                perturbed.discard(id(parameter))
 
         def before(module: nn.Module, inputs: Any) -> None:
             perturbed.update(id(parameter) for parameter, _ in own(module))
-            found[id(module)] = [(parameter, parameter.data) for parameter, _ in own(module)]
-            for parameter, name in own(module):
-                parameter.data = moved(parameter, name)
+            perturb(id(module), own(module))
 
         def after(module: nn.Module, inputs: Any, output: Any) -> None:
-            for parameter, original in found.pop(id(module), []):
-                parameter.data = original
-                perturbed.discard(id(parameter))
+            restore(id(module))
 
-        body = self.network.backbone.body if self.network.backbone else nn.Identity()
+        body = model.backbone.body if model.backbone else nn.Identity()
         layers = [module for module in body.modules() if own(module)]
         handles = [layer.register_forward_pre_hook(before) for layer in layers]
         handles += [layer.register_forward_hook(after, always_call=True) for layer in layers]
-        heads = {n: p for n, p in self.network.trained.items() if n.startswith("head.")}
-        originals = {name: parameter.data for name, parameter in heads.items()}
         try:
-            for name, parameter in heads.items():
-                parameter.data = moved(parameter, name)
+            perturb(id(self), [(p, n) for n, p in self.network.trained.items() if n.startswith("head.")])
             yield perturbed
         finally:
-            for pairs in found.values():  # an interrupt does not wait for hooks
-                for parameter, original in pairs:
-                    parameter.data = original
-            for name, parameter in heads.items():
-                parameter.data = originals[name]
+            for key in list(found):  # the head, and after an interrupt, which does not wait for hooks, a layer
+                restore(key)
             for handle in handles:
                 handle.remove()
 
