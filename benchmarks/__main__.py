@@ -17,6 +17,7 @@ NAMES = (
     "modules",
     "personal",
     "privacy",
+    "secure",
     "federation",
 )
 

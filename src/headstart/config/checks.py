@@ -129,6 +129,8 @@ def _unlike(stage: Mapping[str, Any], kind: type[Any], train: Any, tasks: bool) 
         problems.append(".keep: personal models are those of the last round; use 'last'")
     if stage.get("keep") == "best" and kind.phased:
         problems.append(f".keep: {method}'s first rounds train other parameters; use 'last'")
+    if stage.get("patience") and kind.phased:
+        problems.append(f".patience: {method}'s first rounds train other parameters, and it has to reach the last ones")
     if stage.get("momentum") and kind.plain_sgd:
         problems.append(f".momentum: {method} is defined for plain local SGD; leave it 0")
     return problems

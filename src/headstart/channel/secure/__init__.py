@@ -10,14 +10,14 @@ exchanges; both are state machines that make and read messages and know nothing 
 2. `shares`: every client gets everyone's signed keys and checks them by the public keys that it knows its peers by. It
    draws the seed of a mask of its own, splits the seed and its private mask key into Shamir shares, and sends every
    neighbour's part encrypted for its recipient, with a hash that the seed is checked by.
-3. `masked`: every client gets its neighbours' parts and the list of all who sent parts, the sharers. It sends its values
-   as fixed-point integers modulo 2**64, plus its own mask, plus a mask shared with each neighbour that sent parts, which
-   one of the two adds and the other subtracts; and signs the lists of keys and of sharers.
+3. `masked`: every client gets its neighbours' parts and the list of all who sent parts, the sharers. It sends its
+   values as fixed-point integers modulo 2**64, plus its own mask, plus a mask shared with each neighbour that sent
+   parts, which one of the two adds and the other subtracts; and signs the lists of keys and of sharers.
 4. `agree`: every client gets the list of those whose values arrived, the survivors, and its surviving neighbours'
    signatures of the sharers. Where these are the sharers that it knows, it signs all three lists.
 5. `reveal`: who sees the signatures of `threshold` survivors on the very lists that it signed itself gives its share of
-   every surviving neighbour's seed, and of every missing one's mask key. The server rebuilds these and removes the masks
-   that are left.
+   every surviving neighbour's seed, and of every missing one's mask key. The server rebuilds these and removes the
+   masks that are left.
 
 The total is exactly the sum of the clients' fixed-point integers, converted to float64 once.
 

@@ -29,6 +29,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
+import numpy.typing as npt
+from scipy.special import gammaln
 
 LARGEST_CLIQUE = 50
 """Up to so many clients, everybody shares with everybody."""
@@ -66,10 +68,20 @@ class Graph:
 @lru_cache
 def neighbours_of(count: int) -> int:
     """Neighbours of each of so many clients; all others, where fewer are too few."""
-    from scipy.stats import hypergeom  # takes a second to load, and only large sums need it
+    fewer = (even for even in range(4, count - 1, 2) if count * _fails(count, even) <= _CHANCE)
+    return next(fewer, count - 1)
 
-    even = np.arange(4, count - 1, 2)
-    # Of a client that is lost itself, k / 2 + 2 of its k neighbours have to stay.
-    fails = count * hypergeom.sf(even // 2 - 2, count - 1, (count - 1) // 3, even)
-    enough = even[fails <= _CHANCE]
-    return int(enough[0]) if len(enough) else count - 1
+
+def _fails(count: int, neighbours: int) -> float:
+    """The chance that a client's secret does not open: too many of its neighbours are among the third that is lost.
+
+    The tail of a hypergeometric law. Of a client that is lost itself, k / 2 + 2 of its k neighbours have to stay.
+    """
+    lost, others = (count - 1) // 3, count - 1
+    bad = np.arange(neighbours // 2 - 1, min(lost, neighbours) + 1)
+    ways = _log_choices(lost, bad) + _log_choices(others - lost, neighbours - bad)
+    return float(np.exp(ways - _log_choices(others, np.array(neighbours))).sum())
+
+
+def _log_choices(count: int, chosen: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    return np.asarray(gammaln(count + 1) - gammaln(chosen + 1) - gammaln(count - chosen + 1))
