@@ -126,7 +126,7 @@ class Node:
         train = self.federation.dataset.train
         dim = train.features().shape[1] if train.kind == "features" else 1
         examples = int(self.federation.sizes.sum())
-        if any(stage.privacy and stage.privacy.noise == "client" for stage in self.recipe.stages):  # is not to be known
+        if any(stage.privacy and stage.privacy.from_server for stage in self.recipe.stages):  # is not to be known
             examples = min(examples, 1)
         found = {"examples": examples, "dim": dim}
         if self.alone:
