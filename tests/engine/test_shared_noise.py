@@ -21,6 +21,7 @@ from headstart.engine import node_sums
 from headstart.engine.flower_messages import facts_of, noise_keys, reply_to
 from headstart.errors import HeadstartError, MessageError
 from tests.engine.test_node import FOUR, Grid, _identity, recipe_of, serve, silos  # noqa: F401
+from tests.helpers import identities
 
 NCM = {"method": "fedncm", "secure": True, "privacy": {"epsilon": 1.0, "clip": 20.0, "noise": "shared"}}
 CLIENTS, THRESHOLD = 4, 3
@@ -139,15 +140,16 @@ def test_a_sum_of_another_number_of_clients_is_not_opened_again(
         serve(grid, tmp_path / "again", expected=3)
 
     heard = np.arange(3)
-    saved = Wire({"survivors": heard}, {"stage": 0, "question": "q", "clients": 4})
+    saved, promise = Wire({"survivors": heard}, {"question": "q", "clients": 4}), {"stage": 0, "of": "test"}
     path = tmp_path / "answered"
     path.write_bytes(Wire({"answer": np.zeros(1, np.uint8)}, {"question": "q"}).to_bytes())
-    node: Any = SimpleNamespace(alone=True, _answered=lambda number: path)
-    node_sums._note_survivors(node, saved)
-    node_sums._note_survivors(node, saved)
+    recipe, identity = recipe_of(silos, NCM), identities(4)[0]
+    node: Any = SimpleNamespace(alone=True, record=lambda *which: path, identity=identity, recipe=recipe)
+    for _ in range(2):
+        assert len(node_sums._note_survivors(node, promise, saved)["participants"]) == 3
     for other in (Wire(saved.arrays, {**saved.scalars, "clients": 3}), Wire({"survivors": heard[1:]}, saved.scalars)):
         with pytest.raises(HeadstartError, match="opened before"):
-            node_sums._note_survivors(node, other)
+            node_sums._note_survivors(node, promise, other)
 
 
 @pytest.mark.parametrize("noise", [{"0": "00" * 32}, {"2": "00" * 32}, {"1": "00" * 31}, {"1": "zz"}, {"1": 7}, 5])
