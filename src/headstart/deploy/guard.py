@@ -21,6 +21,7 @@ from logging import ERROR
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from headstart.deploy import polling
 from headstart.errors import HeadstartError
 
 if TYPE_CHECKING:
@@ -136,6 +137,7 @@ def supernode(apps: str, arguments: Sequence[str]) -> None:
 
     node._pull_and_store_message = pull_verified
     node._verify_fab = verify
+    polling.install(node)
     _run("supernode", flower_supernode, arguments)
 
 

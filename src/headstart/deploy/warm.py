@@ -1,0 +1,209 @@
+"""A warm process for every node: it has loaded Flower, numpy and headstart, and forks for every message.
+
+Flower 1.41 starts `flwr-clientapp` for every message, which loads all of them for seconds. Here three processes belong
+to a node:
+
+- the SuperNode, which `headstart.deploy.guard` starts, and which looks for messages (`headstart.deploy.polling`);
+- Flower's SuperExec (`python -m headstart.deploy.warm superexec`), with an executor that asks the next one;
+- the warm process (`python -m headstart.deploy.warm serve`), which only imports: no threads of its own, no computation.
+  For a message it forks, and the child runs Flower's `flwr-clientapp`. All that comes back from a child is the names of
+  modules that it had to import, which the next one finds loaded: torch, where something is trained.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from logging import ERROR
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from flwr.supercore.constant import TaskType
+    from flwr.supercore.superexec.executor import ExecutionSpec, LaunchResult
+
+LOADED = ("flwr.supernode.cli.flwr_clientapp", "headstart.deploy.apps", "headstart.data", "headstart.engine.respond")
+"""What answers any message."""
+LEARNED = ("flwr", "headstart", "numpy", "scipy", "sklearn", "torch")
+"""Packages whose modules the warm process imports once a child has."""
+AGAIN = 5.0
+"""Seconds between two starts of a warm process that ends by itself."""
+
+
+# ---------------------------------------------------------------------------------------------------------- SuperExec
+
+
+class WarmExecutor:
+    """Flower's executor of a SuperExec, for client apps: each in a fork of the warm process."""
+
+    def __init__(self) -> None:
+        self._start()
+
+    def _start(self) -> None:
+        command = (sys.executable, "-P", "-m", "headstart.deploy.warm", "serve")
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0)
+        self.started = time.monotonic()
+
+    def _revive(self) -> None:
+        from flwr.supercore import log
+
+        if (status := self.process.poll()) is not None:
+            log(ERROR, "The process that answers messages ended with status %d and is started again.", status)
+            self._start()
+
+    def reconcile(self) -> None:
+        """Between two looks for tasks: a warm process that was killed is started again."""
+        if time.monotonic() - self.started > AGAIN:
+            self._revive()
+
+    def get_eligible_capacity(self, supported_task_types: set[TaskType], **_: object) -> tuple[set[TaskType], set[str]]:
+        """Client apps, and nothing else that Flower could run."""
+        return {each for each in supported_task_types if each == "flwr-clientapp"}, set()
+
+    def wait_for_capacity(self, *_: object, **__: object) -> None:
+        """There is no limit."""
+
+    def launch(self, spec: ExecutionSpec) -> LaunchResult:
+        """Ask the warm process for a child with the arguments that Flower would give to `flwr-clientapp`."""
+        from flwr.supercore.superexec.executor import LaunchResult
+
+        arguments = ["--runtime-api-address", spec.runtime_api_address, "--token", spec.token]
+        if spec.insecure:
+            arguments.append("--insecure")
+        elif spec.root_certificates_path is not None:
+            arguments += ["--root-certificates", spec.root_certificates_path]
+        if spec.parent_pid is not None:
+            arguments += ["--parent-pid", str(spec.parent_pid)]
+        if spec.runtime_dependency_install:
+            arguments.append("--allow-runtime-dependency-installation")
+        self._revive()
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.write(json.dumps(arguments).encode() + b"\n")
+        except OSError as error:
+            return LaunchResult.failed(f"the process that answers messages cannot be reached: {error}")
+        return LaunchResult.accepted()
+
+    def close(self) -> None:
+        """The warm process ends with its standard input."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+
+
+def superexec(arguments: Sequence[str]) -> None:
+    """Run `flower-superexec` with warm processes; it looks for tasks when it is told to, and at Flower's intervals."""
+    from flwr.supercore.cli.flower_superexec import flower_superexec
+
+    flower: Any = importlib.import_module("flwr.supercore.superexec.run_superexec")
+    executor = WarmExecutor()
+
+    def sleep(seconds: float) -> None:
+        ready, _, _ = select.select([0], [], [], seconds)
+        if ready and not os.read(0, 4096):
+            time.sleep(seconds)  # the SuperNode has ended, and Flower is about to notice
+
+    flower.get_executor = lambda *_, **__: executor
+    flower.time = SimpleNamespace(sleep=sleep)
+    sys.argv = ["flower-superexec", *arguments]
+    flower_superexec()
+
+
+# ------------------------------------------------------------------------------------------------------- warm process
+
+
+def serve() -> None:
+    """Fork for every line of arguments on standard input, until it ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal, which SuperNode and children hear as well
+    for name in LOADED:
+        importlib.import_module(name)
+    _settle()
+    requests, children = b"", dict[int, tuple[int, bytearray]]()
+    while True:
+        ready, _, _ = select.select([0, *children], [], [])
+        for each in ready:
+            data = os.read(each, 1 << 16)
+            if each != 0 and data:
+                children[each][1].extend(data)
+            elif each != 0:
+                _end(each, *children.pop(each))
+            elif not data:
+                return
+            else:
+                *lines, requests = (requests + data).split(b"\n")
+                for line in lines:
+                    _fork(json.loads(line), children)
+
+
+def _settle() -> None:
+    """What is loaded is not looked through by the garbage collector of children, which would copy it."""
+    gc.collect()
+    gc.freeze()
+
+
+def _fork(arguments: Sequence[str], children: dict[int, tuple[int, bytearray]]) -> None:
+    """A child with these arguments; its report, a pipe, is noted with its process."""
+    reader, writer = os.pipe()
+    if child := os.fork():
+        os.close(writer)
+        children[reader] = child, bytearray()
+        return
+    for other in (reader, *children):
+        os.close(other)
+    _answer(arguments, writer)
+
+
+def _answer(arguments: Sequence[str], report: int) -> None:
+    """In a child: what the command `flwr-clientapp` does, which ends the process."""
+    import numpy as np
+    from flwr.supernode.cli.flwr_clientapp import flwr_clientapp
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    np.random.seed()  # noqa: NPY002 - Python's own generator starts anew after a fork, numpy's global one does not
+    with suppress(OSError):
+        Path("/proc/self/comm").write_text("flwr-clientapp")
+    known = set(sys.modules)
+    sys.argv = ["flwr-clientapp", *arguments]
+    try:
+        flwr_clientapp()
+        sys.exit()
+    finally:
+        new = [name for name in sys.modules if name not in known and name.partition(".")[0] in LEARNED]
+        with suppress(OSError):
+            os.write(report, "\n".join(new).encode())
+
+
+def _end(report: int, child: int, names: bytearray) -> None:
+    """A child has ended: what it had to import is there for the next one."""
+    os.close(report)
+    _, status = os.waitpid(child, 0)
+    if os.WIFSIGNALED(status):
+        print(f"flwr-clientapp {child} was ended by signal {os.WTERMSIG(status)}", file=sys.stderr, flush=True)
+    for name in names.decode().split():
+        with suppress(ImportError):  # modules that are made by others, not found
+            importlib.import_module(name)
+    if names:
+        _settle()
+
+
+def main() -> None:
+    """Start one of the two."""
+    match sys.argv[1:]:
+        case ["superexec", *arguments]:
+            superexec(arguments)
+        case ["serve"]:
+            serve()
+
+
+if __name__ == "__main__":
+    main()
