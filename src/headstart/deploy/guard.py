@@ -103,7 +103,7 @@ def superlink(arguments: Sequence[str]) -> None:
     for name in ("FLWR_INTERNAL_GRPC_CONTROL_API", "FLWR_INTERNAL_GRPC_FLEET_API"):  # ports of their own
         os.environ.pop(name, None)
     others = extensions.get_middleware
-    extensions.get_middleware = lambda: (Middleware(LocalOnly), *others())
+    extensions.get_middleware = lambda: (Middleware(LocalOnly), Middleware(polling.Held), *others())
     _run("superlink", flower_superlink, arguments)
 
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 LOADED = ("flwr.supernode.cli.flwr_clientapp", "headstart.deploy.apps", "headstart.data", "headstart.engine.respond")
 """What answers any message."""
-LEARNED = ("flwr", "headstart", "numpy", "scipy", "sklearn", "torch")
+LEARNED = ("anyio", "certifi", "flwr", "h11", "headstart", "httpcore", "httpx", "numpy", "scipy", "sklearn", "torch")
 """Packages whose modules the warm process imports once a child has."""
 AGAIN = 5.0
 """Seconds between two starts of a warm process that ends by itself."""

@@ -128,10 +128,11 @@ class Nodes:
         del messages
         began = last = looked = time.monotonic()
         while waiting:
+            asked = time.monotonic()
             replies = list(self.grid.pull_messages(list(waiting)))
             for reply in replies:
-                if (asked := reply.metadata.reply_to_message_id) in waiting:
-                    yield waiting.pop(asked), reply
+                if (message := reply.metadata.reply_to_message_id) in waiting:
+                    yield waiting.pop(message), reply
             now = time.monotonic()
             last = now if replies else last
             if patience is not None and now - began > patience:
@@ -145,4 +146,5 @@ class Nodes:
                         del waiting[message]
                         yield node, "the node was started anew" if node in there else "the node has left"
             if waiting:
-                time.sleep(min(_LONGEST, max(_SHORTEST, _SHARE * (now - last))))
+                # A SuperLink that waits for replies has waited in this one's place.
+                time.sleep(max(0.0, min(_LONGEST, max(_SHORTEST, _SHARE * (now - last))) - (now - asked)))
