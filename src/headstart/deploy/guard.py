@@ -21,7 +21,7 @@ from logging import ERROR
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headstart.deploy import polling
+from headstart.deploy import polling, warm
 from headstart.errors import HeadstartError
 
 if TYPE_CHECKING:
@@ -115,8 +115,9 @@ def supernode(apps: str, arguments: Sequence[str]) -> None:
         )
 
     import flwr.supernode.start_client_internal as node
+    from flwr.common.config import parse_config_args
     from flwr.supercore import log
-    from flwr.supernode.cli.flower_supernode import flower_supernode
+    from flwr.supernode.cli.flower_supernode import _parse_args_run_supernode, flower_supernode
 
     pull = node._pull_and_store_message
 
@@ -138,6 +139,8 @@ def supernode(apps: str, arguments: Sequence[str]) -> None:
     node._pull_and_store_message = pull_verified
     node._verify_fab = verify
     polling.install(node)
+    config = _parse_args_run_supernode().parse_args(arguments).node_config
+    os.environ[warm.RECIPE] = str(parse_config_args([config] if config else None).get("recipe", ""))
     _run("supernode", flower_supernode, arguments)
 
 

@@ -1,8 +1,8 @@
 """When SuperNodes, SuperExecs and the ServerApp look for work: when there is some, instead of at fixed intervals.
 
 Flower 1.41 asks for messages every 3 seconds, for a reply every 0.5 and for a task every second. Here the SuperLink
-keeps a request for messages until there may be one (`Held`), at most as long as Flower would pause; the SuperExec is
-told of a task; and where nobody tells, a pause is a twentieth of the time since there was work.
+keeps a request for messages or tasks until there may be one (`Held`), at most as long as a node of Flower's pauses; a
+node's SuperExec is told of a task; and where nobody tells, a pause is a twentieth of the time since there was work.
 """
 
 from __future__ import annotations
@@ -88,24 +88,34 @@ class _Work:
 
 
 class Held:
-    """ASGI middleware of the SuperLink: a request for messages is answered once something was pushed the other way.
+    """ASGI middleware of the SuperLink: a request for messages or tasks is answered once there may be one.
 
     Who asks for the first time, or has not asked since the last push, is answered at once.
     """
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
-        self.bells = {"fleet": _Bell("runtime", b"flwr-public-key"), "runtime": _Bell("fleet", b"flwr-task-token")}
-        """By who asks: nodes wait for the ServerApp, and the ServerApp for nodes."""
+        node, server, task = _Bell(b"flwr-public-key"), _Bell(b"flwr-task-token"), _Bell(b"")
+        self.pulls = {
+            "/v1/fleet/pull-messages": node,
+            "/v1/runtime/pull-messages": server,
+            "/v1/runtime/acquire-task": task,
+        }
+        self.pushes = {
+            "/v1/runtime/push-messages": node,
+            "/v1/runtime/push-object": node,
+            "/v1/fleet/push-messages": server,
+            "/v1/fleet/push-object": server,
+            "/v1/control/start-run": task,
+        }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, now or later."""
-        _, _, api, command = scope["path"].split("/") if scope.get("path", "").count("/") == 3 else [""] * 4
-        if api in self.bells and command == "pull-messages":
-            await self._pull(self.bells[api], scope, receive, send)
-        elif api in self.bells and command in ("push-messages", "push-object"):
-            bell = next(bell for bell in self.bells.values() if bell.waits_for == api)
-            await bell.pushed(self.app(scope, receive, send))
+        path = scope.get("path", "")
+        if path in self.pulls:
+            await self._pull(self.pulls[path], scope, receive, send)
+        elif path in self.pushes:
+            await self.pushes[path].pushed(self.app(scope, receive, send))
         else:
             await self.app(scope, receive, send)
 
@@ -136,10 +146,10 @@ class Held:
 
 
 class _Bell:
-    """Rings after messages were pushed by ``waits_for``, once all their parts are there."""
+    """Rings after something was pushed, once all its parts are there; header: names who waits for it."""
 
-    def __init__(self, waits_for: str, header: bytes) -> None:
-        self.waits_for, self.header = waits_for, header
+    def __init__(self, header: bytes) -> None:
+        self.header = header
         self.rung, self.known = 0, dict[bytes, int]()
         """How often it rang, and had when somebody was last answered, by the header that says who."""
         self.event, self.under_way = asyncio.Event(), 0

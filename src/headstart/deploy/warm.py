@@ -4,7 +4,7 @@ Flower 1.41 starts `flwr-clientapp` for every message, which loads all of them f
 to a node:
 
 - the SuperNode, which `headstart.deploy.guard` starts, and which looks for messages (`headstart.deploy.polling`);
-- Flower's SuperExec (`python -m headstart.deploy.warm superexec`), with an executor that asks the next one;
+- Flower's SuperExec (`python -m headstart.deploy.warm superexec`), which asks the next one;
 - the warm process (`python -m headstart.deploy.warm serve`), which only imports: no threads of its own, no computation.
   For a message it forks, and the child runs Flower's `flwr-clientapp`. All that comes back from a child is the names of
   modules that it had to import, which the next one finds loaded: torch, where something is trained.
@@ -26,14 +26,11 @@ from contextlib import suppress
 from logging import ERROR
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from flwr.supercore.constant import TaskType
-    from flwr.supercore.superexec.executor import ExecutionSpec, LaunchResult
 
 LOADED = ("flwr.supernode.cli.flwr_clientapp", "headstart.deploy.apps", "headstart.data", "headstart.engine.respond")
 """What answers any message."""
+RECIPE = "HEADSTART_RECIPE"
+"""Environment variable: the file of the recipe that the node takes part in."""
 LEARNED = ("anyio", "certifi", "flwr", "h11", "headstart", "httpcore", "httpx", "numpy", "scipy", "sklearn", "torch")
 """Packages whose modules the warm process imports once a child has."""
 AGAIN = 5.0
@@ -43,8 +40,8 @@ AGAIN = 5.0
 # ---------------------------------------------------------------------------------------------------------- SuperExec
 
 
-class WarmExecutor:
-    """Flower's executor of a SuperExec, for client apps: each in a fork of the warm process."""
+class Warm:
+    """The warm process of a node as its SuperExec sees it."""
 
     def __init__(self) -> None:
         self._start()
@@ -54,66 +51,42 @@ class WarmExecutor:
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0)
         self.started = time.monotonic()
 
-    def _revive(self) -> None:
+    def revive(self) -> None:
+        """Start the process again if it has ended."""
         from flwr.supercore import log
 
         if (status := self.process.poll()) is not None:
             log(ERROR, "The process that answers messages ended with status %d and is started again.", status)
             self._start()
 
-    def reconcile(self) -> None:
-        """Between two looks for tasks: a warm process that was killed is started again."""
+    def launch(self, command: Sequence[str], **_: object) -> None:
+        """In the place of a new process for Flower's command: a fork, which gets the same arguments."""
+        from flwr.supercore import log
+
+        if command[0] != "flwr-clientapp":
+            log(ERROR, "Refused: %s; this node answers messages and runs nothing else.", command[0])
+            return
+        self.revive()
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(command).encode() + b"\n")
+
+    def sleep(self, seconds: float) -> None:
+        """Until the SuperNode says that there is a task, at most so long."""
         if time.monotonic() - self.started > AGAIN:
-            self._revive()
-
-    def get_eligible_capacity(self, supported_task_types: set[TaskType], **_: object) -> tuple[set[TaskType], set[str]]:
-        """Client apps, and nothing else that Flower could run."""
-        return {each for each in supported_task_types if each == "flwr-clientapp"}, set()
-
-    def wait_for_capacity(self, *_: object, **__: object) -> None:
-        """There is no limit."""
-
-    def launch(self, spec: ExecutionSpec) -> LaunchResult:
-        """Ask the warm process for a child with the arguments that Flower would give to `flwr-clientapp`."""
-        from flwr.supercore.superexec.executor import LaunchResult
-
-        arguments = ["--runtime-api-address", spec.runtime_api_address, "--token", spec.token]
-        if spec.insecure:
-            arguments.append("--insecure")
-        elif spec.root_certificates_path is not None:
-            arguments += ["--root-certificates", spec.root_certificates_path]
-        if spec.parent_pid is not None:
-            arguments += ["--parent-pid", str(spec.parent_pid)]
-        if spec.runtime_dependency_install:
-            arguments.append("--allow-runtime-dependency-installation")
-        self._revive()
-        assert self.process.stdin is not None
-        try:
-            self.process.stdin.write(json.dumps(arguments).encode() + b"\n")
-        except OSError as error:
-            return LaunchResult.failed(f"the process that answers messages cannot be reached: {error}")
-        return LaunchResult.accepted()
-
-    def close(self) -> None:
-        """The warm process ends with its standard input."""
-        assert self.process.stdin is not None
-        self.process.stdin.close()
+            self.revive()
+        ready, _, _ = select.select([0], [], [], seconds)
+        if ready and not os.read(0, 4096):
+            time.sleep(seconds)  # the SuperNode has ended, which Flower notices
 
 
 def superexec(arguments: Sequence[str]) -> None:
-    """Run `flower-superexec` with warm processes; it looks for tasks when it is told to, and at Flower's intervals."""
+    """Run `flower-superexec` with a warm process."""
+    import flwr.supercore.superexec.executor.subprocess_executor as executor
     from flwr.supercore.cli.flower_superexec import flower_superexec
 
-    flower: Any = importlib.import_module("flwr.supercore.superexec.run_superexec")
-    executor = WarmExecutor()
-
-    def sleep(seconds: float) -> None:
-        ready, _, _ = select.select([0], [], [], seconds)
-        if ready and not os.read(0, 4096):
-            time.sleep(seconds)  # the SuperNode has ended, and Flower is about to notice
-
-    flower.get_executor = lambda *_, **__: executor
-    flower.time = SimpleNamespace(sleep=sleep)
+    flower, warm = importlib.import_module("flwr.supercore.superexec.run_superexec"), Warm()
+    flower.time = SimpleNamespace(sleep=warm.sleep)  # type: ignore[attr-defined]
+    executor.subprocess = SimpleNamespace(Popen=warm.launch, DEVNULL=subprocess.DEVNULL)  # type: ignore[attr-defined]
     sys.argv = ["flower-superexec", *arguments]
     flower_superexec()
 
@@ -122,9 +95,9 @@ def superexec(arguments: Sequence[str]) -> None:
 
 
 def serve() -> None:
-    """Fork for every line of arguments on standard input, until it ends."""
+    """Fork for every command, a line on standard input, until that ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal, which SuperNode and children hear as well
-    for name in LOADED:
+    for name in (*LOADED, *_needed()):
         importlib.import_module(name)
     _settle()
     requests, children = b"", dict[int, tuple[int, bytearray]]()
@@ -144,14 +117,27 @@ def serve() -> None:
                     _fork(json.loads(line), children)
 
 
+def _needed() -> tuple[str, ...]:
+    """torch, where the node's recipe trains something or has a backbone; a child says what is wrong with a recipe."""
+    from headstart.config.recipe import Recipe
+    from headstart.config.stage import Rounds
+
+    try:
+        recipe = Recipe.load(Path(os.environ[RECIPE]))
+    except (KeyError, OSError, ValueError):
+        return ()
+    trains = any(isinstance(stage, Rounds) for stage in recipe.stages)
+    return ("torch",) if trains or recipe.model.backbone != "features" else ()
+
+
 def _settle() -> None:
     """What is loaded is not looked through by the garbage collector of children, which would copy it."""
     gc.collect()
     gc.freeze()
 
 
-def _fork(arguments: Sequence[str], children: dict[int, tuple[int, bytearray]]) -> None:
-    """A child with these arguments; its report, a pipe, is noted with its process."""
+def _fork(command: Sequence[str], children: dict[int, tuple[int, bytearray]]) -> None:
+    """A child for a command; its report, a pipe, is noted with its process."""
     reader, writer = os.pipe()
     if child := os.fork():
         os.close(writer)
@@ -159,10 +145,10 @@ def _fork(arguments: Sequence[str], children: dict[int, tuple[int, bytearray]]) 
         return
     for other in (reader, *children):
         os.close(other)
-    _answer(arguments, writer)
+    _answer(command, writer)
 
 
-def _answer(arguments: Sequence[str], report: int) -> None:
+def _answer(command: Sequence[str], report: int) -> None:
     """In a child: what the command `flwr-clientapp` does, which ends the process."""
     import numpy as np
     from flwr.supernode.cli.flwr_clientapp import flwr_clientapp
@@ -173,7 +159,7 @@ def _answer(arguments: Sequence[str], report: int) -> None:
     with suppress(OSError):
         Path("/proc/self/comm").write_text("flwr-clientapp")
     known = set(sys.modules)
-    sys.argv = ["flwr-clientapp", *arguments]
+    sys.argv = [*command]
     try:
         flwr_clientapp()
         sys.exit()
