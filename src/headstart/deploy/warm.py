@@ -12,6 +12,7 @@ to a node:
 
 from __future__ import annotations
 
+import atexit
 import gc
 import importlib
 import json
@@ -20,12 +21,15 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
+import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from logging import ERROR
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, NoReturn
 
 LOADED = ("flwr.supernode.cli.flwr_clientapp", "headstart.deploy.apps", "headstart.data", "headstart.engine.respond")
 """What answers any message."""
@@ -81,12 +85,13 @@ class Warm:
 
 def superexec(arguments: Sequence[str]) -> None:
     """Run `flower-superexec` with a warm process."""
-    import flwr.supercore.superexec.executor.subprocess_executor as executor
     from flwr.supercore.cli.flower_superexec import flower_superexec
 
-    flower, warm = importlib.import_module("flwr.supercore.superexec.run_superexec"), Warm()
-    flower.time = SimpleNamespace(sleep=warm.sleep)  # type: ignore[attr-defined]
-    executor.subprocess = SimpleNamespace(Popen=warm.launch, DEVNULL=subprocess.DEVNULL)  # type: ignore[attr-defined]
+    loop: Any = importlib.import_module("flwr.supercore.superexec.run_superexec")
+    executor: Any = importlib.import_module("flwr.supercore.superexec.executor.subprocess_executor")
+    warm = Warm()
+    loop.time = SimpleNamespace(sleep=warm.sleep)
+    executor.subprocess = SimpleNamespace(Popen=warm.launch, DEVNULL=subprocess.DEVNULL)
     sys.argv = ["flower-superexec", *arguments]
     flower_superexec()
 
@@ -148,7 +153,7 @@ def _fork(command: Sequence[str], children: dict[int, tuple[int, bytearray]]) ->
     _answer(command, writer)
 
 
-def _answer(command: Sequence[str], report: int) -> None:
+def _answer(command: Sequence[str], report: int) -> NoReturn:
     """In a child: what the command `flwr-clientapp` does, which ends the process."""
     import numpy as np
     from flwr.supernode.cli.flwr_clientapp import flwr_clientapp
@@ -160,13 +165,22 @@ def _answer(command: Sequence[str], report: int) -> None:
         Path("/proc/self/comm").write_text("flwr-clientapp")
     known = set(sys.modules)
     sys.argv = [*command]
+    status: object = 1
     try:
         flwr_clientapp()
-        sys.exit()
-    finally:
-        new = [name for name in sys.modules if name not in known and name.partition(".")[0] in LEARNED]
-        with suppress(OSError):
-            os.write(report, "\n".join(new).encode())
+    except SystemExit as end:
+        status = end.code
+    except BaseException:
+        traceback.print_exc()
+    new = [name for name in sys.modules if name not in known and name.partition(".")[0] in LEARNED]
+    with suppress(OSError):
+        os.write(report, "\n".join(new).encode())
+    # As multiprocessing ends a fork: to take everything that is loaded apart would copy all of it.
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status if isinstance(status, int) else int(status is not None))
 
 
 def _end(report: int, child: int, names: bytearray) -> None:
