@@ -174,7 +174,7 @@ class Machines:
         for entry in Path("/proc").iterdir():
             try:
                 environment = (entry / "environ").read_bytes().split(b"\0") if entry.name.isdigit() else []
-                line = (entry / "cmdline").read_bytes()
+                line = (entry / "cmdline").read_bytes() + (entry / "comm").read_bytes()
             except OSError:
                 continue
             mine = f"HEADSTART_FEDERATION={self.folder}".encode() in environment
