@@ -72,7 +72,8 @@ class Warm:
             return
         self.revive()
         assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(command).encode() + b"\n")
+        with suppress(BrokenPipeError):  # ended just now: Flower says so to the server, as of any child that ends
+            self.process.stdin.write(json.dumps(command).encode() + b"\n")
 
     def sleep(self, seconds: float) -> None:
         """Until the SuperNode says that there is a task, at most so long."""
@@ -102,9 +103,7 @@ def superexec(arguments: Sequence[str]) -> None:
 def serve() -> None:
     """Fork for every command, a line on standard input, until that ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal, which SuperNode and children hear as well
-    for name in (*LOADED, *_needed()):
-        importlib.import_module(name)
-    _settle()
+    _load((*LOADED, *_needed()))
     requests, children = b"", dict[int, tuple[int, bytearray]]()
     while True:
         ready, _, _ = select.select([0, *children], [], [])
@@ -135,8 +134,11 @@ def _needed() -> tuple[str, ...]:
     return ("torch",) if trains or recipe.model.backbone != "features" else ()
 
 
-def _settle() -> None:
-    """What is loaded is not looked through by the garbage collector of children, which would copy it."""
+def _load(names: Sequence[str], *skipped: type[Exception]) -> None:
+    """Import modules; the garbage collector of children does not look through them, which would copy them."""
+    for name in names:
+        with suppress(*skipped):
+            importlib.import_module(name)
     gc.collect()
     gc.freeze()
 
@@ -189,21 +191,9 @@ def _end(report: int, child: int, names: bytearray) -> None:
     _, status = os.waitpid(child, 0)
     if os.WIFSIGNALED(status):
         print(f"flwr-clientapp {child} was ended by signal {os.WTERMSIG(status)}", file=sys.stderr, flush=True)
-    for name in names.decode().split():
-        with suppress(ImportError):  # modules that are made by others, not found
-            importlib.import_module(name)
     if names:
-        _settle()
-
-
-def main() -> None:
-    """Start one of the two."""
-    match sys.argv[1:]:
-        case ["superexec", *arguments]:
-            superexec(arguments)
-        case ["serve"]:
-            serve()
+        _load(names.decode().split(), ImportError)  # some are made by other modules, and not found
 
 
 if __name__ == "__main__":
-    main()
+    superexec(sys.argv[2:]) if sys.argv[1] == "superexec" else serve()
