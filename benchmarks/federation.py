@@ -8,23 +8,20 @@ import logging
 import os
 import re
 import signal
-import socket
-import subprocess
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import mean, median
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import psutil  # type: ignore[import-untyped]
 
 from benchmarks.common import in_fresh_process, show
+from benchmarks.machines import federation_of
 
 if TYPE_CHECKING:  # Flower takes seconds to load
     from flwr.app import Context
@@ -173,74 +170,6 @@ STAGES: dict[str, dict[str, Any]] = {
     "fedmezo": {**TRAINED, "lr": 0.001},
 }
 ORDER = ("empty", "fedncm", "fedcof", "empty", "fedavg", "fedmezo", "empty")
-APP = """\
-[project]
-name = "empty"
-version = "1.0.0"
-license = "Apache-2.0"
-dependencies = ["flwr"]
-
-[tool.flwr.app]
-publisher = "headstart"
-
-[tool.flwr.app.components]
-serverapp = "empty.apps:server"
-clientapp = "empty.apps:client"
-
-[tool.flwr.app.config]
-out = ""
-nodes = 0
-rounds = 0
-"""
-# Rounds of Flower's own `send_and_receive`, and rounds that look for replies as often as headstart does.
-EMPTY = '''\
-"""Rounds of empty messages."""
-
-import json
-import time
-from pathlib import Path
-
-from flwr.app import Message, RecordDict
-from flwr.clientapp import ClientApp
-from flwr.serverapp import ServerApp
-
-server = ServerApp()
-client = ClientApp()
-
-
-@server.main()
-def main(grid, context):
-    config = context.run_config
-    while len(nodes := list(grid.get_node_ids())) < int(config["nodes"]):
-        time.sleep(0.5)
-
-    def messages():
-        return [Message(RecordDict(), node, "query") for node in nodes]
-
-    def own():
-        grid.send_and_receive(messages())
-
-    def polled():
-        waiting, pause = set(grid.push_messages(messages())), 0.02
-        while waiting:
-            replies = {reply.metadata.reply_to_message_id for reply in grid.pull_messages(list(waiting))}
-            waiting -= replies
-            pause = 0.02 if replies else min(1.5 * pause, 0.5)
-            time.sleep(pause)
-
-    seconds = {"own": [], "polled": []}
-    for _ in range(int(config["rounds"])):
-        for name, play in (("own", own), ("polled", polled)):
-            start = time.perf_counter()
-            play()
-            seconds[name].append(time.perf_counter() - start)
-    Path(str(config["out"])).write_text(json.dumps(seconds))
-
-
-@client.query()
-def answer(message, context):
-    return Message(RecordDict(), reply_to=message)
-'''
 
 
 def deployment(rounds: str = "") -> None:
@@ -251,20 +180,23 @@ def deployment(rounds: str = "") -> None:
     with TemporaryDirectory() as temporary:
         root = Path(temporary)
         test = cut_silos(root)
-        with federation_of(root, test) as (folder, wire):
-            run_empty(folder, root / "first.json", 1)  # until all nodes are there
+        wire = Wire()
+        data = {name: root / f"{name}.npz" for name in NODES}
+        with federation_of(root, deployed_recipe("fedncm"), data, test, wire.towards) as machines:
+            machines.run_empty(root / "first.json", 1)  # until all nodes are there
             before = wire.seen
             time.sleep(IDLE)
             idle = [(late - early) / IDLE for early, late in zip(before, wire.seen, strict=True)]
             for place, name in enumerate(ORDER):
                 before = wire.seen
                 if name == "empty":
-                    result = run_empty(folder, root / f"empty-{place}.json", empty_rounds)
+                    result = machines.run_empty(root / f"empty-{place}.json", empty_rounds)
                 else:
-                    result = run_stage(folder, root / f"run-{name}", name, rounds)
+                    result = machines.run_recipe(deployed_recipe(name, rounds), root / f"run-{name}")
                 after = wire.seen
                 found[name].append({**result, "wire_up": after[0] - before[0], "wire_down": after[1] - before[1]})
                 print(f"{name}: {found[name][-1]}", file=sys.stderr, flush=True)
+        wire.close()
     rows = []
     for kind, what in (("own", "nothing, `send_and_receive`"), ("polled", "nothing, looking as often as headstart")):
         seconds = [one for each in found["empty"] for one in each[kind]]
@@ -337,86 +269,22 @@ def deployed_recipe(name: str, rounds: str = "") -> Any:
     return Recipe.parse({"name": name, "data": data, "model": {"backbone": "features"}, "stages": [stage]})
 
 
-@contextmanager
-def federation_of(root: Path, test: Path) -> Iterator[tuple[Path, Wire]]:
-    """A SuperLink and its nodes, which reach it through a counting proxy; ended with all their processes."""
-    from headstart.deploy.folder import init
-    from headstart.deploy.guard import app_digest
-
-    app = root / "app"
-    (app / "empty").mkdir(parents=True)
-    (app / "pyproject.toml").write_text(APP, encoding="utf-8")
-    (app / "empty" / "__init__.py").touch()
-    (app / "empty" / "apps.py").write_text(EMPTY, encoding="utf-8")
-    folder, port = root / "federation", free_ports(len(NODES) + 1)
-    init(folder, deployed_recipe("fedncm"), NODES, "127.0.0.1", port)
-    started: list[subprocess.Popen[bytes]] = []
-    wire = Wire(port)
-    try:
-        started.append(start(folder / "superlink.sh"))
-        wait_for(port)
-        home = folder / "state" / "run"
-        home.mkdir(parents=True)
-        certificate = folder / "certificates" / "ca.pem"
-        address = f'address = "127.0.0.1:{port}"\nroot-certificates = "{certificate}"\n'
-        (home / "config.toml").write_text(f"[superlink.federation]\n{address}", encoding="utf-8")
-        put(folder / "run.sh", "test", str(test))
-        for name in NODES:
-            flower(folder, "supernode", "register", str(folder / "keys" / f"{name}.pub"), "federation", "--name", name)
-            script = folder / f"node-{name}.sh"
-            put(script, "port", str(wire.port))
-            put(script, "data", str(root / f"{name}.npz"))
-            put(script, "app", f"{app_digest(folder / 'app')},{app_digest(app)}")
-            started.append(start(script))
-        yield folder, wire
-    finally:
-        for process in reversed(started):  # nodes say goodbye while there is a SuperLink
-            end(process)
-        wire.close()
-
-
-def run_empty(folder: Path, out: Path, rounds: int) -> dict[str, Any]:
-    """Empty rounds; seconds of each, by how the server looks for replies."""
-    began = time.perf_counter()
-    values = out.with_suffix(".toml")
-    values.write_text(f'out = "{out}"\nnodes = {len(NODES)}\nrounds = {rounds}\n', encoding="utf-8")
-    app = str(folder.parent / "app")
-    answer = flower(folder, "run", app, "federation", "--run-config", str(values), "--format", "json")
-    run = re.search(r'"run-id": "(\d+)"', answer)
-    assert run is not None, answer
-    flower(folder, "log", run[1], "federation")
-    found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
-    return {**found, "messages": 2 * rounds * len(NODES), "seconds": time.perf_counter() - began}
-
-
-def run_stage(folder: Path, out: Path, name: str, rounds: str) -> dict[str, Any]:
-    """One of the stages by `run.sh`; seconds of each round, and the ledger's bytes."""
-    began = time.perf_counter()
-    recipe = deployed_recipe(name, rounds)
-    (folder / "recipe.toml").write_text(recipe.to_toml(), encoding="utf-8")
-    put(folder / "run.sh", "out", str(out))
-    subprocess.run([folder / "run.sh"], env=environment(), check=True, capture_output=True, timeout=600)
-    summary = json.loads((out / "summary.json").read_text(encoding="utf-8"))
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    clock = [0.0, *(line["seconds"] for line in lines)]
-    found = {"rounds": np.diff(clock).tolist(), "accuracy": summary["accuracy"]}
-    found |= {key: summary[key] for key in ("bytes_up", "bytes_down")}
-    assert not summary["stages"][0]["dropped"]
-    messages = len(NODES) * (1 + len(lines))  # one to join
-    return {**found, "messages": messages, "seconds": time.perf_counter() - began}
-
-
 class Wire:
     """A proxy between nodes and the SuperLink that counts bytes; it sees what crosses the network, encrypted."""
 
-    def __init__(self, target: int) -> None:
-        self.target, self.seen = target, (0, 0)
-        """Bytes up and down."""
+    def __init__(self) -> None:
+        self.target, self.seen = 0, (0, 0)
+        """The SuperLink's port; bytes up and down."""
         self.loop = asyncio.new_event_loop()
         self.server = self.loop.run_until_complete(asyncio.start_server(self._connected, "127.0.0.1", 0))
         self.port: int = self.server.sockets[0].getsockname()[1]
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self.thread.start()
+
+    def towards(self, target: int) -> int:
+        """The proxy's port, from now on of the SuperLink at ``target``."""
+        self.target = target
+        return self.port
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -444,77 +312,95 @@ class Wire:
         self.thread.join(10)
 
 
-def environment() -> dict[str, str]:
-    """With this interpreter's commands, and the cores shared by all processes."""
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    return {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"}
+# ------------------------------------------------------------------------------------------ seconds of a deployed round
+
+PLAIN = {"method": "fedavg", "train": "head", "head_init": "zeros", "lr": 0.01, "batch_size": 64}
+EXAMPLES, DIM = 500, 1280
 
 
-def flower(folder: Path, *arguments: str) -> str:
-    """What `flwr` answers."""
-    home = {"FLWR_HOME": str(folder / "state" / "run"), "FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
-    command = ["flwr", *arguments]
-    done = subprocess.run(command, env=environment() | home, check=True, capture_output=True, text=True, timeout=600)
-    return done.stdout
+def rounds(nodes: str = "3", repeats: str = "3", count: str = "5") -> None:
+    """Rounds of FedAvg on features, plain and secure, beside empty rounds of Flower's own commands, in turns."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    names = tuple(f"node-{number}" for number in range(int(nodes)))
+    seconds: dict[str, list[float]] = {"own": [], "polled": [], "plain": [], "secure": []}
+    spent: dict[str, list[tuple[float, float, int, int]]] = {"empty": [], "plain": [], "secure": []}
+    with TemporaryDirectory() as temporary, ExitStack() as stack:
+        root = Path(temporary)
+        data, test = random_silos(root, names)
+        recipes = {name: round_recipe(int(count), name == "secure") for name in ("plain", "secure")}
+        flower = stack.enter_context(federation_of(root / "flower", recipes["plain"], data, test, guarded=False))
+        ours = stack.enter_context(federation_of(root / "headstart", recipes["plain"], data, test))
+        flower.run_empty(root / "first.json", 1)  # until all nodes are there
+        for turn in range(int(repeats)):
+            for name in spent:
+                machines = flower if name == "empty" else ours
+                before = machines.cpu()
+                if name == "empty":
+                    found = machines.run_empty(root / f"empty-{turn}.json", int(count))
+                    for kind in ("own", "polled"):
+                        seconds[kind] += found[kind]
+                else:
+                    found = machines.run_recipe(recipes[name], root / f"run-{name}-{turn}")
+                    seconds[name] += found["rounds"]
+                link, node = (late - early for early, late in zip(before, machines.cpu(), strict=True))
+                played = len(found["own"]) * 2 if name == "empty" else len(found["rounds"])
+                spent[name].append((link, node, played, found["messages"]))
+                print(f"{turn} {name}: {found}, {spent[name][-1]}", file=sys.stderr, flush=True)
+    show_rounds(int(nodes), seconds, spent)
 
 
-def put(script: Path, variable: str, value: str) -> None:
-    """Set a variable at the top of a script."""
-    text, changed = re.subn(rf"(?m)^{variable}=\S*", f"{variable}={value}", script.read_text(encoding="utf-8"), count=1)
-    assert changed
-    script.write_text(text, encoding="utf-8")
+def show_rounds(
+    nodes: int, seconds: dict[str, list[float]], spent: dict[str, list[tuple[float, float, int, int]]]
+) -> None:
+    """The table of `rounds`."""
+    what = {
+        "own": "nothing: Flower's commands, `send_and_receive`",
+        "polled": "nothing: Flower's commands, looking as often as headstart",
+        "plain": "FedAvg on features",
+        "secure": "FedAvg on features, secure sums",
+    }
+    least, table = median(seconds["own"]), []
+    for name, values in seconds.items():
+        link, node, played, messages = (sum(column) for column in zip(*spent.get(name, spent["empty"]), strict=True))
+        cells = f"{link / played:.2f}", f"{node / played:.2f}", f"{node / messages:.2f}"
+        table.append((what[name], len(values), *times(values), f"{median(values) / least:.2f}", *cells))
+    show(
+        f"Seconds of a deployed round, {nodes} SuperNodes and a SuperLink on one machine, TLS and node keys; headstart "
+        "and Flower's own commands in turns. CPU seconds are those of whole runs, from `flwr run` to its end, starting "
+        "the ServerApp and joining included",
+        ("what the nodes do", "rounds", "median s", "least", "most", "ratio", "CPU s of the SuperLink per round",
+         "CPU s of the nodes per round", "CPU s of a node per message"),
+        table,
+    )  # fmt: skip
 
 
-def start(script: Path) -> subprocess.Popen[bytes]:
-    """A script in a process group of its own, with a log beside it."""
-    with script.with_suffix(".log").open("wb") as log:
-        return subprocess.Popen([script], env=environment(), stdout=log, stderr=log, start_new_session=True)
+def random_silos(root: Path, names: tuple[str, ...]) -> tuple[dict[str, Path], Path]:
+    """Features of every node around the means of ten classes, in a file each, and the server's test examples."""
+    rng = np.random.default_rng(0)
+    means = rng.standard_normal((10, DIM), np.float32)
+    paths = {name: root / f"{name}.npz" for name in names}
+    test = root / "test.npz"
+    for path in (*paths.values(), test):
+        y = rng.integers(0, 10, EXAMPLES)
+        X = means[y] + 3 * rng.standard_normal((EXAMPLES, DIM), np.float32)
+        np.savez(path, X=X, y=y, split=np.full(EXAMPLES, 2 if path == test else 0))
+    return paths, test
 
 
-def end(process: subprocess.Popen[bytes]) -> None:
-    """Ask a script to stop, then end what is left of its processes, some of which are in groups of their own."""
-    family = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
-    process.terminate()
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(30)
-    if process.poll() is None:
-        process.kill()
-    for each in family:
-        with suppress(psutil.NoSuchProcess):
-            each.kill()
-    process.wait()
+def round_recipe(count: int, secure: bool) -> Any:
+    from headstart.config.recipe import Recipe
 
-
-def free_ports(count: int) -> int:
-    """The first of so many free ports in a row."""
-    rng = np.random.default_rng()
-    while True:
-        first = int(rng.integers(20_000, 60_000))
-        try:
-            for port in range(first, first + count):
-                socket.create_server(("127.0.0.1", port)).close()
-        except OSError:
-            continue
-        return first
-
-
-def wait_for(port: int, seconds: float = 120) -> None:
-    """Until somebody listens at a port."""
-    until = time.monotonic() + seconds
-    while True:
-        try:
-            socket.create_connection(("127.0.0.1", port), 1).close()
-            return
-        except OSError:
-            if time.monotonic() > until:
-                raise
-            time.sleep(0.5)
+    stage = {**PLAIN, "rounds": count, "secure": secure}
+    data = {"dataset": "of the nodes", "classes": list(range(10))}
+    return Recipe.parse({"data": data, "model": {"backbone": "features"}, "stages": [stage]})
 
 
 def main() -> None:
     """Everything."""
     soak()
     deployment()
+    rounds()
+    rounds("8")
 
 
 if __name__ == "__main__":

@@ -178,7 +178,7 @@ class Machines:
         for entry in Path("/proc").iterdir():
             try:
                 environment = (entry / "environ").read_bytes().split(b"\0") if entry.name.isdigit() else []
-                line = (entry / "cmdline").read_bytes()
+                line = (entry / "cmdline").read_bytes() + (entry / "comm").read_bytes()
             except OSError:
                 continue
             mine = f"HEADSTART_FEDERATION={self.folder}".encode() in environment
@@ -342,13 +342,18 @@ def test_a_run_survives_the_superlink_and_a_second_server_stays_out(
     link = machines.superlink_process
     out = machines.folder / "runs" / "killed"
     first = machines.begin(recipe, "killed")
-    wait_for((out / "checkpoint" / "state.safetensors").is_file)
-    second = machines.start(machines.folder / "run.sh", log="second")
-    wait_for(lambda: second.poll() is not None)
+    wait_for((out / "checkpoint" / "state.safetensors").is_file, pause=0.02)
+    server = machines.processes(command="flwr-serverapp")
+    machines.signal(server, signal.SIGSTOP)  # it would be done before another one has started
+    try:
+        second = machines.start(machines.folder / "run.sh", log="second")
+        wait_for(lambda: second.poll() is not None)
+    finally:
+        machines.signal(server, signal.SIGCONT)
     assert second.returncode == 1
     assert "another process is running there; wait for it, or stop it" in machines.log("second")
     assert first.poll() is None, machines.log("run-killed")
-    wait_for(lambda: played(out) == 2)  # of three rounds
+    wait_for(lambda: played(out) == 2, pause=0.02)  # of three rounds
     os.kill(link.pid, signal.SIGKILL)
     link.wait(10)
     assert not (out / "summary.json").exists()

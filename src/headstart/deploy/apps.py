@@ -17,7 +17,7 @@ from flwr.serverapp import Grid, ServerApp
 from headstart.deploy.guard import check_guarded
 from headstart.errors import HeadstartError
 
-if TYPE_CHECKING:  # a client's process is started for every message, and loads what it needs
+if TYPE_CHECKING:  # a process loads what it needs
     from headstart.channel.secure import Identity
     from headstart.config.recipe import Recipe
     from headstart.engine.node import Node

@@ -178,7 +178,6 @@ exec python3 -P -m headstart.deploy.guard superlink --host "$listen" --port "$po
 
 _SUPERNODE = """\
 export FLWR_HOME="$here/state/$name/flower" FLWR_TELEMETRY_ENABLED=0 FLWR_DISABLE_UPDATE_CHECK=1
-export FLWR_SUPEREXEC_TASK_POLL_INTERVAL=0.2
 command -v headstart >/dev/null || { echo "activate the environment with headstart[federation]" >&2; exit 2; }
 mkdir -p "$FLWR_HOME"
 cd -- "$here"

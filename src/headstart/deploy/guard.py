@@ -21,6 +21,7 @@ from logging import ERROR
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from headstart.deploy import polling, warm
 from headstart.errors import HeadstartError
 
 if TYPE_CHECKING:
@@ -102,7 +103,7 @@ def superlink(arguments: Sequence[str]) -> None:
     for name in ("FLWR_INTERNAL_GRPC_CONTROL_API", "FLWR_INTERNAL_GRPC_FLEET_API"):  # ports of their own
         os.environ.pop(name, None)
     others = extensions.get_middleware
-    extensions.get_middleware = lambda: (Middleware(LocalOnly), *others())
+    extensions.get_middleware = lambda: (Middleware(LocalOnly), Middleware(polling.Held), *others())
     _run("superlink", flower_superlink, arguments)
 
 
@@ -114,8 +115,9 @@ def supernode(apps: str, arguments: Sequence[str]) -> None:
         )
 
     import flwr.supernode.start_client_internal as node
+    from flwr.common.config import parse_config_args
     from flwr.supercore import log
-    from flwr.supernode.cli.flower_supernode import flower_supernode
+    from flwr.supernode.cli.flower_supernode import _parse_args_run_supernode, flower_supernode
 
     pull = node._pull_and_store_message
 
@@ -136,6 +138,9 @@ def supernode(apps: str, arguments: Sequence[str]) -> None:
 
     node._pull_and_store_message = pull_verified
     node._verify_fab = verify
+    polling.install(node)
+    config = _parse_args_run_supernode().parse_args(arguments).node_config
+    os.environ[warm.RECIPE] = str(parse_config_args([config] if config else None).get("recipe", ""))
     _run("supernode", flower_supernode, arguments)
 
 

@@ -27,8 +27,8 @@ if TYPE_CHECKING:  # Flower takes seconds to load
 
 log = logging.getLogger("headstart")
 
-# Between two looks for replies, in seconds: short where nodes answer at once, longer while they work.
-_SHORTEST, _LONGEST = 0.02, 0.5
+# Between two looks for replies: a twentieth of the time since the last one, within these seconds.
+_SHARE, _SHORTEST, _LONGEST = 1 / 20, 0.02, 0.5
 # Between two looks at who is there while nobody answers, and how long a node may take to say who it is.
 _ROLL_CALL, _PATIENCE = 5.0, 60.0
 
@@ -126,14 +126,15 @@ class Nodes:
             else:
                 yield node, "the node has left"
         del messages
-        began, pause, looked = time.monotonic(), _SHORTEST, time.monotonic()
+        began = last = looked = time.monotonic()
         while waiting:
+            asked = time.monotonic()
             replies = list(self.grid.pull_messages(list(waiting)))
             for reply in replies:
-                if (asked := reply.metadata.reply_to_message_id) in waiting:
-                    yield waiting.pop(asked), reply
-            pause = _SHORTEST if replies else min(1.5 * pause, _LONGEST)
+                if (message := reply.metadata.reply_to_message_id) in waiting:
+                    yield waiting.pop(message), reply
             now = time.monotonic()
+            last = now if replies else last
             if patience is not None and now - began > patience:
                 for node in waiting.values():
                     yield node, f"no answer within {patience:g} s"
@@ -145,4 +146,5 @@ class Nodes:
                         del waiting[message]
                         yield node, "the node was started anew" if node in there else "the node has left"
             if waiting:
-                time.sleep(pause)
+                # A SuperLink that waits for replies has waited in this one's place.
+                time.sleep(max(0.0, min(_LONGEST, max(_SHORTEST, _SHARE * (now - last))) - (now - asked)))
