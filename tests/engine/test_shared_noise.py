@@ -12,6 +12,7 @@ pytest.importorskip("flwr")
 
 from flwr.app import Message
 
+from headstart.channel.accounting import noise_multiplier
 from headstart.channel.shared_noise import SharedNoise, discrete_gaussian, part_variances
 from headstart.channel.statistics import StatisticsChannel
 from headstart.core.message import Message as Wire
@@ -19,6 +20,7 @@ from headstart.core.seeds import Secret, generator_of
 from headstart.data import Federation
 from headstart.engine import node_sums
 from headstart.engine.flower_messages import facts_of, noise_keys, reply_to
+from headstart.engine.node import Node, NodeRequest
 from headstart.errors import HeadstartError, MessageError
 from tests.engine.test_node import FOUR, Grid, _identity, recipe_of, serve, silos  # noqa: F401
 from tests.helpers import identities
@@ -158,3 +160,28 @@ def test_keys_that_are_none_are_refused(noise: Any) -> None:
         noise_keys({"noise": noise}, 2)
     assert noise_keys({"noise": {"1": "ab" * 32}}, 2) == {1: bytes([0xAB]) * 32}
     assert noise_keys({}, 2) == {}
+
+
+def test_figures_of_tests_have_the_noise_of_the_total_however_the_server_calls(
+    silos: Path,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    """The attack: a node that was told of many clients adds little noise, and is then asked in a sum of three."""
+    stage = {**NCM, "privacy": {**NCM["privacy"], "test_epsilon": 1.0}}
+    totals = []
+    for number in range(12):
+        grid = Grid(recipe_of(silos, stage), silos, tmp_path / str(number), names=FOUR)
+        serve(grid, tmp_path / f"out-{number}")
+        records = [Wire.from_bytes(next(grid.folder(n).glob("tested-*")).read_bytes()) for n in FOUR]
+        totals.append(np.sum([record.arrays["figures"] for record in records], axis=0))
+    share = 2 * noise_multiplier(1.0, 1e-5, 3)  # three of four stay at least, each with a third of the variance
+    spread = (np.array(totals) - np.mean(totals, axis=0)).std()
+    assert spread == pytest.approx(share * (4 / 3) ** 0.5, rel=0.4)
+    federation = Federation.silo(grid.recipe, str(silos / "a.npz"), "a")
+    folder = next(path for path in grid.folder("a").iterdir() if path.is_dir())
+    node = Node(grid.recipe, federation, folder, True, identities(4)[0])
+    (setup,) = folder.glob("setup-*")
+    model = Wire({"weight": np.ones((10, 64), np.float32), "bias": np.zeros(10, np.float32)})
+    asked = NodeRequest("s", 0, node.remember(setup.read_bytes()), [(0, -1, {})], True, model, 1)
+    with pytest.raises(HeadstartError, match="was told otherwise of this stage"):
+        node.tested(asked, 9)

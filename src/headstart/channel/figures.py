@@ -2,7 +2,8 @@
 
 With privacy the unit is that of the stage. An example adds at most 1 to each of the four figures, its loss as a share
 of the largest that counts; where the unit is a client, it tells means over its examples instead of sums. Either way one
-unit moves the four by at most 2 in Euclidean norm, and one Gaussian mechanism covers all tests of the stage.
+unit moves the four by at most 2 in Euclidean norm, with rounding a little more. One Gaussian mechanism covers all tests
+of the stage.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import numpy as np
 
 from headstart.channel.accounting import noise_multiplier
 from headstart.config.stage import ClosedForm, Privacy, Rounds
-from headstart.core.message import Message
+from headstart.core.message import Array, Message
 from headstart.core.seeds import Seed, generator_of
 from headstart.core.statistics import Floats
 from headstart.errors import MessageError
@@ -25,7 +26,9 @@ SHAPES: dict[str, tuple[int, ...]] = {"figures": (4,)}
 """Examples, right answers, examples of classes that the head knows, and their loss."""
 
 _LARGEST_LOSS = 10.0
-_SENSITIVITY = 2.0
+# Of whole numbers for 1, in a secure sum; rounding moves each figure by half of one at most.
+_STEPS = 2.0**24
+_SENSITIVITY = 2.0 + 4 / _STEPS
 _TEST = 0x7E57
 
 
@@ -33,21 +36,20 @@ _TEST = 0x7E57
 class FiguresChannel:
     """Figures of the tests of a stage between nodes and server.
 
-    times: tests in the stage; survivors: of a secure sum, how many clients stay at least; seed: what noise is drawn
-    from.
+    times: tests in the stage; seed: what noise is drawn from.
     """
 
     privacy: Privacy | None
+    """Where there is none, figures are exact."""
     unit: str
     times: int
-    survivors: int
     seed: Seed
 
     @classmethod
     def of(cls, stage: ClosedForm | Rounds, clients: int, seed: Seed) -> FiguresChannel:
         """That of a stage with so many clients."""
         times = stage.rounds_for(clients) // stage.evaluate_every + 2  # before the first round, and after the last
-        return cls(stage.privacy, "client" if stage.trains else "example", times, stage.survivors(clients), seed)
+        return cls(stage.privacy, "client" if stage.trains else "example", times, seed)
 
     @cached_property
     def deviation(self) -> float:
@@ -56,16 +58,26 @@ class FiguresChannel:
             return 0.0
         return _SENSITIVITY * noise_multiplier(self.privacy.test_epsilon, self.privacy.delta, self.times)
 
-    def encode(self, examples: int, right: int, losses: Floats) -> Message:
-        """What a node tells; losses: of the examples whose class the head knows."""
+    def encode(self, examples: int, right: int, losses: Floats, survivors: int = 1) -> Message:
+        """What a node tells; losses: of the examples whose class the head knows; survivors: of a secure sum, at least
+        so many clients share the noise."""
         loss = float(np.minimum(losses, _LARGEST_LOSS).sum() / _LARGEST_LOSS) if self.privacy else float(losses.sum())
         figures = np.array([examples, right, len(losses), loss], np.float64)
         if self.privacy is not None and self.unit == "client":
             figures /= max(examples, 1)
         if self.privacy is not None and self.privacy.noise != "server":
-            share = sqrt(self.survivors) if self.privacy.noise == "shared" else 1.0
+            share = sqrt(survivors) if self.privacy.noise == "shared" else 1.0
             figures += self.deviation / share * generator_of(None).standard_normal(4)
         return Message({"figures": figures})
+
+    def to_sum(self, message: Message) -> dict[str, Array]:
+        """What a node adds in a secure sum; with privacy whole numbers, whose sizes nobody is told beforehand."""
+        figures = message.arrays["figures"].astype(np.float64)
+        return {"figures": np.rint(_STEPS * figures).astype(np.int64) if self.privacy else figures}
+
+    def of_sum(self, total: Array) -> Floats:
+        """The figures of a secure sum."""
+        return total.astype(np.float64) / (_STEPS if self.privacy else 1.0)
 
     def read(self, message: Message) -> Floats:
         """A node's figures, checked."""

@@ -101,7 +101,8 @@ class FlowerClients:
         numbers = request.clients.tolist()
         parts = len(survivor_levels(len(numbers), request.threshold))
         exchange = _Exchange(dict.fromkeys(numbers, 0), dict.fromkeys(numbers, 0), dict.fromkeys(numbers, 0), parts)
-        integers = () if shared is None else tuple(shapes)
+        whole = shared is not None or (kind == "secure-test" and self.stage.privacy is not None)
+        integers = tuple(shapes) if whole else ()
         server = SecureSum(uuid.uuid4().bytes, numbers, request.threshold, shapes, integers)
         sent = dict(zip(numbers, zip(request.messages, request.new.tolist(), strict=True), strict=True))
         while server.step:
@@ -194,7 +195,7 @@ class FlowerClients:
         new, threshold = np.ones(len(there), np.bool_), self.stage.survivors(len(there))
         request = Request(self._played, there, messages, np.full(len(there), -1), new, threshold)
         try:
-            return self._sum(request, "secure-test", SHAPES).values["figures"].astype(np.float64)
+            return self.figures.of_sum(self._sum(request, "secure-test", SHAPES).values["figures"])
         except HeadstartError as error:
             log.warning("the model is not tested: %s", error)
             return None

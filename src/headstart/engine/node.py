@@ -275,8 +275,11 @@ class Node:
             self.enter("test", **self.promise(asked, test=True), **sent(asked.digest, figures))
             return figures
 
-    def tested(self, asked: NodeRequest) -> Message:
-        """The figures of a model after a round; the same again for the same question, and none for another."""
+    def tested(self, asked: NodeRequest, survivors: int = 1) -> Message:
+        """The figures of a model after a round; the same again for the same question, and none for another.
+
+        survivors: how many clients of a secure sum share its noise at least.
+        """
         stage = self._load(asked)
         if not stage.stage.tests_on_nodes:
             raise HeadstartError(
@@ -284,42 +287,45 @@ class Node:
                 "the server test data of its own"
             )
         if not self.alone:
-            return self._evaluate(asked)
+            return self._evaluate(asked, survivors)
         if not self.limits.evaluation:
             raise HeadstartError("node.toml: limits.evaluation is false; this node tests no models for others")
-        if not 0 <= asked.done <= stage.rounds or (
-            asked.done % stage.stage.evaluate_every and asked.done < stage.rounds
-        ):
+        rounds, every = stage.rounds, stage.stage.evaluate_every
+        if asked.done not in (rounds, *range(0, rounds, every)):
             raise HeadstartError(
-                f"the stage has {stage.rounds} rounds, and tests after every {stage.stage.evaluate_every}; the server "
-                f"asks after {asked.done}"
+                f"the stage has {rounds} rounds, and tests after every {every}; the server asks after {asked.done}"
             )
         self.promise(asked, test=True)
         path = self.record("tested", stage.setup.number)
         record = Message.from_bytes(path.read_bytes()) if path.is_file() else Message(scalars={"done": -1})
+        # On these the noise depends: a server that told the node otherwise of them would get less of it.
+        about: dict[str, Scalar] = {"setup": asked.setup, "survivors": survivors} if stage.stage.privacy else {}
+        if any(record.scalars.get(name, value) != value for name, value in about.items()):
+            raise HeadstartError("the node was told otherwise of this stage when it tested a model before")
         if asked.done > int(record.scalars["done"]):
-            record = Message(self._evaluate(asked).arrays, {"done": asked.done, "question": asked.digest})
+            figures = self._evaluate(asked, survivors).arrays
+            record = Message(figures, {"done": asked.done, "question": asked.digest, **about})
             write_atomically(path, lambda file: file.write_bytes(record.to_bytes()), private=True)
         elif record.scalars["question"] != asked.digest:
             last = record.scalars["done"]
             raise HeadstartError(f"the node has tested another model after round {last} of this stage")
         return Message({"figures": record.arrays["figures"]})
 
-    def _evaluate(self, asked: NodeRequest) -> Message:
+    def _evaluate(self, asked: NodeRequest, survivors: int) -> Message:
         """The model that the server shows, with what is the client's own, on the client's test examples."""
         stage, dataset = self._load(asked), self.federation.dataset
         read = partial(self._states(asked).read, clients=np.array([0 if self.alone else asked.client]))
         own = {name: values[0] for name, values in stage.method.own(read, stage.setup.task).items()}
         head = stage.method.load(asked.message, stage.setup.task, own)
         if not len(dataset.test):
-            return stage.figures.encode(0, 0, np.zeros(0))
+            return stage.figures.encode(0, 0, np.zeros(0), survivors)
         changes = not isinstance(stage.source, np.ndarray)
         features = stage.body.embedded("test") if changes else stage.body.features("test")
         scores, labels = head.scores(features), dataset.test.labels
         known = np.isfinite(scores[np.arange(len(labels)), labels])
         losses = -log_softmax(scores[known], axis=1)[np.arange(int(known.sum())), labels[known]]
         right = int(np.count_nonzero(scores.argmax(axis=1) == labels))
-        return stage.figures.encode(len(labels), right, losses)
+        return stage.figures.encode(len(labels), right, losses, survivors)
 
     def _load(self, asked: NodeRequest) -> _Stage:
         """The stage that is asked about; the one before it is forgotten."""

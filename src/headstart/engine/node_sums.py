@@ -75,7 +75,7 @@ def _begin(node: Node, asked: NodeRequest, told: Message, path: Path, test: bool
     identity = _identity(node, session, asked.client)
     facts: dict[str, Any] = {"passes": 0, "kept": False}
     if test:
-        values: Mapping[str, Array] = node.tested(asked).arrays
+        values: Mapping[str, Array] = node._load(asked).figures.to_sum(node.tested(asked, threshold))
     else:
         reply, round = node._once(asked), int(asked.message.scalars["round"])
         values = vector = node._load(asked).runtime.vector(reply, asked.message)
