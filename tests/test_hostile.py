@@ -608,6 +608,7 @@ def gram(change: Callable[[np.ndarray], np.ndarray]) -> Alteration:
 
 
 SERVER = {"privacy": {"epsilon": 50.0, "clip": 60.0}}
+COUNTED = {"method": "fedncm", "distance": "euclidean", **SERVER}  # by cosine, no counts are sent
 IMPOSSIBLE: dict[str, tuple[dict[str, Any], Alteration]] = {
     "entries that the diagonal does not allow": (
         {"method": "fed3r"},
@@ -620,10 +621,13 @@ IMPOSSIBLE: dict[str, tuple[dict[str, Any], Alteration]] = {
         {"method": "fedcof", "covariance": "diagonal"},
         put("sums", lambda sums: 1000 * sums),
     ),
-    "longer vectors than all have": ({"method": "fedncm", **SERVER}, put("sums", lambda sums: -1e4 * sums)),
-    "larger squares than all have": ({"method": "fed3r", **SERVER}, put("moments", lambda values: 1e6 * values)),
-    "fewer examples than none": ({"method": "fedncm", **SERVER}, put("counts", lambda counts: -50 * counts)),
-    "sums of nobody": ({"method": "fedncm", **SERVER}, put("counts", lambda counts: 0 * counts)),
+    "longer vectors than all have": (COUNTED, put("sums", lambda sums: -1e4 * sums)),
+    "larger squares than all have": (
+        {"method": "fed3r", "random_features": 400, **SERVER},
+        put("moments", lambda values: 1e6 * values),
+    ),
+    "fewer examples than none": (COUNTED, put("counts", lambda counts: -50 * counts)),
+    "sums of nobody": (COUNTED, put("counts", lambda counts: 0 * counts)),
 }
 
 
