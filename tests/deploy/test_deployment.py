@@ -413,6 +413,15 @@ def test_secure_sums_are_those_of_the_same_run_in_process(machines: Machines, da
     assert_same_models(here, there)
     assert [stage["dropped"] for stage in summary_of(there)["stages"]] == [[], []]
 
+    # An audit: all that left a node, from its own ledger, has the bytes of the server's account.
+    heads, *lines = rows(there)
+    for name in NODES:
+        entries = NodeLedger(machines.folder / "state" / name).entries()
+        left = [entry for entry in entries if entry["recipe"] == recipe_digest(recipe) and entry["kind"] != "join"]
+        assert [entry["kind"] for entry in left] == 2 * ["keys", "shares", "masked", "agree", "reveal"]
+        told = [int(line[heads.index("bytes_up")]) for line in lines if line[1] == name]
+        assert sum(entry["bytes"] for entry in left) == sum(told)
+
 
 SHIM = """
 import importlib.metadata
