@@ -372,6 +372,29 @@ def test_a_node_refuses_another_version_and_another_recipe(node: Node, silos: Pa
     assert reply_of(question(other), node) == {"error": "the server runs another recipe than the node was given"}
 
 
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (FileNotFoundError(2, "No such file", "/srv/St Mary, ward 3/x.npz"), "[Errno 2] No such file: 'x.npz'"),
+        (OSError(18, "Invalid link", "/a/b.tmp", None, "/c d/e.npz"), "[Errno 18] Invalid link: 'b.tmp' -> 'e.npz'"),
+        (HeadstartError("cannot write to /home/mary poppins/.cache/f: full"), "cannot write to f: full"),
+        (HeadstartError("~/data/p.csv:3: bad row; see (/srv/x/y.csv)"), "p.csv:3: bad row; see (y.csv)"),
+        (HeadstartError("model.weights='/opt/w.safetensors'"), "model.weights='w.safetensors'"),
+        (HeadstartError("hf/org/name, 3 / 4, and/or https://x.org/y"), "hf/org/name, 3 / 4, and/or https://x.org/y"),
+    ],
+)
+def test_errors_leave_a_node_without_its_folders_and_its_log_has_them(
+    node: Node, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception, said: str
+) -> None:
+    def fail() -> None:
+        raise error
+
+    monkeypatch.setattr(node, "node_info", fail)
+    found = reply_of(question(about(node, kind="join")), node)["error"]
+    assert found.removeprefix(f"the node failed: {type(error).__name__}: ") == said
+    assert str(error) in caplog.text
+
+
 GOOD = Wire().to_bytes()
 
 

@@ -85,10 +85,10 @@ def answer(message: Message, context: Context) -> Message:
         limits = NodeLimits.load(Path(str(config["limits"]))) if "limits" in config else NodeLimits()
         identity = _identity(config, name) if any(stage.secure for stage in recipe.stages) else None
         node = Node(recipe, federation, Path(str(config["state"])) / run_of(message), True, identity, limits)
-    except (KeyError, OSError, ValueError) as error:
-        return refuse(
-            message, f"the node has no {error} in its configuration" if isinstance(error, KeyError) else str(error)
-        )
+    except KeyError as error:
+        return refuse(message, HeadstartError(f"the node has no {error} in its configuration"))
+    except Exception as error:  # Flower would send what it says to the server, paths included
+        return refuse(message, error)
     return respond(message, node, name)
 
 
