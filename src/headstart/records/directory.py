@@ -152,13 +152,15 @@ class RunDirectory:
         append_text(self.path / "metrics.jsonl", json.dumps(metrics, allow_nan=False) + "\n")
 
     def log_round(self, stage: int, round: int, names: Sequence[str], ledger: Ledger) -> None:
-        """Append who was asked in a round (from 1), what each moved, and why a client was left out, to `rounds.csv`."""
+        """Append who was asked in a round (from 1), what each moved, and why a client was left out or absent, to
+        `rounds.csv`."""
         path = self.path / "rounds.csv"
         rows: list[Sequence[Any]] = [] if path.exists() else [_ROUNDS]
         gone = [entry for entry in ledger.dropped if entry["round"] == round]
         why = {name: str(entry["why"]) for entry in gone for name in str(entry["clients"]).split(", ")}
         for client, up, down in ledger.latest:
             rows.append([stage, round, names[client], up, down, why.get(names[client], "")])
+        rows += [[stage, round, name, 0, 0, why] for name, why in ledger.absences.items()]
         append_text(path, csv_text(rows))
 
     def metrics(self) -> list[dict[str, Any]]:
