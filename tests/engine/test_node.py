@@ -16,7 +16,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import load_file
+from safetensors.torch import save_file
 from sklearn.datasets import load_digits
 
 pytest.importorskip("flwr")
@@ -24,6 +26,7 @@ pytest.importorskip("flwr")
 from flwr.app import ArrayRecord, ConfigRecord, Error, Message, RecordDict
 from flwr.supercore.task_identity import TaskIdentity
 
+from headstart.backbones.nets import FourConv
 from headstart.config.node import NodeLimits
 from headstart.config.recipe import Recipe
 from headstart.core.files import secret
@@ -922,3 +925,23 @@ def test_a_node_that_lost_its_log_in_a_secure_stage_is_told_everything_again(sil
     steps: list[str] = []
     grid.change = lose
     assert [drop[:2] for drop in dropped(serve(grid, tmp_path / "out"))] == [(3, "b")]
+
+
+def test_a_node_says_the_digest_of_the_weights_that_it_would_use(tmp_path: Path) -> None:
+    def told(folder: str, stem: float | None) -> dict[str, Any]:
+        torch.manual_seed(0)
+        weights = {name: value.contiguous() for name, value in FourConv().state_dict().items()}
+        if stem is not None:
+            next(iter(weights.values())).view(-1)[0] = stem
+        path = tmp_path / folder / "weights.safetensors"
+        path.parent.mkdir()
+        save_file(weights, path)
+        data = {"dataset": "mnist-mini", "classes": list(range(10)), "train_examples": 10, "test_examples": 5}
+        model = {"backbone": "conv4", "weights": str(path)}
+        recipe = Recipe.parse({"data": data, "model": model, "stages": [{"method": "fedncm"}]})
+        silo = Federation.silo(recipe, "mnist-mini", folder)
+        return Node(recipe, silo, tmp_path / folder / "node", alone=True).node_info()
+
+    one, same, other = told("a", None), told("b", None), told("c", 0.5)
+    assert re.fullmatch("[0-9a-f]{32}", one["weights"])
+    assert one["weights"] == same["weights"] != other["weights"]
