@@ -48,6 +48,23 @@ def folders(cache: Path) -> list[Path]:
 # ---------------------------------------------------------------------------------------------------------------- place
 
 
+def test_features_are_for_the_eyes_of_their_owner_only(tmp_path: Path) -> None:
+    examples = pictures(COUNT)
+    extract(means_backbone(), examples)
+    (folder,) = folders(tmp_path / "cache")
+
+    def modes() -> dict[str, int]:
+        paths = [folder.parent, folder, folder / "features.npy", folder / "blocks.json"]
+        return {path.name: path.stat().st_mode & 0o777 for path in paths}
+
+    expected = {"features": 0o700, folder.name: 0o700, "features.npy": 0o600, "blocks.json": 0o600}
+    assert modes() == expected
+    for path, mode in ((folder.parent, 0o755), (folder, 0o755), (folder / "features.npy", 0o644)):
+        path.chmod(mode)  # as an earlier version left them
+    extract(means_backbone(), examples)
+    assert modes() == expected
+
+
 def test_place_of_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert cache_root() == tmp_path / "cache"
     monkeypatch.delenv("HEADSTART_CACHE")

@@ -229,7 +229,7 @@ def test_defaults_of_stages_are_written_out_and_read_back(tmp_path: Path) -> Non
     (tmp_path / "resolved.toml").write_text(recipe.to_toml())
     assert Recipe.load(tmp_path / "resolved.toml") == recipe
     written = tomllib.loads(recipe.to_toml())["stages"]
-    everywhere = {"start": "previous", "min_replies": 1, "head_init": "previous", "evaluate_every": 1}
+    everywhere = {"start": "previous", "head_init": "previous", "evaluate_every": 1}
     training = {
         "head": "linear",
         "hidden": 256,

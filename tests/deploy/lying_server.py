@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 
-def attack(recipe: Any, federation: Any, out: Path, resume: bool, log: Any, nodes: Any) -> None:
+def attack(recipe: Any, federation: Any, out: Path, resume: bool, log: Any, nodes: Any) -> Any:
     """Ask one node for noisy statistics again and again, test models on it; what it says is in said.json."""
     from headstart.core.message import Message
     from headstart.engine.flower_messages import read_reply
@@ -40,3 +41,4 @@ def attack(recipe: Any, federation: Any, out: Path, resume: bool, log: Any, node
     }
     out.mkdir(parents=True)
     (out / "said.json").write_text(json.dumps(said))
+    return SimpleNamespace(summary={"stages": []})

@@ -43,7 +43,7 @@ NODES = ("a", "b", "c")
 WRONG = ("empty", "other", "old", "false", "unguarded")
 """Nodes that are registered, and that no run can take."""
 PATIENCE = 240.0
-TRAINING = {"rounds": 2, "lr": 0.01, "batch_size": 64, "deadline": 120, "evaluate_every": 10}
+TRAINING = {"rounds": 2, "lr": 0.01, "batch_size": 64, "deadline": 120, "evaluate_every": 10, "min_replies": 1}
 
 
 def wait_for(what: Callable[[], Any], seconds: float = PATIENCE, pause: float = 0.2) -> Any:

@@ -16,7 +16,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import load_file
+from safetensors.torch import save_file
 from sklearn.datasets import load_digits
 
 pytest.importorskip("flwr")
@@ -24,6 +26,7 @@ pytest.importorskip("flwr")
 from flwr.app import ArrayRecord, ConfigRecord, Error, Message, RecordDict
 from flwr.supercore.task_identity import TaskIdentity
 
+from headstart.backbones.nets import FourConv
 from headstart.config.node import NodeLimits
 from headstart.config.recipe import Recipe
 from headstart.core.files import secret
@@ -37,14 +40,14 @@ from headstart.engine.respond import respond, run_of
 from headstart.engine.server import draw
 from headstart.engine.setup import digest
 from headstart.errors import HeadstartError, MessageError
-from headstart.report import summary_table
+from headstart.report import remarks, summary_table
 from headstart.runner import Result, run, run_federation
 from tests.helpers import identities
 
 NAMES = ("a", "b", "c")
 FOUR = (*NAMES, "d")
 """The fewest nodes of a secure sum that tolerate one absence."""
-LOCAL = {"train": "head", "rounds": 3, "lr": 0.01, "batch_size": 20, "evaluate_every": 10}
+LOCAL = {"train": "head", "rounds": 3, "lr": 0.01, "batch_size": 20, "evaluate_every": 10, "min_replies": 1}
 MLP = LOCAL | {"head": "mlp", "hidden": 4}
 Change = Callable[[int, int, Message], "Message | None"]
 """Of a node, the number of the question and the question: what is heard in place of the node's reply."""
@@ -139,8 +142,9 @@ def serve(
     """As the ServerApp of a deployment does."""
     nodes = Nodes(grid, grid.recipe, {name: number for number, name in enumerate(grid.names)})
     nodes.available(expected or len(grid.names))
+    nodes.agree({})
     sizes = np.array([nodes.said.get(number, {"examples": 0})["examples"] for number in range(len(grid.names))])
-    federation = Federation.apart(grid.recipe, grid.names, sizes, 64, test)
+    federation = Federation.apart(grid.recipe, grid.names, sizes, nodes.agreed["dim"], test)
     return run_federation(grid.recipe, federation, out, resume, on_metrics, nodes)
 
 
@@ -372,6 +376,29 @@ def test_a_node_refuses_another_version_and_another_recipe(node: Node, silos: Pa
     assert reply_of(question(other), node) == {"error": "the server runs another recipe than the node was given"}
 
 
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (FileNotFoundError(2, "No such file", "/srv/St Mary, ward 3/x.npz"), "[Errno 2] No such file: 'x.npz'"),
+        (OSError(18, "Invalid link", "/a/b.tmp", None, "/c d/e.npz"), "[Errno 18] Invalid link: 'b.tmp' -> 'e.npz'"),
+        (HeadstartError("cannot write to /home/mary poppins/.cache/f: full"), "cannot write to f: full"),
+        (HeadstartError("~/data/p.csv:3: bad row; see (/srv/x/y.csv)"), "p.csv:3: bad row; see (y.csv)"),
+        (HeadstartError("model.weights='/opt/w.safetensors'"), "model.weights='w.safetensors'"),
+        (HeadstartError("hf/org/name, 3 / 4, and/or https://x.org/y"), "hf/org/name, 3 / 4, and/or https://x.org/y"),
+    ],
+)
+def test_errors_leave_a_node_without_its_folders_and_its_log_has_them(
+    node: Node, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception, said: str
+) -> None:
+    def fail() -> None:
+        raise error
+
+    monkeypatch.setattr(node, "node_info", fail)
+    found = reply_of(question(about(node, kind="join")), node)["error"]
+    assert found.removeprefix(f"the node failed: {type(error).__name__}: ") == said
+    assert str(error) in caplog.text
+
+
 GOOD = Wire().to_bytes()
 
 
@@ -591,10 +618,159 @@ def test_a_node_that_comes_late_takes_part_from_then_on_and_one_that_leaves_is_m
 
     serve(grid, tmp_path / "out", on_metrics=after, expected=2)
     with (tmp_path / "out" / "rounds.csv").open(newline="") as file:
-        taken = [(int(row["round"]), row["client"]) for row in csv.DictReader(file)]
+        rows = list(csv.DictReader(file))
+    taken = [(int(row["round"]), row["client"]) for row in rows if not row["left_out"]]
     assert taken == [(1, "a"), (1, "b"), (2, "a"), (2, "b"), (3, "a"), (3, "b"), (3, "c"), (4, "b"), (4, "c")]
     answers = [parts for name, kind, parts in grid.said if name == "c" and kind == "answer"]
     assert answers == [{"message", "setup"}, {"message"}]
+    when = r"absent since \d{4}-\d\d-\d\d \d\d:\d\d:\d\d: "
+    absent = [(int(row["round"]), row["client"], row["left_out"]) for row in rows if row["left_out"]]
+    assert [each[:2] for each in absent] == [(1, "c"), (2, "c"), (4, "a")]
+    assert re.fullmatch(when + "no node has come", absent[0][2])
+    assert re.fullmatch(when + "the node has left", absent[2][2])
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert summary["stages"][0]["absent"] == {"c": [1, 2], "a": [4]}
+    told = "fedavg: of 4 rounds, clients were absent: c from 2 rounds, the first 1; a from round 4"
+    assert remarks(summary["stages"][0]) == [told]
+    assert told in (tmp_path / "out" / "report.html").read_text()
+    assert "3 clients (2 absent at times)" in str(summary_table(summary).title)
+
+
+def test_a_deployment_stops_where_nodes_that_it_started_with_have_left(
+    silos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless its recipe says that fewer are enough; by default after an hour."""
+    waits: list[float | None] = []
+    available = Nodes.available
+
+    def hurried(self: Nodes, wait_for: int, patience: float | None = None) -> set[int]:
+        waits.append(patience)
+        return available(self, wait_for, None if patience is None else 0.0)
+
+    monkeypatch.setattr(Nodes, "available", hurried)
+
+    class Leaving(Grid):
+        def get_nodes(self) -> list[Any]:
+            if any(kind != "join" for _, kind, _ in self.said):
+                self.online = {10: "a"}
+            return super().get_nodes()
+
+    stage = {key: value for key, value in LOCAL.items() if key != "min_replies"} | {"method": "fedavg", "rounds": 2}
+    grid = Leaving(recipe_of(silos, stage), silos, tmp_path / "state")
+    why = r"fedavg: 1 of 3 nodes are there, min_replies = 3; missing: b \(absent since .*: the node has left\); c "
+    with pytest.raises(HeadstartError, match=why):
+        serve(grid, tmp_path / "out")
+    assert waits[1:] == [3600.0, 3600.0]
+    fewer = Leaving(recipe_of(silos, {**stage, "min_replies": 1, "deadline": 5}), silos, tmp_path / "fewer")
+    summary = serve(fewer, tmp_path / "fewer-out").summary
+    assert summary["stages"][0]["absent"] == {"b": [2], "c": [2]}
+
+
+def changed_join(**facts: Any) -> Callable[[Message], Message]:
+    def change(message: Message) -> Message:
+        record = ConfigRecord({"facts": json.dumps(facts)})
+        return Message(RecordDict({RECORD: record}), reply_to=message)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("facts", "why"),
+    [
+        ({"dim": 65}, "b: the length of its features is 65, and the federation's is 64"),
+        ({"dim": 10**10}, "b: the length of its features is 10000000000, and 65536 is the most"),
+        ({"dim": 64, "weights": "0f"}, "b: the digest of its backbone's weights is 0f, and the federation's is None"),
+        ({"dim": 64, "weights": [1]}, "b: the digest of its backbone's weights is none"),
+    ],
+)
+def test_a_node_that_differs_from_the_others_is_refused_by_name_and_they_go_on(
+    silos: Path, tmp_path: Path, facts: dict[str, Any], why: str
+) -> None:
+    recipe = recipe_of(silos, {"method": "fedncm"})
+    grid = Grid(recipe, silos, tmp_path / "state")
+    # Whoever comes first is not believed for that.
+    grid.online = {11: "b", 10: "a", 12: "c"}
+
+    def change(node: int, number: int, message: Message) -> Message | None:
+        kind = facts_of(message)[0]["kind"]
+        return changed_join(name="b", examples=9, **facts)(message) if node == 11 and kind == "join" else None
+
+    grid.change = change
+    nodes = Nodes(grid, recipe, {name: number for number, name in enumerate(NAMES)})  # type: ignore[arg-type]
+    nodes.available(3)
+    nodes.agree({})
+    assert (nodes.ids, nodes.refusals, nodes.agreed["dim"]) == ({0: 10, 2: 12}, {"b": why}, 64)
+    summary = serve(grid, tmp_path / "out").summary
+    assert summary["stages"][0]["absent"] == {"b": [1]}
+    assert why.removeprefix("b: ") in (tmp_path / "out" / "rounds.csv").read_text()
+
+
+def test_without_a_majority_nobody_is_believed_and_what_the_server_knows_decides(silos: Path, tmp_path: Path) -> None:
+    recipe = recipe_of(silos, {"method": "fedncm"})
+
+    def change(node: int, number: int, message: Message) -> Message | None:
+        return changed_join(name="b", examples=9, dim=65)(message) if node == 11 else None
+
+    def nodes() -> Nodes:
+        grid: Any = Grid(recipe, silos, tmp_path / "state", change, NAMES[:2])
+        found = Nodes(grid, recipe, {"a": 0, "b": 1})
+        found.available(2)
+        return found
+
+    with pytest.raises(HeadstartError, match="the length of the features, without a majority: a: 64, b: 65"):
+        nodes().agree({})
+    (told := nodes()).agree({"dim": 65})
+    assert told.ids == {1: 11}
+    with pytest.raises(HeadstartError, match=r"no node can take part: a: .* is 64, and the federation's is 66; b: "):
+        nodes().agree({"dim": 66})
+
+
+class Silent(Grid):
+    """A grid with a node that is registered and never answers some kinds of questions."""
+
+    silent: tuple[str, ...] = ("join",)
+
+    def pull_messages(self, names: Iterable[str]) -> list[Message]:
+        return [self.replies.pop(name) for name in names if name in self.replies]
+
+    def push_messages(self, messages: Iterable[Message]) -> list[str]:
+        names = super().push_messages(messages)
+        for name, (who, kind, _) in zip(names, self.said[-len(names) :], strict=True):
+            if who == "b" and kind in self.silent:
+                del self.replies[name]
+        return names
+
+
+def test_a_node_that_does_not_say_who_it_is_is_named_and_costs_no_time_once_it_is_not_waited_for(
+    silos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("headstart.engine.grid._TELL", 0.6)
+    recipe = recipe_of(silos, {**LOCAL, "method": "fedavg", "rounds": 3, "evaluate_every": 1})
+    grid: Any = Silent(recipe, silos, tmp_path / "state")
+    nodes = Nodes(grid, recipe, {name: number for number, name in enumerate(NAMES)})
+    assert nodes.available(3, 2.0) == {0, 2}
+    waits = re.findall(r"waiting for nodes: 2 of 3 are there; missing: b \(absent since [^)]*: (.*)\)", caplog.text)
+    assert waits == ["the node does not say who it is"] * len(waits)
+    assert len(waits) in (2, 3)
+    assert re.search(r"going on without b \(absent since", caplog.text)
+    began = time.monotonic()
+    summary = serve(grid, tmp_path / "out", expected=2).summary
+    assert time.monotonic() - began < 10
+    assert summary["stages"][0]["absent"] == {"b": [1, 2, 3]}
+    assert [kind for name, kind, _ in grid.said if name == "b"] == ["join", "join"]  # of two processes of the server
+
+
+def test_a_node_that_misses_a_deadline_is_left_out_and_asked_again_in_the_third_round_after(
+    silos: Path, tmp_path: Path
+) -> None:
+    stage = {**LOCAL, "method": "fedavg", "rounds": 5, "evaluate_every": 1, "deadline": 0.5}
+    grid = Silent(recipe_of(silos, stage), silos, tmp_path / "state")
+    grid.silent = ("answer", "evaluate")
+    (found,) = serve(grid, tmp_path / "out").summary["stages"]
+    assert [(drop["round"], drop["clients"]) for drop in found["dropped"]] == [(1, "b"), (4, "b")]
+    assert found["absent"] == {"b": [2, 3, 5]}
+    assert [kind for name, kind, _ in grid.said if name == "b"] == ["join", "answer", "answer"]
+    assert "not asked: it has missed a deadline" in (tmp_path / "out" / "rounds.csv").read_text()
 
 
 def test_a_node_of_a_secure_stage_says_nothing_that_is_not_masked(silos: Path, tmp_path: Path) -> None:
@@ -657,7 +833,7 @@ def test_costs_under_clients_noise_are_those_of_the_same_run_in_process(
 def participants(out: Path) -> list[tuple[int, str]]:
     with (out / "rounds.csv").open(newline="") as file:
         return [(int(row["round"]), dict(zip("012", NAMES, strict=True)).get(c := row["client"], c))
-                for row in csv.DictReader(file)]  # fmt: skip
+                for row in csv.DictReader(file) if not row["left_out"]]  # fmt: skip
 
 
 DRAWS = {**LOCAL, "method": "fedavg", "clients_per_round": 1, "weighting": "uniform", "privacy": {"epsilon": 5.0}}
@@ -749,3 +925,23 @@ def test_a_node_that_lost_its_log_in_a_secure_stage_is_told_everything_again(sil
     steps: list[str] = []
     grid.change = lose
     assert [drop[:2] for drop in dropped(serve(grid, tmp_path / "out"))] == [(3, "b")]
+
+
+def test_a_node_says_the_digest_of_the_weights_that_it_would_use(tmp_path: Path) -> None:
+    def told(folder: str, stem: float | None) -> dict[str, Any]:
+        torch.manual_seed(0)
+        weights = {name: value.contiguous() for name, value in FourConv().state_dict().items()}
+        if stem is not None:
+            next(iter(weights.values())).view(-1)[0] = stem
+        path = tmp_path / folder / "weights.safetensors"
+        path.parent.mkdir()
+        save_file(weights, path)
+        data = {"dataset": "mnist-mini", "classes": list(range(10)), "train_examples": 10, "test_examples": 5}
+        model = {"backbone": "conv4", "weights": str(path)}
+        recipe = Recipe.parse({"data": data, "model": model, "stages": [{"method": "fedncm"}]})
+        silo = Federation.silo(recipe, "mnist-mini", folder)
+        return Node(recipe, silo, tmp_path / folder / "node", alone=True).node_info()
+
+    one, same, other = told("a", None), told("b", None), told("c", 0.5)
+    assert re.fullmatch("[0-9a-f]{32}", one["weights"])
+    assert one["weights"] == same["weights"] != other["weights"]

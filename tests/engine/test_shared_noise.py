@@ -25,7 +25,12 @@ from headstart.errors import HeadstartError, MessageError
 from tests.engine.test_node import FOUR, Grid, _identity, recipe_of, serve, silos  # noqa: F401
 from tests.helpers import identities
 
-NCM = {"method": "fedncm", "secure": True, "privacy": {"epsilon": 1.0, "clip": 20.0, "noise": "shared"}}
+NCM = {
+    "method": "fedncm",
+    "secure": True,
+    "min_replies": 1,
+    "privacy": {"epsilon": 1.0, "clip": 20.0, "noise": "shared"},
+}
 CLIENTS, THRESHOLD = 4, 3
 
 

@@ -4,12 +4,13 @@ import http.client
 import json
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,25 @@ def ask(server: Dashboard, path: str, **headers: str) -> tuple[int, str]:
     connection.request("GET", path, headers=headers)
     answer = connection.getresponse()
     return answer.status, answer.read().decode()
+
+
+@pytest.mark.parametrize("letters", [b"", b"GET / HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 100])
+def test_a_client_that_asks_slowly_is_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, letters: bytes) -> None:
+    monkeypatch.setattr("headstart.report.dashboard.server.PATIENCE", 0.5)
+    before = threading.active_count()
+    with serving(tmp_path) as server, socket.create_connection(server.server_address[:2], timeout=10) as slow:
+        began = time.monotonic()
+        for letter in letters:
+            try:
+                slow.send(bytes([letter]))
+            except OSError:
+                break
+            time.sleep(0.1)
+        with suppress(ConnectionError):
+            assert slow.recv(1) == b""
+        assert time.monotonic() - began < 5
+        until(lambda: threading.active_count() <= before + 1)  # the one that accepts
+        assert ask(server, "/runs") == (200, "[]")
 
 
 @pytest.mark.slow

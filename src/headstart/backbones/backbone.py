@@ -57,7 +57,14 @@ class Backbone:
 
     def fingerprint(self) -> str:
         """Hash of the key and of every parameter and buffer, by name; and of layers that normalise by the batch."""
-        digest = hashlib.blake2b(self.key.encode(), digest_size=16)
+        return self._hash(self.key)
+
+    def weights_digest(self) -> str:
+        """The same on every machine that has the same weights."""
+        return self._hash("")
+
+    def _hash(self, key: str) -> str:
+        digest = hashlib.blake2b(key.encode(), digest_size=16)
         for name, tensor in sorted(self.body.state_dict().items()):
             digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
             digest.update(tensor.detach().cpu().float().numpy().tobytes())

@@ -1,5 +1,7 @@
 """Features on disk: one .npy file per (weights, transform, contents), filled block by block, each with a checksum.
 
+Features tell what the examples were, which may be patients: files and folders are for the eyes of their owner only.
+
 Whatever happens to the file (a killed process, a truncation, a flipped bit), opening it tells which blocks are whole;
 only the others are computed again. One process fills a file at a time; the others wait, then read.
 """
@@ -42,7 +44,12 @@ class FeatureFile:
         self._header, self._length = header.getvalue(), header.tell() + rows * dim * 4
         self._data, self._manifest = self.folder / "features.npy", self.folder / "blocks.json"
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            self.folder.parent.parent.mkdir(parents=True, exist_ok=True)
+            for folder in (self.folder.parent, self.folder):
+                folder.mkdir(mode=0o700, exist_ok=True)
+            for path, mode in ((self.folder.parent, 0o700), (self.folder, 0o700), (self._data, 0o600)):
+                if path.exists() and path.stat().st_uid == os.getuid():  # one of an earlier version
+                    path.chmod(mode)
         except OSError as error:
             raise self.failure(error) from None
         self.lock = FileLock(self.folder / "lock")
@@ -65,7 +72,7 @@ class FeatureFile:
         """Write blocks as they come; each is on disk, and listed, before the next is asked for. Needs the lock."""
         try:
             if not self._data.exists():
-                self._data.touch()
+                self._data.touch(mode=0o600)
                 self._checksums = [None] * len(self._checksums)
             self._restore()
             with self._data.open("r+b") as file:
@@ -75,7 +82,7 @@ class FeatureFile:
                     file.flush()
                     os.fsync(file.fileno())
                     self._checksums[number] = _checksum(features)
-                    write_json(self._manifest, {**self._facts, "checksums": self._checksums})
+                    write_json(self._manifest, {**self._facts, "checksums": self._checksums}, private=True)
         except OSError as error:
             raise self.failure(error) from None
 

@@ -10,7 +10,7 @@ from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
 from math import ceil
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     BaseModel,
@@ -95,10 +95,16 @@ class _Stage(Table):
     eval_split: Literal["test", "validation"] = "test"
     start: Literal["previous", "pretrained"] | NonNegativeInt = "previous"
     """The model to start from: that of the stage before, the pre-trained one, or that of a stage by its number."""
-    min_replies: PositiveInt = 1
-    """A round with fewer usable answers stops the run; its checkpoint stays good for --resume."""
+    min_replies: PositiveInt | None = None
+    """A round with fewer usable answers stops the run; its checkpoint stays good for --resume. Unset: 1; in a
+    deployment, all nodes that it started with."""
     deadline: PositiveFloat | None = None
-    """Seconds after which a client's answer no longer counts in its round."""
+    """Seconds after which a client's answer no longer counts in its round. Unset: none; in a deployment, an hour."""
+
+    def deployed(self, nodes: int) -> Self:
+        """The same with the defaults of a deployment that started with so many nodes."""
+        defaults = {"min_replies": max(nodes, 1), "deadline": 3600.0}
+        return self.model_copy(update={key: value for key, value in defaults.items() if getattr(self, key) is None})
 
     @property
     def protected(self) -> bool:

@@ -6,12 +6,15 @@ import csv
 import io
 import json
 import os
+import re
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 _TEMPORARY = ".headstart-"  # how the name of a file begins that is not whole yet
+# What a spreadsheet computes, and what it looks like once it does not; apostrophes that were there before stay.
+_FORMULA, _ESCAPED = re.compile(r"'*[=+\-@\t\r]"), re.compile(r"'+[=+\-@\t\r]")
 
 
 def write_atomically(path: Path, write: Callable[[Path], object], private: bool = False) -> None:
@@ -73,18 +76,37 @@ def secret(path: Path) -> bytes:
     return path.read_bytes()
 
 
-def write_text(path: Path, text: str) -> None:
+def write_text(path: Path, text: str, private: bool = False) -> None:
     """Write ``text`` atomically."""
-    write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+    write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"), private)
 
 
 def csv_text(rows: Iterable[Sequence[Any]]) -> str:
-    """Rows as the text of a CSV file."""
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(rows)
-    return text.getvalue()
+    """Rows as the text of a CSV file; a text that a spreadsheet would take for a formula begins with an apostrophe."""
+    lines = []
+    for row in rows:
+        line = io.StringIO()
+        csv.writer(line, lineterminator="\r\n").writerow([_inert(cell) for cell in row])  # which quotes both of them
+        lines.append(line.getvalue()[:-2] + "\n")
+    return "".join(lines)
 
 
-def write_json(path: Path, value: Any) -> None:
+def read_csv(path: Path) -> list[list[str]]:
+    """The rows of a file that `csv_text` wrote."""
+    with path.open(newline="", encoding="utf-8") as file:
+        return [[cell[1:] if _ESCAPED.match(cell) else cell for cell in row] for row in csv.reader(file)]
+
+
+def _inert(cell: Any) -> Any:
+    if not isinstance(cell, str) or not _FORMULA.match(cell):
+        return cell
+    try:
+        float(cell)
+    except ValueError:
+        return f"'{cell}"
+    return cell
+
+
+def write_json(path: Path, value: Any, private: bool = False) -> None:
     """Write ``value`` as JSON atomically; NaN and infinity are refused, since they are not JSON."""
-    write_text(path, json.dumps(value, indent=2, allow_nan=False, ensure_ascii=False) + "\n")
+    write_text(path, json.dumps(value, indent=2, allow_nan=False, ensure_ascii=False) + "\n", private)

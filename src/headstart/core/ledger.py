@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import resource
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 Ints = npt.NDArray[np.int64]
+
+log = logging.getLogger("headstart")
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,10 @@ class Ledger:
     """Who was left out of which round, and why."""
     latest: list[tuple[int, int, int]] = field(default_factory=list)
     """Of the round that was played last: each client that was asked, and its bytes up and down."""
+    absent: dict[str, list[int]] = field(default_factory=dict)
+    """Who could not be asked, and in which rounds (from 1)."""
+    absences: dict[str, str] = field(default_factory=dict)
+    """Of the round that was played last: who could not be asked, and why."""
     _since: float = field(default_factory=time.perf_counter)
 
     @classmethod
@@ -93,6 +100,15 @@ class Ledger:
         """Bring the seconds up to now."""
         now = time.perf_counter()
         self.seconds, self._since = self.seconds + now - self._since, now
+
+    def note_absences(self, round: int, why: Mapping[str, str]) -> None:
+        """Who cannot be asked in a round (from 1), by name, and why; the log says so where that has changed."""
+        if why and why.keys() != self.absences.keys():
+            told = "; ".join(f"{name} ({reason})" for name, reason in why.items())
+            log.warning("round %d goes on without %s", round, told)
+        self.absences = dict(why)
+        for name in why:
+            self.absent.setdefault(name, []).append(round)
 
     def totals(self) -> dict[str, float]:
         """Sums over the clients, under the names of the metrics."""

@@ -42,6 +42,7 @@ def serve(grid: Grid, context: Context) -> None:
 
     from headstart.data import Federation
     from headstart.engine.grid import Nodes
+    from headstart.report import remarks
     from headstart.runner import run_federation
 
     check_guarded("superlink")
@@ -53,11 +54,28 @@ def serve(grid: Grid, context: Context) -> None:
     nodes.available(len(names), float(str(config.get("wait") or "inf")))
     if not nodes.said:
         raise HeadstartError(f"none of the nodes came: {', '.join(names)}")
+    test = str(config.get("test") or "") or None
+    nodes.agree(_known(recipe, test))
     sizes = np.array([nodes.said.get(number, {"examples": 0})["examples"] for number in range(len(names))])
-    dim = next(iter(nodes.said.values()))["dim"]
-    federation = Federation.apart(recipe, names, sizes, dim, str(config.get("test") or "") or None)
+    federation = Federation.apart(recipe, names, sizes, nodes.agreed["dim"], test)
     resume = (out / "recipe.toml").is_file()
-    run_federation(recipe, federation, out, resume, lambda line: print(line, flush=True), nodes)
+    result = run_federation(recipe, federation, out, resume, lambda line: print(line, flush=True), nodes)
+    for stage in result.summary["stages"]:
+        for remark in remarks(stage):
+            print(remark, flush=True)
+
+
+def _known(recipe: Recipe, test: str | None) -> dict[str, Any]:
+    """What the server itself knows of the backbone and the features that nodes have to have."""
+    from headstart.data import Federation
+
+    if recipe.model.backbone != "features":
+        from headstart.backbones import load_backbone
+
+        return {"weights": load_backbone(recipe.model).weights_digest()}
+    if test is None:
+        return {}
+    return {"dim": Federation.silo(recipe, test, "the server").dataset.test.features().shape[1]}
 
 
 @client.query()
@@ -85,10 +103,10 @@ def answer(message: Message, context: Context) -> Message:
         limits = NodeLimits.load(Path(str(config["limits"]))) if "limits" in config else NodeLimits()
         identity = _identity(config, name) if any(stage.secure for stage in recipe.stages) else None
         node = Node(recipe, federation, Path(str(config["state"])) / run_of(message), True, identity, limits)
-    except (KeyError, OSError, ValueError) as error:
-        return refuse(
-            message, f"the node has no {error} in its configuration" if isinstance(error, KeyError) else str(error)
-        )
+    except KeyError as error:
+        return refuse(message, HeadstartError(f"the node has no {error} in its configuration"))
+    except Exception as error:  # Flower would send what it says to the server, paths included
+        return refuse(message, error)
     return respond(message, node, name)
 
 

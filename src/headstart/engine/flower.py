@@ -64,12 +64,29 @@ class FlowerClients:
     """Clients that have what the stage starts from, as this process knows."""
     _played: int = 0
     """Rounds behind the model, the one under way included."""
+    _absences: Mapping[int, str] = field(default_factory=dict)
 
     def available(self) -> Bools:
-        """Clients whose node is there, once there are as many as the stage needs."""
+        """Clients whose node is there, once there are as many as the stage needs; nodes that have missed a deadline
+        are left out of the next rounds where there are enough others."""
         available = np.zeros(len(self.tasks), np.bool_)
-        available[list(self.nodes.available(min(self.stage.min_replies, len(self.tasks))))] = True
+        needed = min(self.stage.min_replies or 1, len(self.tasks))
+        present = self.nodes.available(needed, self.stage.deadline)
+        if len(present) < needed:
+            raise HeadstartError(
+                f"{self.stage.method}: {len(present)} of {len(self.tasks)} nodes are there, min_replies = {needed}; "
+                f"missing: {self.nodes.named_absences()}"
+            )
+        self.nodes.late = {node: rounds - 1 for node, rounds in self.nodes.late.items()}
+        rested = self.nodes.rested(present)
+        asked = rested if self.stage.trains and len(rested) >= needed else present
+        self._absences = self.nodes.absences() | dict.fromkeys(present - asked, "not asked: it has missed a deadline")
+        available[list(asked)] = True
         return available
+
+    def absences(self) -> Mapping[int, str]:
+        """Why clients cannot be asked in the round under way."""
+        return self._absences
 
     def send(self, request: Request) -> Iterator[AnyReply]:
         """To all at once; what has come is passed on in the order of the clients, so that sums do not depend on
@@ -176,7 +193,7 @@ class FlowerClients:
         if self.stage.secure:
             return self._test_sum(models), {}
         asked, clients = {}, {node: client for client, node in self.nodes.ids.items()}
-        for client in sorted(self.nodes.available(1)):
+        for client in self._testers():
             asked[self.nodes.ids[client]] = self._request(client, models[int(self.tasks[client])], True, "evaluate")
         found = {}
         for node, reply in self.nodes.send(asked, self.stage.deadline):
@@ -188,9 +205,14 @@ class FlowerClients:
         total = np.sum([found[client] for client in sorted(found)], axis=0) if found else None
         return total, {} if self.stage.protected else found
 
+    def _testers(self) -> list[int]:
+        """Clients that are asked to test a model: those that are there and have not missed a deadline lately."""
+        present = self.nodes.available(1, self.stage.deadline)
+        return sorted(self.nodes.rested(present) or present)
+
     def _test_sum(self, models: Sequence[Message]) -> Floats | None:
         """The figures of all clients that are there, as one secure sum."""
-        there = np.array(sorted(self.nodes.available(1)))
+        there = np.array(self._testers())
         messages = [models[int(self.tasks[client])] for client in there]
         new, threshold = np.ones(len(there), np.bool_), self.stage.survivors(len(there))
         request = Request(self._played, there, messages, np.full(len(there), -1), new, threshold)

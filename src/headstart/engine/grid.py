@@ -6,6 +6,7 @@ import json
 import logging
 import time
 import uuid
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -29,8 +30,13 @@ log = logging.getLogger("headstart")
 
 # Between two looks for replies: a twentieth of the time since the last one, within these seconds.
 _SHARE, _SHORTEST, _LONGEST = 1 / 20, 0.02, 0.5
-# Between two looks at who is there while nobody answers, and how long a node may take to say who it is.
-_ROLL_CALL, _PATIENCE = 5.0, 60.0
+# Between two looks at who is there while nobody answers, how long a node may take to say who it is, and between two
+# lines that say whom the server waits for.
+_ROLL_CALL, _PATIENCE, _TELL = 5.0, 60.0, 30.0
+# A node that has missed a deadline is asked again in the third round after.
+_AGAIN = 3
+LARGEST_DIM = 65_536
+_ALIKE = {"dim": "the length of its features", "weights": "the digest of its backbone's weights"}
 
 
 class Nodes:
@@ -48,37 +54,91 @@ class Nodes:
         """How each introduced itself."""
         self.refusals: dict[str, str] = {}
         """Why a node that is waited for cannot take part, by its name."""
+        self.agreed: dict[str, Any] = {}
+        """What all nodes have to say alike, once that is settled."""
+        self.late: dict[int, int] = {}
+        """Nodes that have missed a deadline, and in how many rounds they are asked again."""
         self._refused: set[tuple[int, str]] = set()
         """Nodes that cannot take part, and since when they are there: one that is started anew is asked again."""
+        self._joins: dict[str, tuple[int, str, float]] = {}
+        """Questions who a node is that have no answer yet: the node, since when it is there, and when it was asked."""
+        self._online: dict[int, str] = {}
+        self._gone: dict[int, float] = {}
+        """Clients that are not there, and since when."""
 
     def available(self, wait_for: int, patience: float | None = None) -> set[int]:
         """Clients whose node is there, once so many are, or none else can come, or so many seconds have passed.
 
-        Nodes that are not known yet are asked who they are.
+        Nodes that are not known yet are asked who they are; nobody waits for their answer who does not need it.
         """
-        until, waited = None if patience is None else time.monotonic() + patience, False
+        began, told = time.monotonic(), -_TELL
         while True:
-            nodes = list(self.grid.get_nodes())
-            online = {node.node_id: node.name for node in nodes}
-            here = {node.node_id for node in nodes if (node.node_id, node.last_activated_at) not in self._refused}
-            strangers = here - set(self.ids.values())
-            for node, reply in self.send({node: ({"kind": "join"}, {}) for node in strangers}, _PATIENCE):
-                self._meet(node, reply, online)
-            present = {client for client, node in self.ids.items() if node in online}
-            if len(present) >= wait_for or (until is not None and time.monotonic() > until):
+            present, waited = self._roll_call(wait_for), time.monotonic() - began
+            if len(present) >= wait_for:
+                return present
+            if patience is not None and waited > patience:
+                log.warning("going on without %s", self.named_absences())
                 return present
             if len(self.refusals) >= len(self.numbers):
-                raise HeadstartError("no node can take part: " + "; ".join(self.refusals.values()))
+                raise self._nobody()
             if present and len(present) + len(self.refusals) >= len(self.numbers):
                 return present
-            if not waited:
-                log.warning("waiting for nodes: %d of %d are there", len(present), wait_for)
-            waited = True
+            if waited - told >= _TELL:
+                told = waited
+                log.warning(
+                    "waiting for nodes: %d of %d are there; missing: %s", len(present), wait_for, self.named_absences()
+                )
             time.sleep(_LONGEST)
 
-    def _meet(self, node: int, reply: FlowerMessage | str, online: Mapping[int, str]) -> None:
+    def _nobody(self) -> HeadstartError:
+        return HeadstartError("no node can take part: " + "; ".join(self.refusals.values()))
+
+    def _roll_call(self, wait_for: int) -> set[int]:
+        """Clients whose node is there now; who is not known is asked, and heard where more are needed."""
+        since = {node.node_id: (node.name, node.last_activated_at) for node in self.grid.get_nodes()}
+        self._online = {node: name for node, (name, _) in since.items()}
+        asked = self._ask_strangers({node: activated for node, (_, activated) in since.items()})
+        if self._joins and (asked or len(self._present()) < wait_for):
+            for reply in self.grid.pull_messages(list(self._joins)):
+                self._hear(reply)
+        present = self._present()
+        for client in self.numbers.values():
+            if client in present:
+                self._gone.pop(client, None)
+            else:
+                self._gone.setdefault(client, time.time())
+        return present
+
+    def _present(self) -> set[int]:
+        return {client for client, node in self.ids.items() if node in self._online}
+
+    def _ask_strangers(self, since: Mapping[int, str]) -> bool:
+        """Ask nodes that are not known who they are, without waiting; returns whether there were any."""
+        now = time.monotonic()
+        for message, (node, activated, asked) in list(self._joins.items()):
+            if since.get(node) != activated or now - asked > _PATIENCE:
+                del self._joins[message]
+                if since.get(node) == activated:
+                    log.warning("a node stays out: %s: no answer within %g s", self._online[node] or node, _PATIENCE)
+        known = {*self.ids.values(), *(node for node, _, _ in self._joins.values())}
+        strangers = [node for node, at in since.items() if node not in known and (node, at) not in self._refused]
+        for node, message in self._push({node: ({"kind": "join"}, {}) for node in strangers}):
+            if message:
+                self._joins[message] = node, since[node], now
+        return bool(strangers)
+
+    def _hear(self, reply: FlowerMessage) -> bool:
+        """Take a reply that says who a node is; returns whether it was one."""
+        if (message := reply.metadata.reply_to_message_id) not in self._joins:
+            return False
+        node, since, _ = self._joins.pop(message)
+        if node in self._online:
+            self._meet(node, since, reply)
+        return True
+
+    def _meet(self, node: int, since: str, reply: FlowerMessage) -> None:
         """A node says who it is: it is welcome under the name of a client that no other node answers for."""
-        registered = name = online[node]
+        registered = name = self._online[node]
         try:
             said, _ = read_reply(reply)
             if "error" in said:
@@ -89,27 +149,88 @@ class Nodes:
             if registered and registered != name:
                 raise MessageError(f"it is registered as {registered!r} and says that it is {name!r}")
             client = self.numbers[name]
-            if self.ids.get(client) in online:
+            if self.ids.get(client) in self._online:
                 raise MessageError(f"another node answers for {name}")
             if not all(count_of(said, key) for key in ("examples", "dim")):
                 raise MessageError("it has no training examples")
+            self._check_alike(said)
             self.ids[client], self.said[client] = node, said
             self.refusals.pop(name, None)
         except MessageError as error:
-            if not isinstance(reply, str):  # who does not answer is asked again
-                self._refused.add((node, self._since().get(node, "")))
-                if not registered or registered in self.numbers:  # nobody waits for others
-                    self.refusals[registered or name or str(node)] = f"{registered or name or node}: {error}"
-            log.warning("a node stays out: %s: %s", registered or node, error)
+            self._stay_out(node, since, registered or name, error)
+
+    def _stay_out(self, node: int, since: str, name: str, error: MessageError) -> None:
+        self._refused.add((node, since))
+        if not self._online.get(node) or name in self.numbers:  # nobody waits for others
+            self.refusals[name or str(node)] = f"{name or node}: {error}"
+        log.warning("a node stays out: %s: %s", self._online.get(node) or node, error)
+
+    def _check_alike(self, said: Mapping[str, Any]) -> None:
+        """Refuse a node that has another backbone, or features of another length, than the others."""
+        if said["dim"] > LARGEST_DIM:
+            raise MessageError(f"{_ALIKE['dim']} is {said['dim']}, and {LARGEST_DIM} is the most")
+        if not isinstance(said.get("weights"), str | None) or len(said.get("weights") or "") > LONGEST_REASON:
+            raise MessageError(f"{_ALIKE['weights']} is none")
+        for key, value in self.agreed.items():
+            if said.get(key) != value:
+                found = reason_of({"error": said.get(key)})
+                raise MessageError(f"{_ALIKE[key]} is {found}, and the federation's is {value}")
+
+    def agree(self, known: Mapping[str, Any]) -> None:
+        """Settle what all nodes have to say alike, by what the server knows or else by the majority of those that have
+        joined; the others are refused."""
+        self.agreed = {key: known[key] if key in known else self._majority(key) for key in _ALIKE}
+        names, since = {number: name for name, number in self.numbers.items()}, self._since()
+        for client, said in list(self.said.items()):
+            try:
+                self._check_alike(said)
+            except MessageError as error:
+                node = self.ids.pop(client)
+                del self.said[client]
+                self._gone.setdefault(client, time.time())
+                self._stay_out(node, since.get(node, ""), names[client], error)
+        if not self.said:
+            raise self._nobody()
+
+    def _majority(self, key: str) -> Any:
+        counts = Counter(said.get(key) for said in self.said.values()).most_common(2)
+        if len(counts) > 1 and counts[0][1] == counts[1][1]:
+            names = {number: name for name, number in self.numbers.items()}
+            told = ", ".join(f"{names[client]}: {said.get(key)}" for client, said in sorted(self.said.items()))
+            raise HeadstartError(
+                f"nodes do not agree on {_ALIKE[key].replace('its', 'the')}, without a majority: {told}"
+            )
+        return counts[0][0]
+
+    def absences(self) -> dict[int, str]:
+        """Since when each client is not there, and why."""
+        found = {}
+        for name, client in self.numbers.items():
+            if client in self._gone:
+                why = "the node has left" if client in self.ids else "no node has come"
+                if name in self._online.values() and client not in self.ids:
+                    why = "the node does not say who it is"
+                if name in self.refusals:
+                    why = self.refusals[name].removeprefix(f"{name}: ")
+                since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self._gone[client]))
+                found[client] = f"absent since {since}: {why}"
+        return found
+
+    def named_absences(self) -> str:
+        """All that are not there, in words."""
+        names = {number: name for name, number in self.numbers.items()}
+        return "; ".join(f"{names[client]} ({why})" for client, why in self.absences().items()) or "nobody"
+
+    def rested(self, present: set[int]) -> set[int]:
+        """Those of the clients that are there whose node has not missed a deadline lately."""
+        return {client for client in present if self.late.get(self.ids[client], 0) <= 0}
 
     def _since(self) -> dict[int, str]:
         """The nodes that are there, and since when."""
         return {node.node_id: node.last_activated_at for node in self.grid.get_nodes()}
 
-    def send(
-        self, questions: Mapping[int, tuple[dict[str, Any], dict[str, bytes]]], patience: float | None
-    ) -> Iterator[tuple[int, FlowerMessage | str]]:
-        """Send facts and bytes to nodes; yields each node with its reply, or with the reason why there is none."""
+    def _push(self, questions: Mapping[int, tuple[dict[str, Any], dict[str, bytes]]]) -> list[tuple[int, str]]:
+        """Send facts and bytes to nodes; each node with the name of its message, empty where it has left."""
         from flwr.app import ConfigRecord, RecordDict
         from flwr.app import Message as FlowerMessage
 
@@ -118,25 +239,33 @@ class Nodes:
         for node, (facts, parts) in questions.items():
             record = ConfigRecord({"facts": json.dumps(about | facts), **parts})
             messages.append(FlowerMessage(RecordDict({RECORD: record}), node, "query"))
-        since = self._since() if messages else {}
+        names = list(self.grid.push_messages(messages)) if messages else []
+        return list(zip(questions, names, strict=True))
+
+    def send(
+        self, questions: Mapping[int, tuple[dict[str, Any], dict[str, bytes]]], patience: float | None
+    ) -> Iterator[tuple[int, FlowerMessage | str]]:
+        """Send facts and bytes to nodes; yields each node with its reply, or with the reason why there is none."""
+        since = self._since() if questions else {}
         waiting: dict[str, int] = {}
-        for message, node in zip(self.grid.push_messages(messages), questions, strict=True):
+        for node, message in self._push(questions):
             if message:
                 waiting[message] = node
             else:
                 yield node, "the node has left"
-        del messages
         began = last = looked = time.monotonic()
         while waiting:
             asked = time.monotonic()
-            replies = list(self.grid.pull_messages(list(waiting)))
+            replies = list(self.grid.pull_messages([*waiting, *self._joins]))
             for reply in replies:
-                if (message := reply.metadata.reply_to_message_id) in waiting:
+                if not self._hear(reply) and (message := reply.metadata.reply_to_message_id) in waiting:
+                    self.late.pop(waiting[message], None)
                     yield waiting.pop(message), reply
             now = time.monotonic()
             last = now if replies else last
             if patience is not None and now - began > patience:
                 for node in waiting.values():
+                    self.late[node] = _AGAIN
                     yield node, f"no answer within {patience:g} s"
                 return
             if waiting and now - looked > _ROLL_CALL:

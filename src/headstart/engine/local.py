@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from tempfile import SpooledTemporaryFile
@@ -49,6 +49,10 @@ class LocalClients:
     def available(self) -> Bools:
         """Everybody."""
         return np.ones(self.federation.n_clients, np.bool_)
+
+    def absences(self) -> Mapping[int, str]:
+        """Nobody is absent."""
+        return {}
 
     def send(self, request: Request) -> Iterator[AnyReply]:
         """Cohort by cohort, or the sum of all of them."""

@@ -128,8 +128,12 @@ class Node:
         examples = int(self.federation.sizes.sum())
         if any(stage.privacy and stage.privacy.from_server for stage in self.recipe.stages):  # is not to be known
             examples = min(examples, 1)
-        found = {"examples": examples, "dim": dim}
+        found: dict[str, Any] = {"examples": examples, "dim": dim}
         if self.alone:
+            if self.recipe.model.backbone != "features":
+                from headstart.backbones import load_backbone
+
+                found["weights"] = load_backbone(self.recipe.model).weights_digest()
             self.limits.check(self.recipe, self.recipe_digest)
             with self.ledger.locked():
                 self.enter("join", **found)

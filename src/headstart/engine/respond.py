@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from headstart.config.recipe import Recipe
@@ -14,6 +16,11 @@ from headstart.errors import HeadstartError, MessageError
 
 if TYPE_CHECKING:  # Flower takes seconds to load
     from flwr.app import Message as FlowerMessage
+
+log = logging.getLogger("headstart")
+
+# From the root of an absolute path to the last slash before the text can no longer be part of it.
+_FOLDERS = re.compile(r"(?<![^\s'\"(\[=:,;<`])~?/(?=[^\s/])(?:[^\n:;,'\"()<>`]*/)?")
 
 
 def respond(message: FlowerMessage, node: Node, name: str) -> FlowerMessage:
@@ -38,12 +45,25 @@ def respond(message: FlowerMessage, node: Node, name: str) -> FlowerMessage:
             facts = {"passes": int(reply.forward_passes[0]), "kept": bool(reply.state)}
             parts = {"message": reply.message.to_bytes()}
     except StateLostError as error:
-        facts = {"error": str(error), "state_lost": True}
+        facts = {"error": without_folders(error), "state_lost": True}
     except HeadstartError as error:
-        facts = {"error": str(error)}
+        facts = {"error": without_folders(error)}
     except Exception as error:  # a node that fails is left out of the round; it does not fail silently
-        facts = {"error": f"the node failed: {type(error).__name__}: {error}"}
+        facts = {"error": f"the node failed: {type(error).__name__}: {without_folders(error)}"}
     return reply_to(message, facts, parts)
+
+
+def without_folders(error: Exception) -> str:
+    """What an error says, with the names of files in the place of their paths; all of it goes into the node's log.
+
+    Where a file is tells the server more than it has to know: users, wards, patients.
+    """
+    text = str(error)
+    log.warning("refused: %s: %s", type(error).__name__, text)
+    for path in (getattr(error, "filename", None), getattr(error, "filename2", None)):
+        if isinstance(path, str) and path:
+            text = text.replace(path, PurePath(path).name)
+    return _FOLDERS.sub("", text)
 
 
 def run_of(message: FlowerMessage) -> str:
@@ -55,9 +75,9 @@ def run_of(message: FlowerMessage) -> str:
     return run
 
 
-def refuse(message: FlowerMessage, why: str) -> FlowerMessage:
+def refuse(message: FlowerMessage, error: Exception) -> FlowerMessage:
     """The answer of a node that cannot take part."""
-    return reply_to(message, {"error": why}, {})
+    return reply_to(message, {"error": without_folders(error)}, {})
 
 
 def _check_same(asked: Mapping[str, Any], recipe: Recipe) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -31,6 +31,9 @@ class Transport(Protocol):
 
     def available(self) -> Bools:
         """[K] Who can be asked now."""
+
+    def absences(self) -> Mapping[int, str]:
+        """Why each of the others cannot."""
 
     def send(self, request: Request) -> Iterator[AnyReply]:
         """What they say, in the order of the clients; one reply for a client, a cohort or a secure group."""
@@ -122,6 +125,7 @@ def play_rounds(
     with progress(f"{stage.method}: clients", rounds * per_round, first_round * per_round) as advance:
         for round in range(first_round, rounds):
             drawn = draw(stage, federation, seed, round, clients.available())
+            costs.ledger.note_absences(round + 1, {federation.names[c]: why for c, why in clients.absences().items()})
             for answered in play_round(server, clients, costs, round, drawn):
                 advance(answered)
             if after_round(round, server.state):

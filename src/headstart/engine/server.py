@@ -107,11 +107,11 @@ class Server:
 
     def step(self, round: int) -> None:
         """The state after a round (from 0); one with fewer usable replies than the stage asks for stops the run."""
-        if self._good < min(self.stage.min_replies, self._asked):
+        if self._good < min(self.stage.min_replies or 1, self._asked):
             last = f"; the last refusal: {self._refusal}" if self._refusal else ""
             raise HeadstartError(
                 f"{self.stage.method}, round {round + 1}: {self._good} of {self._asked} clients gave a usable answer, "
-                f"min_replies = {self.stage.min_replies}{last}"
+                f"min_replies = {self.stage.min_replies or 1}{last}"
             )
         total = self.channel.finish(self._total, round)
         if self._good or (isinstance(total, Total) and total.weights):  # noise hides that nobody was heard

@@ -49,6 +49,7 @@ class Checkpoint:
             arrays |= {f"ledger.{name}": getattr(ledger, name) for name in _COSTS}
             arrays["slots"] = self.stage.slots
             progress |= {"seconds": ledger.seconds, "dropped": ledger.dropped, "state": dict(state.scalars)}
+            progress["absent"] = ledger.absent
         arrays["progress"] = np.frombuffer(json.dumps(progress | {"format": _FORMAT}).encode(), np.uint8)  # may be long
         return Message(arrays)
 
@@ -64,6 +65,7 @@ class Checkpoint:
             return cls(progress)
         costs = {name: message.arrays[f"ledger.{name}"] for name in _COSTS}
         ledger = Ledger(**costs, seconds=progress["seconds"], dropped=progress["dropped"])  # type: ignore[arg-type]
+        ledger.absent = progress["absent"]
         state = {name.removeprefix("state."): a for name, a in message.arrays.items() if name.startswith("state.")}
         slots = message.arrays["slots"].astype(np.int64)
         return cls(progress, StageCheckpoint(Message(state, progress["state"]), ledger, slots))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,6 +19,7 @@ from headstart.config.recipe import Recipe
 from headstart.core.files import (
     append_text,
     csv_text,
+    read_csv,
     secret,
     sync_folder,
     temporaries,
@@ -152,13 +152,15 @@ class RunDirectory:
         append_text(self.path / "metrics.jsonl", json.dumps(metrics, allow_nan=False) + "\n")
 
     def log_round(self, stage: int, round: int, names: Sequence[str], ledger: Ledger) -> None:
-        """Append who was asked in a round (from 1), what each moved, and why a client was left out, to `rounds.csv`."""
+        """Append who was asked in a round (from 1), what each moved, and why a client was left out or absent, to
+        `rounds.csv`."""
         path = self.path / "rounds.csv"
         rows: list[Sequence[Any]] = [] if path.exists() else [_ROUNDS]
         gone = [entry for entry in ledger.dropped if entry["round"] == round]
         why = {name: str(entry["why"]) for entry in gone for name in str(entry["clients"]).split(", ")}
         for client, up, down in ledger.latest:
             rows.append([stage, round, names[client], up, down, why.get(names[client], "")])
+        rows += [[stage, round, name, 0, 0, why] for name, why in ledger.absences.items()]
         append_text(path, csv_text(rows))
 
     def metrics(self) -> list[dict[str, Any]]:
@@ -181,7 +183,7 @@ class RunDirectory:
         lines = [json.dumps(line) + "\n" for line in self.metrics()[: saved.progress["evaluations"]]]
         write_text(self.path / "metrics.jsonl", "".join(lines))
         if (path := self.path / "rounds.csv").exists():
-            rows = [row for row in _read_csv(path)[1:] if len(row) == len(_ROUNDS)]
+            rows = [row for row in read_csv(path)[1:] if len(row) == len(_ROUNDS)]
             last = saved.progress["stage"], saved.progress["round"]
             write_text(path, csv_text([_ROUNDS, *(row for row in rows if (int(row[0]), int(row[1])) <= last)]))
         return saved
@@ -318,7 +320,7 @@ class RunDirectory:
     def _write_stage(self, name: str, columns: list[str], stage: int, rows: list[list[Any]]) -> None:
         """Put the rows of a stage after those of earlier stages; those that an interrupted run left behind go."""
         path = self.path / name
-        there = _read_csv(path) if path.exists() else []
+        there = read_csv(path) if path.exists() else []
         before = [row for row in there if row[0].isdigit() and int(row[0]) < stage]
         write_text(path, csv_text([columns, *before, *rows]))
 
@@ -335,8 +337,3 @@ class RunDirectory:
 
 def _write(path: Path, data: bytes, private: bool = False) -> None:
     write_atomically(path, lambda file: file.write_bytes(data), private)
-
-
-def _read_csv(path: Path) -> list[list[str]]:
-    with path.open(newline="", encoding="utf-8") as file:
-        return list(csv.reader(file))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,6 +15,7 @@ import numpy.typing as npt
 
 from headstart.config.recipe import Recipe
 from headstart.config.stage import Rounds
+from headstart.core.files import read_csv
 from headstart.core.statistics import Floats, Ints
 from headstart.errors import HeadstartError
 from headstart.records import RunDirectory
@@ -129,8 +129,8 @@ class Record:
         path = self.path / name
         if not path.is_file():
             return []
-        with path.open(newline="", encoding="utf-8") as file:
-            return [row for row in csv.DictReader(file) if None not in row.values() and None not in row]
+        columns, *rows = read_csv(path) or [[]]
+        return [dict(zip(columns, row, strict=True)) for row in rows if len(row) == len(columns)]
 
 
 def _matrix(rows: list[dict[str, str]], by: str, under: str, names: tuple[str, ...] | None = None) -> Matrix | None:

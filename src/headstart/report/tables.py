@@ -92,7 +92,15 @@ def remarks(stage: dict[str, Any]) -> list[str]:
         best = f"round {stage['best_round']}, {100 * stage['best_accuracy']:.2f} % on the {_split(stage)} split"
         kept = "the stage ends with it" if stage.get("keep") == "best" else "the table shows the last round"
         found.append(f"validation chooses {best}; {kept}")
+    if absent := stage.get("absent"):
+        missed = "; ".join(f"{name} from {_rounds(rounds)}" for name, rounds in absent.items())
+        found.append(f"of {stage['rounds']} rounds, clients were absent: {missed}")
     return [f"{stage['method']}: {remark}" for remark in found]
+
+
+def _rounds(rounds: Sequence[int]) -> str:
+    """The rounds that a client has missed."""
+    return f"round {rounds[0]}" if len(rounds) == 1 else f"{len(rounds)} rounds, the first {rounds[0]}"
 
 
 def _split(stage: dict[str, Any]) -> str:
@@ -192,7 +200,9 @@ COLUMNS = ("method", "accuracy", "rounds", "bytes up", "bytes down", "bytes (pap
 
 def summary_table(summary: dict[str, Any]) -> Table:
     """Accuracy and cost of every stage."""
-    title = f"{summary['name']}: {summary['clients']:,} clients, {summary['examples']:,} training examples"
+    absent = {name for stage in summary["stages"] for name in stage.get("absent", {})}
+    clients = f"{summary['clients']:,} clients" + (f" ({len(absent):,} absent at times)" if absent else "")
+    title = f"{summary['name']}: {clients}, {summary['examples']:,} training examples"
     # Narrow enough for a terminal of 80 columns: headings may wrap, figures may not.
     table = Table(title=title, box=SIMPLE_HEAD, padding=0, show_edge=False)
     for column in COLUMNS:

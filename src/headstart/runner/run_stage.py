@@ -57,6 +57,8 @@ class StageRun:
     def __init__(self, run: Run, number: int, saved: Checkpoint | None) -> None:
         self.run, self.number = run, number
         self.settings = run.recipe.stages[number]
+        if run.federation.remote_sizes is not None and run.nodes is not None:
+            self.settings = self.settings.deployed(len(run.nodes.said))
         self.seed = (run.recipe.seed, number)
         self.federation = run.federation.pooled() if self.settings.pooled else run.federation
         self.remote = self.federation.remote_sizes is not None
@@ -284,6 +286,7 @@ class StageRun:
                 **({"privacy": guarantee} if guarantee else {}),
                 **({"test_privacy": self.figures.promise} if self.figures.promise and self._tested_by_nodes else {}),
                 "dropped": ledger.dropped,
+                "absent": ledger.absent,
             }
         )
         self.run.spent = {name: round(self.run.spent[name] + cost, 3) for name, cost in ledger.totals().items()}

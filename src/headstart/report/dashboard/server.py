@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import secrets
+import socket
 import sys
+import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cached_property
 from html import escape
 from http import HTTPStatus
@@ -20,6 +23,8 @@ from headstart.report import STYLE
 from headstart.report.dashboard.gallery import Gallery
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+PATIENCE = 10.0
+"""Seconds that a browser may take to ask, and again to take the answer."""
 
 
 class Dashboard(ThreadingHTTPServer):
@@ -55,7 +60,25 @@ class Dashboard(ThreadingHTTPServer):
 class _Handler(BaseHTTPRequestHandler):
     server: Dashboard
 
+    def setup(self) -> None:
+        """A client that asks letter by letter is cut off: the socket's own time starts anew with every letter."""
+        super().setup()
+        self.connection.settimeout(PATIENCE)
+        self._limit = threading.Timer(PATIENCE, self._cut_off)
+        self._limit.daemon = True
+        self._limit.start()
+
+    def _cut_off(self) -> None:
+        with suppress(OSError):  # it is gone already
+            self.connection.shutdown(socket.SHUT_RDWR)
+
+    def finish(self) -> None:
+        """The request is over."""
+        self._limit.cancel()
+        super().finish()
+
     def do_GET(self) -> None:
+        self._limit.cancel()
         # A name that is not this machine's own may be another site's that points here.
         name = urlsplit(f"//{self.headers.get('Host', '')}").hostname
         if self.server.host in LOOPBACK and name not in LOOPBACK:
