@@ -21,11 +21,11 @@ import tomli_w
 from headstart.config.recipe import Recipe
 from headstart.deploy.guard import FLOWER, app_digest, check_flower
 from headstart.deploy.keys import DAYS, address_of, write_certificates, write_node_keys, write_signing_keys
+from headstart.deploy.kit import LIMITS, check_name
 from headstart.errors import HeadstartError
 
 PORT = 9443
 """Of the SuperLink; the nodes' own ports, open on their machines only, are the ones after it."""
-_NODE = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]{0,62}")
 _LABEL = re.compile(r"(?!-)[A-Za-z0-9-]{1,63}(?<!-)")
 
 
@@ -55,11 +55,7 @@ def _check(folder: Path, recipe: Recipe, nodes: Sequence[str], host: str, port: 
     if not nodes:
         raise HeadstartError("a federation needs a node: give every machine that holds data a name")
     for name in nodes:
-        if not _NODE.fullmatch(name):
-            raise HeadstartError(
-                f"node {name!r}: a name is made of letters, digits and dashes, starts with a letter or digit, "
-                "and has at most 63 characters"
-            )
+        check_name(name)
     if len({name.lower() for name in nodes}) < len(nodes):
         raise HeadstartError(f"nodes {', '.join(nodes)}: every node needs a name of its own, whatever the case")
     if address_of(host) is None and not all(_LABEL.fullmatch(label) for label in host.split(".")):
@@ -104,7 +100,7 @@ def _write(folder: Path, recipe: Recipe, nodes: Sequence[str], host: str, port: 
     scripts = " ".join(f"node-{name}.sh" for name in nodes)
     _script(folder / "nodes.sh", "All SuperNodes on this machine, to try the federation out.", {}, _NODES % scripts)
     for number, name in enumerate(nodes, start=1):
-        (folder / f"node-{name}.toml").write_text(_LIMITS, encoding="utf-8")
+        (folder / f"node-{name}.toml").write_text(LIMITS, encoding="utf-8")
         _script(
             folder / f"node-{name}.sh",
             f"The SuperNode of {name}, next to the data that stay there.",
@@ -197,22 +193,6 @@ signing_key='$signing_key' peers='$peers'" &
     sleep 5 &
     wait "$!"
 done
-"""
-
-_LIMITS = """\
-# What this node lets leave its machine, whatever a server or a recipe asks. No server reads or changes it.
-[limits]
-min_examples = 2            # classes with fewer are left out, where neither noise nor a secure sum hides them
-evaluation = true           # whether figures of tests on this node's data may leave
-trust_server = false        # whether limits on epsilon count noise that the server promises to add
-other_participants = false  # whether the same statistics may be added up again with other participants
-# methods = ["fedncm"]      # no other method may run
-# recipes = ["0123456789abcdef"]  # nor another recipe; `headstart node ledger` shows their digests
-
-# The largest epsilon that all answers about this data set may spend together.
-# [limits.epsilon]
-# example = 3.0
-# client = 8.0
 """
 
 _NODES = """\
