@@ -2,35 +2,133 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from headstart.cli.shared import RecipeFile, console, require_flower
+from headstart.cli.shared import RecipeFile, console, require_flower, show_table
 from headstart.errors import HeadstartError
+
+if TYPE_CHECKING:
+    from headstart.deploy.admit import Server
 
 deploy = typer.Typer(help="A federation of real machines.", no_args_is_help=True)
 node = typer.Typer(help="A machine that holds data of its own.", no_args_is_help=True)
+
+
+Folder = Annotated[Path, typer.Argument(help="The server's folder.")]
 
 
 @deploy.command()
 def init(
     folder: Annotated[Path, typer.Argument(help="A new folder.")],
     recipe: RecipeFile,
-    nodes: Annotated[str, typer.Option(help="Names of the nodes, with commas: hospital-a,hospital-b.")],
+    nodes: Annotated[
+        str | None,
+        typer.Option(help="To try it out on one machine, names of nodes, with commas; otherwise nodes are added."),
+    ] = None,
     host: Annotated[str, typer.Option(help="Name or address of the server, as nodes reach it.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="The server's port.")] = 9443,
 ) -> None:
-    """Write what a federation of real machines needs: Flower's app, keys, certificates, start scripts."""
+    """Write what a federation of real machines needs: Flower's app, certificates; for a test also keys and scripts."""
     from headstart.config.recipe import Recipe
 
     require_flower()
+    from headstart.deploy.admit import init_server
     from headstart.deploy.folder import init
 
+    if nodes is None:
+        init_server(folder, Recipe.load(recipe), host, port)
+        print(f"{folder} is ready. Next: headstart deploy add {shlex.quote(str(folder))} NAME.request")
+        return
     commands = init(folder, Recipe.load(recipe), [name.strip() for name in nodes.split(",")], host, port)
     print(f"{folder} is ready; {folder / 'README.md'} says what goes where. On one machine, each in a terminal:")
     print("\n".join(f"  {command}" for command in commands))
+
+
+@deploy.command()
+def add(
+    folder: Folder,
+    requests: Annotated[list[Path] | None, typer.Argument(help="Of nodes; none: kits are written anew.")] = None,
+) -> None:
+    """Admit nodes by the requests that they made, and write a kit for every node."""
+    require_flower()
+    from headstart.deploy.admit import Server, add
+    from headstart.deploy.control import admit_at
+
+    server = Server.load(folder)
+    before = {node.name for node in server.admitted}
+    new = add(server, requests or [])
+    admit_at(server)
+    print(f"admitted: {', '.join(new)}" if new else "nobody new was admitted")
+    _tell_kits(server, before)
+
+
+@deploy.command()
+def revoke(folder: Folder, name: Annotated[str, typer.Argument(help="Of the node.")]) -> None:
+    """Let a node's keys no longer take part, ever."""
+    require_flower()
+    from headstart.deploy.admit import Server, revoke
+    from headstart.deploy.control import admit_at
+
+    server = Server.load(folder)
+    revoke(server, name)
+    out = admit_at(server)
+    print(f"{name} is revoked" + (", and no longer registered at the SuperLink" if out else ""))
+    _tell_kits(server, {node.name for node in server.admitted})
+
+
+@deploy.command()
+def renew(folder: Folder) -> None:
+    """Sign a new certificate of the server by the same authority; kits stay as they are."""
+    require_flower()
+    from headstart.deploy.admit import Server, renew
+
+    end = renew(Server.load(folder))
+    print(f"the server's new certificate ends on {end:%Y-%m-%d}; start the server again to use it")
+
+
+@deploy.command()
+def status(folder: Folder) -> None:
+    """Nodes, certificates, and whether the server listens."""
+    require_flower()
+    from headstart.deploy.admit import Server
+    from headstart.deploy.control import listens
+
+    server = Server.load(folder)
+    rows = [(one.keys.name, one.admitted, one.revoked) for one in server.members]
+    show_table(("node", "admitted", "revoked"), rows)
+    for name, end in server.ends().items():
+        print(f"certificates/{name}.pem ends on {end:%Y-%m-%d}")
+    print(f"{server.host}:{server.port}: the SuperLink {'listens' if listens(server) else 'is off'}")
+    for line in server.warnings():
+        print(f"warning: {line}")
+
+
+def _tell_kits(server: Server, before: set[str]) -> None:
+    kits = server.kits()
+    if not kits:
+        print("no node is admitted")
+        return
+    print(f"kits are in {server.kit_folder}; their fingerprint, to be compared over the phone: {kits[0].fingerprint()}")
+    if others := [kit.name for kit in kits if kit.name in before]:
+        print(f"the list of nodes is in every kit: {', '.join(others)} need their new kit, too")
+
+
+@node.command("init")
+def init_node(
+    folder: Annotated[Path, typer.Argument(help="A new folder, on the node's own machine.")],
+    name: Annotated[str, typer.Option(help="Of the node, such as hospital-a.")],
+) -> None:
+    """Make a node's private keys, which stay here, its limits, and the request that the server gets."""
+    require_flower()
+    from headstart.deploy.kit import init_node
+
+    request = init_node(folder, name)
+    print(f"{request} goes to the server, and nothing else: the keys in {folder} never leave this machine.")
+    print(f"What may leave it is in {folder / 'node.toml'}.")
 
 
 @node.command()

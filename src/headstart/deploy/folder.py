@@ -13,7 +13,8 @@ import re
 import shlex
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import tomli_w
@@ -36,46 +37,72 @@ def init(folder: Path, recipe: Recipe, nodes: Sequence[str], host: str = "127.0.
     not at all.
     """
     check_flower()
-    _check(folder, recipe, nodes, host, port)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    draft = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
-    try:
+    _check_nodes(nodes, port)
+    check_server(folder, recipe, host, port)
+    with appearing(folder) as draft:
         _write(draft, recipe, nodes, host, port)
-        draft.replace(folder)
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
     return [shlex.quote(str(folder / script)) for script in ("superlink.sh", "nodes.sh", "run.sh")]
 
 
-def _check(folder: Path, recipe: Recipe, nodes: Sequence[str], host: str, port: int) -> None:
+@contextmanager
+def appearing(folder: Path) -> Iterator[Path]:
+    """A folder to fill, which takes the place of ``folder`` once it is whole."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    draft = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
+    try:
+        yield draft
+        draft.replace(folder)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def check_server(folder: Path, recipe: Recipe, host: str, port: int) -> None:
+    """Refuse what no server can be made of."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise HeadstartError(f"{folder} is in use: name a folder that is empty or does not exist yet")
     if recipe.data is not None and recipe.data.classes is None:
         raise HeadstartError("data.classes: name the classes, since nodes that hold their own data number them by it")
+    if address_of(host) is None and not all(_LABEL.fullmatch(label) for label in host.split(".")):
+        raise HeadstartError(f"host {host!r}: give the server's DNS name or IPv4 address, without a port")
+    if not 1 <= port <= 65535:
+        raise HeadstartError(f"port {port}: choose one between 1 and 65535")
+
+
+def _check_nodes(nodes: Sequence[str], port: int) -> None:
     if not nodes:
         raise HeadstartError("a federation needs a node: give every machine that holds data a name")
     for name in nodes:
         check_name(name)
     if len({name.lower() for name in nodes}) < len(nodes):
         raise HeadstartError(f"nodes {', '.join(nodes)}: every node needs a name of its own, whatever the case")
-    if address_of(host) is None and not all(_LABEL.fullmatch(label) for label in host.split(".")):
-        raise HeadstartError(f"host {host!r}: give the server's DNS name or IPv4 address, without a port")
     if not 1 <= port <= 65535 - len(nodes):
         raise HeadstartError(f"port {port}: choose one between 1 and {65535 - len(nodes)}")
 
 
-def _write(folder: Path, recipe: Recipe, nodes: Sequence[str], host: str, port: int) -> None:
-    for name in ("app", "certificates", "keys", "signing"):
+def write_server(folder: Path, recipe: Recipe, host: str) -> None:
+    """The recipe, Flower's app and the certificates."""
+    for name in ("app", "certificates"):
         (folder / name).mkdir()
     (folder / "recipe.toml").write_text(recipe.to_toml(), encoding="utf-8")
     (folder / "app" / "pyproject.toml").write_text(_app(), encoding="utf-8")
-    (folder / "README.md").write_text(_readme(nodes), encoding="utf-8")
     write_certificates(folder / "certificates", host)
+
+
+def listen_on(host: str) -> str:
+    """The address that the SuperLink listens on: all interfaces, unless nodes are on its own machine only."""
+    address = ipaddress.IPv4Address("127.0.0.1") if host == "localhost" else address_of(host)
+    return str(address) if address is not None and address.is_loopback else "0.0.0.0"
+
+
+def _write(folder: Path, recipe: Recipe, nodes: Sequence[str], host: str, port: int) -> None:
+    write_server(folder, recipe, host)
+    for name in ("keys", "signing"):
+        (folder / name).mkdir()
+    (folder / "README.md").write_text(_readme(nodes), encoding="utf-8")
     write_node_keys(folder / "keys", nodes)
     write_signing_keys(folder, nodes)
 
-    address = ipaddress.IPv4Address("127.0.0.1") if host == "localhost" else address_of(host)
-    listen = str(address) if address is not None and address.is_loopback else "0.0.0.0"
+    listen = listen_on(host)
     local = listen if listen != "0.0.0.0" else "127.0.0.1"
     _script(
         folder / "superlink.sh",
