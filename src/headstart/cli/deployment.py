@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import shlex
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -107,6 +110,36 @@ def status(folder: Folder) -> None:
         print(f"warning: {line}")
 
 
+def server(
+    folder: Folder,
+    out: Annotated[Path | None, typer.Option(help="The run directory; by default `run` in the folder.")] = None,
+    wait: Annotated[
+        float | None, typer.Option(help="Seconds after which the run starts without missing nodes; by default never.")
+    ] = None,
+    test: Annotated[str, typer.Option(help="The server's own data to test on; by default nodes test on theirs.")] = "",
+) -> None:
+    """Run the recipe of a server's folder with its nodes: 0 finished, 1 failed, 2 a mistake, 130 interrupted."""
+    require_flower()
+    from headstart.deploy.serve import serve
+
+    with _interrupted():
+        raise typer.Exit(serve(folder, _say, out, wait, test))
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+@contextmanager
+def _interrupted() -> Iterator[None]:
+    """Ctrl-C is no error; the processes that were started have ended."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on", file=sys.stderr)
+        raise typer.Exit(130) from None
+
+
 def _tell_kits(server: Server, before: set[str]) -> None:
     kits = server.kits()
     if not kits:
@@ -129,6 +162,22 @@ def init_node(
     request = init_node(folder, name)
     print(f"{request} goes to the server, and nothing else: the keys in {folder} never leave this machine.")
     print(f"What may leave it is in {folder / 'node.toml'}.")
+
+
+@node.command("run")
+def run_node(
+    kit: Annotated[Path, typer.Argument(help="The kit from the server.")],
+    data: Annotated[str, typer.Option(help="The node's data: what a recipe may name as its dataset.")],
+    folder: Annotated[
+        Path | None, typer.Option(help="The folder of `headstart node init`; by default the one that holds the kit.")
+    ] = None,
+) -> None:
+    """Take part in the federation of a kit, until Ctrl-C."""
+    require_flower()
+    from headstart.deploy.attend import attend
+
+    with _interrupted():
+        raise typer.Exit(attend(kit, data, folder or kit.parent, _say))
 
 
 @node.command()
