@@ -61,9 +61,9 @@ def attend(path: Path, data: str, folder: Path, say: Say) -> int:
     say(f"{kit.name}: the kit's fingerprint is {kit.fingerprint()}")
     with stoppable():
         while True:
-            status = _attempt(kit, folder, say)
-            if status in (0, 2):  # 2: a mistake that trying again does not mend
-                return status
+            # Flower's SuperNode ends with 0 when it is unregistered, too; 2: a mistake that trying again does not mend
+            if _attempt(kit, folder, say) == 2:
+                return 2
             say(f"{kit.name} is not connected; next attempt in {AGAIN:g} seconds")
             time.sleep(AGAIN)
 

@@ -26,6 +26,8 @@ from headstart.errors import HeadstartError
 
 LOOK = 3.0
 """Seconds between two looks at who is there."""
+JOIN = 120.0
+"""Seconds that a run waits for a node that left, or was revoked, just when the run began."""
 START = 120.0
 """Seconds that a SuperLink may take to listen."""
 Say = Callable[[str], None]
@@ -47,7 +49,7 @@ def serve(folder: Path, say: Say, out: Path | None = None, wait: float | None = 
     if (out / "summary.json").is_file():
         say(f"the run in {out} is finished; --out names a folder for another one")
         return 0
-    values = {"out": str(out), "test": str(Path(test).absolute()) if test else "", "wait": str(wait or "")}
+    values = {"out": str(out), "test": str(Path(test).absolute()) if test else "", "wait": str(JOIN)}
     with stoppable():
         try:
             with _superlink(server, say), Control.of(server) as control:
@@ -207,6 +209,10 @@ def _follow(run: int, roll: Roll, control: Control, say: Say) -> str:
     return shown.reason
 
 
+_NOISE = re.compile(r"(\x1b\[\d+m)*(INFO|DEBUG)\b|Successfully installed ")
+"""Of Flower's, about its own processes."""
+
+
 class Shown:
     """The log of a run as a user sees it: a traceback that ends in an error of headstart's is that error only."""
 
@@ -225,7 +231,7 @@ class Shown:
             self._traceback.append(line)
         elif found := re.match(r"headstart\.errors\.\w+: (.*)", line):
             self.reason, self._traceback = found[1], []
-        else:
+        elif not _NOISE.match(line):
             for held in (*self._traceback, line):
                 self.say(held)
             self._traceback = []
