@@ -16,6 +16,7 @@ pytest.importorskip("flwr")
 
 from headstart.deploy.admit import Server, add, init_server
 from headstart.deploy.attend import plain
+from headstart.deploy.control import listens
 from headstart.deploy.kit import init_node
 from headstart.deploy.serve import Shown
 from tests.deploy.test_deployment import NODES, PATIENCE, free_ports, recipe_of, silos, wait_for
@@ -53,10 +54,8 @@ class Commands:
         return process
 
     def node(self, name: str) -> subprocess.Popen[bytes]:
-        kit = self.server / "kits" / f"{name}.kit"
-        return self.start(
-            name, "node", "run", kit, "--data", self.home / f"data/{name}.npz", "--folder", self.home / name
-        )
+        kit, data = self.server / "kits" / f"{name}.kit", self.home / "data" / f"{name}.npz"
+        return self.start(name, "node", "run", kit, "--data", data, "--folder", self.home / name)
 
     def log(self, name: str) -> str:
         return (self.home / "logs" / name).read_text(errors="replace")
@@ -96,22 +95,40 @@ def test_a_run_with_kits_and_one_without_a_revoked_node(commands: Commands) -> N
     assert commands.start("again", "server", commands.server).wait(60) == 0
     assert "is finished; --out names" in commands.log("again")
 
+    add(Server.load(commands.server), [init_node(commands.home / "d", "d")])
     second = commands.server / "second run"
-    server = commands.start("second", "server", commands.server, "--out", second, "--wait", "600")
-    wait_for(lambda: "the SuperLink listens" in commands.log("second"))
+    server = commands.start("second", "server", commands.server, "--out", second)
+    wait_for(lambda: "missing: d (has never connected)" in commands.log("second"))
     assert commands.start("revoke", "deploy", "revoke", commands.server, "c").wait(60) == 0
     assert "no longer registered at the SuperLink" in commands.log("revoke")
+    wait_for(lambda: "refused by 127.0.0.1" in commands.log("c"))
+    assert commands.start("revoke", "deploy", "revoke", commands.server, "d").wait(60) == 0
     assert server.wait(PATIENCE) == 0, commands.log("second")
+    assert "the run starts with 2 of 2 nodes" in commands.log("second")
     assert (second / "summary.json").is_file()
     with (second / "clients.csv").open() as file:
         assert {line.split(",")[2] for line in file} & {*NODES} <= {"a", "b"}
     assert nodes["c"].poll() is None
 
 
+def test_mistakes_are_a_sentence_and_an_interruption_is_130(commands: Commands, tmp_path: Path) -> None:
+    assert commands.start("none", "server", tmp_path).wait(60) == 2
+    assert "is no server's folder" in commands.log("none")
+    kit = commands.server / "kits" / "a.kit"
+    assert commands.start("keys", "node", "run", kit, "--data", tmp_path, "--folder", tmp_path).wait(60) == 2
+    assert "the folder of `headstart node init`" in commands.log("keys")
+    waits = commands.start("waits", "server", commands.server, "--out", tmp_path / "run")
+    wait_for(lambda: "the SuperLink listens" in commands.log("waits"))
+    waits.send_signal(signal.SIGINT)
+    assert waits.wait(60) == 130
+    assert "Traceback" not in commands.log("none") + commands.log("keys") + commands.log("waits")
+    assert not listens(Server.load(commands.server))
+
+
 def test_what_is_no_bug_is_shown_without_a_traceback() -> None:
     said: list[str] = []
     shown = Shown(said.append)
-    shown.take("round 1\nTraceback (most recent call last):\n  File x\n    raise\n")
+    shown.take("\x1b[92mINFO \x1b[0m: Flower\nround 1\nTraceback (most recent call last):\n  File x\n    raise\n")
     shown.take("headstart.errors.HeadstartError: none of the nodes came: a\nTraceback (most recent call last):\n")
     shown.take("  File y\nKeyError: 1\n")
     assert shown.reason == "none of the nodes came: a"

@@ -59,12 +59,12 @@ def attend(path: Path, data: str, folder: Path, say: Say) -> int:
     folder = folder.absolute()
     _unpack(kit, data, folder, say)
     say(f"{kit.name}: the kit's fingerprint is {kit.fingerprint()}")
+    voice = _Voice(say)
     with stoppable():
         while True:
             # Flower's SuperNode ends with 0 when it is unregistered, too; 2: a mistake that trying again does not mend
-            if _attempt(kit, folder, say) == 2:
+            if _attempt(kit, folder, voice) == 2:
                 return 2
-            say(f"{kit.name} is not connected; next attempt in {AGAIN:g} seconds")
             time.sleep(AGAIN)
 
 
@@ -152,16 +152,30 @@ def stop(process: subprocess.Popen[str], number: int, patience: float = 20.0) ->
 
 
 def _tell(process: subprocess.Popen[str], kit: Kit, folder: Path, say: Say) -> None:
-    """Keep the log of a SuperNode, and say what is in it that a user can act on, once each time it changes."""
-    last = ""
+    """Keep the log of a SuperNode, and say what is in it that a user can act on."""
+    refused = False
     assert process.stdout is not None
     with (folder / "state" / "node.log").open("a", encoding="utf-8") as log:
         for line in process.stdout:
             log.write(line)
             log.flush()
-            if (said := plain(line, {"address": f"{kit.host}:{kit.port}"})) and said != last:
+            said = plain(line, {"address": f"{kit.host}:{kit.port}"})
+            if said and not refused:  # what follows is how the processes of a refused node end
                 say(said)
-                last = said
+                refused = said.startswith(("refused", "not connected"))
+
+
+class _Voice:
+    """Says nothing twice in a row."""
+
+    def __init__(self, say: Say) -> None:
+        self.say, self.last = say, ""
+
+    def __call__(self, line: str) -> None:
+        """Say a line, unless it was the last."""
+        if line != self.last:
+            self.say(line)
+        self.last = line
 
 
 def plain(line: str, facts: Mapping[str, str]) -> str | None:
