@@ -1,6 +1,8 @@
 """Keys that stay where they were made, requests, kits, and who is admitted."""
 
+import shutil
 import socket
+import subprocess
 import tomllib
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -235,6 +237,23 @@ def test_the_commands_say_who_needs_what(tmp_path: Path) -> None:
     assert "the SuperLink is off" in said
     assert "certificates/server.pem ends on" in said
     assert "ends on" in command("deploy", "renew", folder)
+
+
+def test_units_are_what_systemd_accepts(server: Server, tmp_path: Path) -> None:
+    kit = tmp_path / "o'brien 100% \"$HOME" / "a.kit"
+    units = {
+        "server": command("server", server.folder, "--wait", "60", "--unit"),
+        "node": command("node", "run", kit, "--data", "hf://x", "--unit"),
+    }
+    assert f'"server" "{server.folder}" "--wait" "60.0"' in units["server"]
+    assert 'o\'brien 100%% \\"$$HOME/a.kit" "--data" "hf://x" "--folder"' in units["node"]
+    if (analyze := shutil.which("systemd-analyze")) is None:
+        pytest.skip("there is no systemd-analyze")
+    for name, text in units.items():
+        path = tmp_path / f"headstart-{name}.service"
+        path.write_text(text)
+        done = subprocess.run([analyze, "verify", "--man=no", path], capture_output=True, text=True)
+        assert path.name not in done.stderr, done.stderr
 
 
 def test_a_folder_of_scripts_is_no_servers_folder(tmp_path: Path) -> None:

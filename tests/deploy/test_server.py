@@ -111,6 +111,22 @@ def test_a_run_with_kits_and_one_without_a_revoked_node(commands: Commands) -> N
     assert nodes["c"].poll() is None
 
 
+def test_a_server_that_was_killed_is_attached_to_again(commands: Commands) -> None:
+    out = commands.server / "third"
+    killed = commands.start("killed", "server", commands.server, "--out", out)
+    wait_for(lambda: "the run starts with 2 of 2" in commands.log("killed"))
+    killed.kill()
+    noted = int((commands.server / "state" / "superlink.pid").read_text())
+    try:
+        assert commands.start("attached", "server", commands.server, "--out", out).wait(PATIENCE) == 0
+        assert f"a SuperLink (process {noted}) listens at" in commands.log("attached")
+        assert "a run is under way" in commands.log("attached")
+        assert f"finished: {out}" in commands.log("attached")
+    finally:
+        os.killpg(noted, signal.SIGKILL)
+    wait_for(lambda: not listens(Server.load(commands.server)))
+
+
 def test_mistakes_are_a_sentence_and_an_interruption_is_130(commands: Commands, tmp_path: Path) -> None:
     assert commands.start("none", "server", tmp_path).wait(60) == 2
     assert "is no server's folder" in commands.log("none")

@@ -21,6 +21,7 @@ deploy = typer.Typer(help="A federation of real machines.", no_args_is_help=True
 node = typer.Typer(help="A machine that holds data of its own.", no_args_is_help=True)
 
 
+Unit = Annotated[bool, typer.Option("--unit", help="Print a unit for systemd, and do nothing else.")]
 Folder = Annotated[Path, typer.Argument(help="The server's folder.")]
 
 
@@ -117,11 +118,18 @@ def server(
         float | None, typer.Option(help="Seconds after which the run starts without missing nodes; by default never.")
     ] = None,
     test: Annotated[str, typer.Option(help="The server's own data to test on; by default nodes test on theirs.")] = "",
+    unit: Unit = False,
 ) -> None:
     """Run the recipe of a server's folder with its nodes: 0 finished, 1 failed, 2 a mistake, 130 interrupted."""
     require_flower()
     from headstart.deploy.serve import serve
+    from headstart.deploy.unit import unit as unit_of
 
+    if unit:
+        given = {"--out": out and out.absolute(), "--wait": wait, "--test": test and Path(test).absolute()}
+        options = [str(word) for pair in given.items() if pair[1] for word in pair]
+        print(unit_of("headstart server", ["server", folder.absolute(), *options], "on-failure"), end="")
+        return
     with _interrupted():
         raise typer.Exit(serve(folder, _say, out, wait, test))
 
@@ -171,13 +179,21 @@ def run_node(
     folder: Annotated[
         Path | None, typer.Option(help="The folder of `headstart node init`; by default the one that holds the kit.")
     ] = None,
+    unit: Unit = False,
 ) -> None:
     """Take part in the federation of a kit, until Ctrl-C."""
     require_flower()
     from headstart.deploy.attend import attend
+    from headstart.deploy.unit import unit as unit_of
 
+    folder = folder or kit.parent
+    if unit:
+        data = str(Path(data).absolute()) if Path(data).exists() else data
+        words = ["node", "run", str(kit.absolute()), "--data", data, "--folder", str(folder.absolute())]
+        print(unit_of(f"headstart node {kit.stem}", words, "always"), end="")
+        return
     with _interrupted():
-        raise typer.Exit(attend(kit, data, folder or kit.parent, _say))
+        raise typer.Exit(attend(kit, data, folder, _say))
 
 
 @node.command()

@@ -81,8 +81,10 @@ def superlink_command(server: Server) -> list[str]:
 @contextmanager
 def _superlink(server: Server, say: Say) -> Iterator[None]:
     """A SuperLink that listens: the one that runs already, or one that ends with this command."""
+    noted = server.folder / "state" / "superlink.pid"
     if listens(server):
-        say(f"a SuperLink listens at {server.local}:{server.port} already; it goes on when this command ends")
+        who = f" (process {noted.read_text(encoding='utf-8').strip()})" if noted.is_file() else ""
+        say(f"a SuperLink{who} listens at {server.local}:{server.port} already; it goes on when this command ends")
         yield
         return
     environment = flower_environment(server.folder / "state" / "superlink")
@@ -92,6 +94,7 @@ def _superlink(server: Server, say: Say) -> Iterator[None]:
             superlink_command(server), env=environment, cwd=server.folder, stdin=subprocess.DEVNULL, stdout=log,
             stderr=subprocess.STDOUT, text=True, start_new_session=True,
         )  # fmt: skip
+    write_text(noted, f"{process.pid}\n")
     try:
         until = time.monotonic() + START
         while not listens(server):
@@ -102,6 +105,7 @@ def _superlink(server: Server, say: Say) -> Iterator[None]:
         yield
     finally:
         stop(process, signal.SIGTERM)
+        noted.unlink(missing_ok=True)
 
 
 # -------------------------------------------------------------------------------------------------------------- nodes
