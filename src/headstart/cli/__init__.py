@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from headstart.cli.deployment import deploy, node
+from headstart.cli.deployment import deploy, node, server
 from headstart.cli.lists import backbones, datasets, methods
 from headstart.cli.models import export, predict, replay
 from headstart.cli.reports import dashboard, partition, report
@@ -20,6 +20,7 @@ app = typer.Typer(
 
 _COMMANDS = (
     run, compare, report, dashboard, reproduce, demo, replay, predict, export, partition, methods, backbones, datasets,
+    server,
 )  # fmt: skip
 for _command in _COMMANDS:  # --help shows them in this order
     app.command()(_command)

@@ -2,35 +2,198 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from headstart.cli.shared import RecipeFile, console, require_flower
+from headstart.cli.shared import RecipeFile, console, require_flower, show_table
 from headstart.errors import HeadstartError
+
+if TYPE_CHECKING:
+    from headstart.deploy.admit import Server
 
 deploy = typer.Typer(help="A federation of real machines.", no_args_is_help=True)
 node = typer.Typer(help="A machine that holds data of its own.", no_args_is_help=True)
+
+
+Unit = Annotated[bool, typer.Option("--unit", help="Print a unit for systemd, and do nothing else.")]
+Folder = Annotated[Path, typer.Argument(help="The server's folder.")]
 
 
 @deploy.command()
 def init(
     folder: Annotated[Path, typer.Argument(help="A new folder.")],
     recipe: RecipeFile,
-    nodes: Annotated[str, typer.Option(help="Names of the nodes, with commas: hospital-a,hospital-b.")],
+    nodes: Annotated[
+        str | None,
+        typer.Option(help="To try it out on one machine, names of nodes, with commas; otherwise nodes are added."),
+    ] = None,
     host: Annotated[str, typer.Option(help="Name or address of the server, as nodes reach it.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="The server's port.")] = 9443,
 ) -> None:
-    """Write what a federation of real machines needs: Flower's app, keys, certificates, start scripts."""
+    """Write what a federation of real machines needs: Flower's app, certificates; for a test also keys and scripts."""
     from headstart.config.recipe import Recipe
 
     require_flower()
+    from headstart.deploy.admit import init_server
     from headstart.deploy.folder import init
 
+    if nodes is None:
+        init_server(folder, Recipe.load(recipe), host, port)
+        print(f"{folder} is ready. Next: headstart deploy add {shlex.quote(str(folder))} NAME.request")
+        return
     commands = init(folder, Recipe.load(recipe), [name.strip() for name in nodes.split(",")], host, port)
     print(f"{folder} is ready; {folder / 'README.md'} says what goes where. On one machine, each in a terminal:")
     print("\n".join(f"  {command}" for command in commands))
+
+
+@deploy.command()
+def add(
+    folder: Folder,
+    requests: Annotated[list[Path] | None, typer.Argument(help="Of nodes; none: kits are written anew.")] = None,
+) -> None:
+    """Admit nodes by the requests that they made, and write a kit for every node."""
+    require_flower()
+    from headstart.deploy.admit import Server, add
+    from headstart.deploy.control import admit_at
+
+    server = Server.load(folder)
+    before = {node.name for node in server.admitted}
+    new = add(server, requests or [])
+    admit_at(server)
+    print(f"admitted: {', '.join(new)}" if new else "nobody new was admitted")
+    _tell_kits(server, before)
+
+
+@deploy.command()
+def revoke(folder: Folder, name: Annotated[str, typer.Argument(help="Of the node.")]) -> None:
+    """Let a node's keys no longer take part, ever."""
+    require_flower()
+    from headstart.deploy.admit import Server, revoke
+    from headstart.deploy.control import admit_at
+
+    server = Server.load(folder)
+    revoke(server, name)
+    out = admit_at(server)
+    print(f"{name} is revoked" + (", and no longer registered at the SuperLink" if out else ""))
+    _tell_kits(server, {node.name for node in server.admitted})
+
+
+@deploy.command()
+def renew(folder: Folder) -> None:
+    """Sign a new certificate of the server by the same authority; kits stay as they are."""
+    require_flower()
+    from headstart.deploy.admit import Server, renew
+
+    end = renew(Server.load(folder))
+    print(f"the server's new certificate ends on {end:%Y-%m-%d}; start the server again to use it")
+
+
+@deploy.command()
+def status(folder: Folder) -> None:
+    """Nodes, certificates, and whether the server listens."""
+    require_flower()
+    from headstart.deploy.admit import Server
+    from headstart.deploy.control import listens
+
+    server = Server.load(folder)
+    rows = [(one.keys.name, one.admitted, one.revoked) for one in server.members]
+    show_table(("node", "admitted", "revoked"), rows)
+    for name, end in server.ends().items():
+        print(f"certificates/{name}.pem ends on {end:%Y-%m-%d}")
+    print(f"{server.host}:{server.port}: the SuperLink {'listens' if listens(server) else 'is off'}")
+    for line in server.warnings():
+        print(f"warning: {line}")
+
+
+def server(
+    folder: Folder,
+    out: Annotated[Path | None, typer.Option(help="The run directory; by default `run` in the folder.")] = None,
+    wait: Annotated[
+        float | None, typer.Option(help="Seconds after which the run starts without missing nodes; by default never.")
+    ] = None,
+    test: Annotated[str, typer.Option(help="The server's own data to test on; by default nodes test on theirs.")] = "",
+    unit: Unit = False,
+) -> None:
+    """Run the recipe of a server's folder with its nodes: 0 finished, 1 failed, 2 a mistake, 130 interrupted."""
+    require_flower()
+    from headstart.deploy.serve import serve
+    from headstart.deploy.unit import unit as unit_of
+
+    if unit:
+        given = {"--out": out and out.absolute(), "--wait": wait, "--test": test and Path(test).absolute()}
+        options = [str(word) for pair in given.items() if pair[1] for word in pair]
+        print(unit_of("headstart server", ["server", folder.absolute(), *options], "on-failure"), end="")
+        return
+    with _interrupted():
+        raise typer.Exit(serve(folder, _say, out, wait, test))
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+@contextmanager
+def _interrupted() -> Iterator[None]:
+    """Ctrl-C is no error; the processes that were started have ended."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on", file=sys.stderr)
+        raise typer.Exit(130) from None
+
+
+def _tell_kits(server: Server, before: set[str]) -> None:
+    kits = server.kits()
+    if not kits:
+        print("no node is admitted")
+        return
+    print(f"kits are in {server.kit_folder}; their fingerprint, to be compared over the phone: {kits[0].fingerprint()}")
+    if others := [kit.name for kit in kits if kit.name in before]:
+        print(f"the list of nodes is in every kit: {', '.join(others)} need their new kit, too")
+
+
+@node.command("init")
+def init_node(
+    folder: Annotated[Path, typer.Argument(help="A new folder, on the node's own machine.")],
+    name: Annotated[str, typer.Option(help="Of the node, such as hospital-a.")],
+) -> None:
+    """Make a node's private keys, which stay here, its limits, and the request that the server gets."""
+    require_flower()
+    from headstart.deploy.kit import init_node
+
+    request = init_node(folder, name)
+    print(f"{request} goes to the server, and nothing else: the keys in {folder} never leave this machine.")
+    print(f"What may leave it is in {folder / 'node.toml'}.")
+
+
+@node.command("run")
+def run_node(
+    kit: Annotated[Path, typer.Argument(help="The kit from the server.")],
+    data: Annotated[str, typer.Option(help="The node's data: what a recipe may name as its dataset.")],
+    folder: Annotated[
+        Path | None, typer.Option(help="The folder of `headstart node init`; by default the one that holds the kit.")
+    ] = None,
+    unit: Unit = False,
+) -> None:
+    """Take part in the federation of a kit, until Ctrl-C."""
+    require_flower()
+    from headstart.deploy.attend import attend
+    from headstart.deploy.unit import unit as unit_of
+
+    folder = folder or kit.parent
+    if unit:
+        data = str(Path(data).absolute()) if Path(data).exists() else data
+        words = ["node", "run", str(kit.absolute()), "--data", data, "--folder", str(folder.absolute())]
+        print(unit_of(f"headstart node {kit.stem}", words, "always"), end="")
+        return
+    with _interrupted():
+        raise typer.Exit(attend(kit, data, folder, _say))
 
 
 @node.command()

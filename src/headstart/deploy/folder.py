@@ -13,7 +13,8 @@ import re
 import shlex
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import tomli_w
@@ -21,11 +22,11 @@ import tomli_w
 from headstart.config.recipe import Recipe
 from headstart.deploy.guard import FLOWER, app_digest, check_flower
 from headstart.deploy.keys import DAYS, address_of, write_certificates, write_node_keys, write_signing_keys
+from headstart.deploy.kit import LIMITS, check_name
 from headstart.errors import HeadstartError
 
 PORT = 9443
 """Of the SuperLink; the nodes' own ports, open on their machines only, are the ones after it."""
-_NODE = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]{0,62}")
 _LABEL = re.compile(r"(?!-)[A-Za-z0-9-]{1,63}(?<!-)")
 
 
@@ -36,50 +37,72 @@ def init(folder: Path, recipe: Recipe, nodes: Sequence[str], host: str = "127.0.
     not at all.
     """
     check_flower()
-    _check(folder, recipe, nodes, host, port)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    draft = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
-    try:
+    _check_nodes(nodes, port)
+    check_server(folder, recipe, host, port)
+    with appearing(folder) as draft:
         _write(draft, recipe, nodes, host, port)
-        draft.replace(folder)
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
     return [shlex.quote(str(folder / script)) for script in ("superlink.sh", "nodes.sh", "run.sh")]
 
 
-def _check(folder: Path, recipe: Recipe, nodes: Sequence[str], host: str, port: int) -> None:
+@contextmanager
+def appearing(folder: Path) -> Iterator[Path]:
+    """A folder to fill, which takes the place of ``folder`` once it is whole."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    draft = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
+    try:
+        yield draft
+        draft.replace(folder)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def check_server(folder: Path, recipe: Recipe, host: str, port: int) -> None:
+    """Refuse what no server can be made of."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise HeadstartError(f"{folder} is in use: name a folder that is empty or does not exist yet")
     if recipe.data is not None and recipe.data.classes is None:
         raise HeadstartError("data.classes: name the classes, since nodes that hold their own data number them by it")
+    if address_of(host) is None and not all(_LABEL.fullmatch(label) for label in host.split(".")):
+        raise HeadstartError(f"host {host!r}: give the server's DNS name or IPv4 address, without a port")
+    if not 1 <= port <= 65535:
+        raise HeadstartError(f"port {port}: choose one between 1 and 65535")
+
+
+def _check_nodes(nodes: Sequence[str], port: int) -> None:
     if not nodes:
         raise HeadstartError("a federation needs a node: give every machine that holds data a name")
     for name in nodes:
-        if not _NODE.fullmatch(name):
-            raise HeadstartError(
-                f"node {name!r}: a name is made of letters, digits and dashes, starts with a letter or digit, "
-                "and has at most 63 characters"
-            )
+        check_name(name)
     if len({name.lower() for name in nodes}) < len(nodes):
         raise HeadstartError(f"nodes {', '.join(nodes)}: every node needs a name of its own, whatever the case")
-    if address_of(host) is None and not all(_LABEL.fullmatch(label) for label in host.split(".")):
-        raise HeadstartError(f"host {host!r}: give the server's DNS name or IPv4 address, without a port")
     if not 1 <= port <= 65535 - len(nodes):
         raise HeadstartError(f"port {port}: choose one between 1 and {65535 - len(nodes)}")
 
 
-def _write(folder: Path, recipe: Recipe, nodes: Sequence[str], host: str, port: int) -> None:
-    for name in ("app", "certificates", "keys", "signing"):
+def write_server(folder: Path, recipe: Recipe, host: str) -> None:
+    """The recipe, Flower's app and the certificates."""
+    for name in ("app", "certificates"):
         (folder / name).mkdir()
     (folder / "recipe.toml").write_text(recipe.to_toml(), encoding="utf-8")
     (folder / "app" / "pyproject.toml").write_text(_app(), encoding="utf-8")
-    (folder / "README.md").write_text(_readme(nodes), encoding="utf-8")
     write_certificates(folder / "certificates", host)
+
+
+def listen_on(host: str) -> str:
+    """The address that the SuperLink listens on: all interfaces, unless nodes are on its own machine only."""
+    address = ipaddress.IPv4Address("127.0.0.1") if host == "localhost" else address_of(host)
+    return str(address) if address is not None and address.is_loopback else "0.0.0.0"
+
+
+def _write(folder: Path, recipe: Recipe, nodes: Sequence[str], host: str, port: int) -> None:
+    write_server(folder, recipe, host)
+    for name in ("keys", "signing"):
+        (folder / name).mkdir()
+    (folder / "README.md").write_text(_readme(nodes), encoding="utf-8")
     write_node_keys(folder / "keys", nodes)
     write_signing_keys(folder, nodes)
 
-    address = ipaddress.IPv4Address("127.0.0.1") if host == "localhost" else address_of(host)
-    listen = str(address) if address is not None and address.is_loopback else "0.0.0.0"
+    listen = listen_on(host)
     local = listen if listen != "0.0.0.0" else "127.0.0.1"
     _script(
         folder / "superlink.sh",
@@ -104,7 +127,7 @@ def _write(folder: Path, recipe: Recipe, nodes: Sequence[str], host: str, port: 
     scripts = " ".join(f"node-{name}.sh" for name in nodes)
     _script(folder / "nodes.sh", "All SuperNodes on this machine, to try the federation out.", {}, _NODES % scripts)
     for number, name in enumerate(nodes, start=1):
-        (folder / f"node-{name}.toml").write_text(_LIMITS, encoding="utf-8")
+        (folder / f"node-{name}.toml").write_text(LIMITS, encoding="utf-8")
         _script(
             folder / f"node-{name}.sh",
             f"The SuperNode of {name}, next to the data that stay there.",
@@ -197,22 +220,6 @@ signing_key='$signing_key' peers='$peers'" &
     sleep 5 &
     wait "$!"
 done
-"""
-
-_LIMITS = """\
-# What this node lets leave its machine, whatever a server or a recipe asks. No server reads or changes it.
-[limits]
-min_examples = 2            # classes with fewer are left out, where neither noise nor a secure sum hides them
-evaluation = true           # whether figures of tests on this node's data may leave
-trust_server = false        # whether limits on epsilon count noise that the server promises to add
-other_participants = false  # whether the same statistics may be added up again with other participants
-# methods = ["fedncm"]      # no other method may run
-# recipes = ["0123456789abcdef"]  # nor another recipe; `headstart node ledger` shows their digests
-
-# The largest epsilon that all answers about this data set may spend together.
-# [limits.epsilon]
-# example = 3.0
-# client = 8.0
 """
 
 _NODES = """\

@@ -1,0 +1,136 @@
+"""Flower's Control API of a SuperLink, asked from its own machine: nodes, runs and their logs."""
+
+from __future__ import annotations
+
+import hashlib
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_ssh_public_key
+
+from headstart.deploy.admit import Server
+from headstart.deploy.kit import PublicKeys
+from headstart.errors import HeadstartError, first_line
+
+
+def listens(server: Server) -> bool:
+    """Whether somebody listens at the server's port."""
+    with socket.socket() as one:
+        one.settimeout(2)
+        return one.connect_ex((server.local, server.port)) == 0
+
+
+class ControlError(Exception):
+    """The SuperLink did not answer, or refused."""
+
+
+class Control:
+    """A SuperLink as its own machine reaches it."""
+
+    def __init__(self, client: Any) -> None:
+        """client: Flower's `ControlHttpClient`."""
+        self.client = client
+
+    @classmethod
+    @contextmanager
+    def of(cls, server: Server) -> Iterator[Control]:
+        """The SuperLink of a folder; its certificate is checked by the folder's authority."""
+        from flwr.supercore.control import ControlHttpClient
+        from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
+
+        authority = (server.folder / "certificates" / "ca.pem").read_bytes()
+        version = RuntimeVersionHttpInterceptor(component_name="flwr CLI")
+        address = f"{server.local}:{server.port}"
+        client = ControlHttpClient.from_server_address(address, False, authority, [version])
+        try:
+            yield cls(client)
+        finally:
+            client.close()
+
+    def nodes(self) -> list[Any]:
+        """Flower's `NodeInfo` of all nodes that were ever registered."""
+        from flwr.proto.control_pb2 import ListNodesRequest
+
+        with _answered():
+            return list(self.client.ListNodes(ListNodesRequest()).nodes_info)
+
+    def admit(self, nodes: Sequence[PublicKeys]) -> None:
+        """Register the nodes that are not yet, under their names, and unregister all others."""
+        from flwr.proto.control_pb2 import RegisterNodeRequest, UnregisterNodeRequest
+
+        wanted = {_public_bytes(node): node.name for node in nodes}
+        found = self.nodes()
+        for node in found:
+            if node.status != "unregistered" and wanted.get(node.public_key) != node.name:
+                with _answered():
+                    self.client.UnregisterNode(UnregisterNodeRequest(node_id=node.node_id))
+        known = {node.public_key for node in found}
+        for key, name in wanted.items():
+            if key not in known:
+                with _answered():
+                    self.client.RegisterNode(RegisterNodeRequest(public_key=key, name=name))
+
+    def start(self, app: Path, values: Mapping[str, str]) -> int:
+        """Start a run of an app; returns its number."""
+        from flwr.cli.build import build_fab_from_disk
+        from flwr.common.serde import fab_to_proto, user_config_to_proto
+        from flwr.proto.control_pb2 import StartRunRequest
+        from flwr.supercore.fab import Fab
+
+        content = build_fab_from_disk(app)
+        fab = fab_to_proto(Fab(hashlib.sha256(content).hexdigest(), content, {}))
+        request = StartRunRequest(fab=fab, override_config=user_config_to_proto(dict(values)))
+        with _answered():
+            reply = self.client.StartRun(request)
+        if not reply.HasField("run_id"):
+            raise ControlError("the SuperLink did not start the run")
+        return int(reply.run_id)
+
+    def runs(self) -> dict[int, tuple[str, str, str]]:
+        """Status, how it ended, and details of every run, by its number."""
+        from flwr.proto.control_pb2 import ListRunsRequest
+
+        with _answered():
+            found = self.client.ListRuns(ListRunsRequest()).run_dict
+        return {run: (one.status.status, one.status.sub_status, one.status.details) for run, one in found.items()}
+
+    def log(self, run: int) -> Iterator[str]:
+        """What the ServerApp of a run prints, from its start until its end."""
+        from flwr.proto.control_pb2 import StreamLogsRequest
+
+        with _answered():
+            for part in self.client.StreamLogs(StreamLogsRequest(run_id=run, after_timestamp=0.0)):
+                yield part.log_output
+
+
+@contextmanager
+def _answered() -> Iterator[None]:
+    import httpx
+
+    try:
+        yield
+    except httpx.HTTPStatusError as error:
+        raise ControlError(f"the SuperLink refused: {error.response.text[:500]}") from None
+    except httpx.HTTPError as error:
+        raise ControlError(f"the SuperLink does not answer: {first_line(error)}") from None
+
+
+def _public_bytes(node: PublicKeys) -> bytes:
+    """A node's key as Flower keeps it."""
+    key = load_ssh_public_key(node.key.encode())
+    return key.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+
+
+def admit_at(server: Server) -> bool:
+    """Tell a SuperLink that runs who is admitted; False where none runs."""
+    if not listens(server):
+        return False
+    try:
+        with Control.of(server) as control:
+            control.admit(server.admitted)
+    except ControlError as error:
+        raise HeadstartError(f"{server.folder} is changed, but its SuperLink does not know: {error}") from None
+    return True
