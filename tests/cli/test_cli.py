@@ -156,7 +156,7 @@ def test_an_unwritable_output_is_refused(recipe: Path, tmp_path: Path, command: 
 
 
 def test_ctrl_c_says_how_to_go_on_and_going_on_ends_where_it_would_have(recipe: Path, tmp_path: Path) -> None:
-    recipe.write_text(GOOD + '[[stages]]\nmethod = "fedavg"\ntrain = "head"\nrounds = 150\nlr = 0.1\n')
+    recipe.write_text(GOOD + '[[stages]]\nmethod = "fedavg"\ntrain = "head"\nrounds = 500\nlr = 0.1\n')
     whole = headstart("run", recipe, "--out", "whole", cwd=tmp_path)
     assert whole.returncode == 0, whole.stderr
     command = [sys.executable, "-m", "headstart.cli", "run", str(recipe), "--out", "cut"]
