@@ -61,11 +61,11 @@ def next_exchange(node: Node, asked: NodeRequest, told: Message, test: bool) -> 
         case _:
             answer = client.reveal(told)
             more = _note_survivors(node, promise, saved)
-            path.unlink()  # nothing of this sum is needed any more, and nobody is to find it
             unneeded = _unneeded_noise(node, asked, saved, promise, client.agreed)
-    if path.is_file():
-        _keep(path, client, {name: saved.scalars[name] for name in ("promise", "question")})
+    _keep(path, client, {name: saved.scalars[name] for name in ("promise", "question")})
     node.enter(step, **promise, **sent(question, answer), **more, **unneeded)
+    if step == "reveal":
+        path.unlink()  # nothing of this sum is needed any more, and nobody is to find it
     return {"passes": 0, "kept": False, **unneeded}, answer
 
 
