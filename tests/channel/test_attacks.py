@@ -511,10 +511,12 @@ def test_a_node_without_a_signing_key_says_what_to_do(tmp_path: Path) -> None:
     assert facts == silo.ask("join", Wire())[0]
 
 
-def test_a_node_is_the_client_that_its_list_of_peers_says(tmp_path: Path) -> None:
-    silo = Silo(tmp_path / "a", SECURE)
+@pytest.mark.parametrize(("kind", "stage"), [("secure", SECURE), ("answer", NCM), ("answer", {"method": "fedncm"})])
+def test_a_node_is_the_client_that_its_list_of_peers_says(tmp_path: Path, kind: str, stage: dict[str, Any]) -> None:
+    silo = Silo(tmp_path / "a", stage)
+    silo.identity = identities(8)[0]
     for number in (1, 7):
-        facts, _ = silo.ask("secure", statistics(), told=begun("s", 4, 3), client=number)
+        facts, _ = silo.ask(kind, statistics(), told=begun("s", 4, 3), client=number)
         assert facts == {"error": f"the node is number 0 of its list of peers, and is asked as client {number}"}
 
 

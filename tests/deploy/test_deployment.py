@@ -444,7 +444,7 @@ def test_a_server_that_lies_gets_one_answer_from_a_node(machines: Machines, data
     assert said["first"]["answer"] is not None
     for name, why in (
         ("fewer clients", "answers no other question for it"),
-        ("another number", "is client 0 of this run, and is asked as client 1"),
+        ("another number", "the node is number 0 of its list of peers, and is asked as client 1"),
         ("beyond the stage", "the stage has 1 rounds, from 0; the server asks for round 7"),
         ("a model", "with privacy a node tests no models"),
     ):

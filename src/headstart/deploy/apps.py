@@ -83,9 +83,9 @@ def answer(message: Message, context: Context) -> Message:
     """The answer of a node with its own data.
 
     Node configuration: `name`, `data` (a path as in a recipe's `dataset`), `state` (a folder for what is to last), and
-    optionally `recipe` (a file: the node takes part in this recipe only) and `limits` (a node.toml). For recipes with
-    secure sums also `signing_key` (an OpenSSH Ed25519 private key) and `peers` (a file with a line for every node, its
-    name and public key, in the order of the server's list of nodes).
+    optionally `recipe` (a file: the node takes part in this recipe only) and `limits` (a node.toml). `signing_key` (an
+    OpenSSH Ed25519 private key) and `peers` (a file with a line for every node, its name and public key, in the order of
+    the server's list of nodes) say which client the node is; recipes with secure sums need them.
     """
     from headstart.config.node import NodeLimits
     from headstart.data import Federation
@@ -101,8 +101,8 @@ def answer(message: Message, context: Context) -> Message:
         name = str(config["name"])
         federation = Federation.silo(recipe, str(config["data"]), name)
         limits = NodeLimits.load(Path(str(config["limits"]))) if "limits" in config else NodeLimits()
-        identity = _identity(config, name) if any(stage.secure for stage in recipe.stages) else None
-        node = Node(recipe, federation, Path(str(config["state"])) / run_of(message), True, identity, limits)
+        folder = Path(str(config["state"])) / run_of(message)
+        node = Node(recipe, federation, folder, True, _identity(config, name), limits)
     except KeyError as error:
         return refuse(message, HeadstartError(f"the node has no {error} in its configuration"))
     except Exception as error:  # Flower would send what it says to the server, paths included
@@ -111,7 +111,7 @@ def answer(message: Message, context: Context) -> Message:
 
 
 def _identity(config: Mapping[str, Any], name: str) -> Identity | None:
-    """As whom a node signs what it sends to secure sums; None where the configuration does not say."""
+    """Which client the node is, and as whom it signs; None where the configuration does not say."""
     from headstart.channel.secure import Identity
 
     if not (config.get("signing_key") and config.get("peers")):
