@@ -84,8 +84,8 @@ def answer(message: Message, context: Context) -> Message:
 
     Node configuration: `name`, `data` (a path as in a recipe's `dataset`), `state` (a folder for what is to last), and
     optionally `recipe` (a file: the node takes part in this recipe only) and `limits` (a node.toml). `signing_key` (an
-    OpenSSH Ed25519 private key) and `peers` (a file with a line for every node, its name and public key, in the order of
-    the server's list of nodes) say which client the node is; recipes with secure sums need them.
+    OpenSSH Ed25519 private key) and `peers` (a file with a line for every node, its name and public key, in the order
+    of the server's list of nodes) say which client the node is; recipes with secure sums need them.
     """
     from headstart.config.node import NodeLimits
     from headstart.data import Federation
