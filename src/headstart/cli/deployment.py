@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,6 +15,7 @@ from headstart.cli.shared import RecipeFile, console, require_flower, show_table
 from headstart.errors import HeadstartError
 
 if TYPE_CHECKING:
+    from headstart.core.chain import Chain, Entry
     from headstart.deploy.admit import Server
 
 deploy = typer.Typer(help="A federation of real machines.", no_args_is_help=True)
@@ -109,6 +110,31 @@ def status(folder: Folder) -> None:
     print(f"{server.host}:{server.port}: the SuperLink {'listens' if listens(server) else 'is off'}")
     for line in server.warnings():
         print(f"warning: {line}")
+
+
+@deploy.command()
+def log(folder: Folder) -> None:
+    """The server's log: who was admitted and revoked, what nodes were asked, and what came back."""
+    from headstart.engine.server_log import ServerLog
+
+    found = ServerLog(folder / "state" / "log.jsonl")
+    if not found.path.is_file():
+        raise HeadstartError(f"{found.path}: there is no log; name the folder of a server that has admitted a node")
+    columns = ("time", "event", "node", "run", "recipe", "stage", "round", "kind", "digest", "bytes")
+    rows, length = list[list[str]](), {"run": 8, "recipe": 16, "digest": 16}
+    for entry in (entries := found.entries()):
+        entry["digest"] = entry.get("answer") or entry.get("question", "")
+        shown = {name: str(entry.get(name, ""))[: length.get(name)] for name in columns}
+        known = (*columns, "previous", "answer", "question", "of")
+        facts = ", ".join(f"{name} {value}" for name, value in entry.items() if name not in known)
+        rows.append([*shown.values(), facts])
+    show_table((*columns, "other facts"), rows)
+    _tell_chain(found, entries)
+
+
+def _tell_chain(chain: Chain, entries: Sequence[Entry]) -> None:
+    print(f"{len(entries)} entries, {sum(entry.get('bytes', 0) for entry in entries):,} bytes; the chain is whole")
+    print(f"the last line has the digest {chain.head()}")
 
 
 def server(
@@ -230,4 +256,4 @@ def ledger(state: Annotated[Path, typer.Argument(help="The node's state folder."
         promise = [str(privacy[name]) for name in ("unit", "epsilon", "delta", "noise")] if privacy else ["no promise"]
         spent.add_row(recipe[:16], str(number), what, (run or "all")[:8], *promise)
     console().print(left, spent)
-    print(f"{len(entries)} entries, {sum(entry.get('bytes', 0) for entry in entries):,} bytes; the chain is whole")
+    _tell_chain(found, entries)

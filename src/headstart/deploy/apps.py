@@ -14,7 +14,7 @@ from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
-from headstart.deploy.guard import check_guarded
+from headstart.deploy.guard import LOG, check_guarded
 from headstart.errors import HeadstartError
 
 if TYPE_CHECKING:  # a process loads what it needs
@@ -42,6 +42,7 @@ def serve(grid: Grid, context: Context) -> None:
 
     from headstart.data import Federation
     from headstart.engine.grid import Nodes
+    from headstart.engine.server_log import ServerLog
     from headstart.report import remarks
     from headstart.runner import run_federation
 
@@ -50,7 +51,8 @@ def serve(grid: Grid, context: Context) -> None:
     recipe = _recipe(str(config["recipe"]))
     names = tuple(name.strip() for name in str(config["nodes"]).split(","))
     out = Path(str(config["out"]))
-    nodes = Nodes(grid, recipe, {name: number for number, name in enumerate(names)})
+    numbers = {name: number for number, name in enumerate(names)}
+    nodes = Nodes(grid, recipe, numbers, ServerLog(Path(os.environ[LOG])))
     nodes.available(len(names), float(str(config.get("wait") or "inf")))
     if not nodes.said:
         raise HeadstartError(f"none of the nodes came: {', '.join(names)}")
