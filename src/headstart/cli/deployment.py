@@ -24,6 +24,11 @@ node = typer.Typer(help="A machine that holds data of its own.", no_args_is_help
 
 Unit = Annotated[bool, typer.Option("--unit", help="Print a unit for systemd, and do nothing else.")]
 Folder = Annotated[Path, typer.Argument(help="The server's folder.")]
+KitFile = Annotated[Path, typer.Argument(help="The kit from the server.")]
+NodeData = Annotated[str, typer.Option(help="The node's data: what a recipe may name as its dataset.")]
+NodeFolder = Annotated[
+    Path | None, typer.Option(help="The folder of `headstart node init`; by default the one that holds the kit.")
+]
 
 
 @deploy.command()
@@ -200,11 +205,9 @@ def init_node(
 
 @node.command("run")
 def run_node(
-    kit: Annotated[Path, typer.Argument(help="The kit from the server.")],
-    data: Annotated[str, typer.Option(help="The node's data: what a recipe may name as its dataset.")],
-    folder: Annotated[
-        Path | None, typer.Option(help="The folder of `headstart node init`; by default the one that holds the kit.")
-    ] = None,
+    kit: KitFile,
+    data: NodeData,
+    folder: NodeFolder = None,
     unit: Unit = False,
 ) -> None:
     """Take part in the federation of a kit, until Ctrl-C."""
@@ -220,6 +223,22 @@ def run_node(
         return
     with _interrupted():
         raise typer.Exit(attend(kit, data, folder, _say))
+
+
+@node.command()
+def check(kit: KitFile, data: NodeData, folder: NodeFolder = None) -> None:
+    """Look for all that would stop this node from taking part: 0 nothing is wrong, 2 something is."""
+    require_flower()
+    from headstart.deploy.check import NodeCheck
+
+    wrong = 0
+    for found in NodeCheck(kit, data, folder or kit.parent).findings():
+        wrong += found.level == "wrong"
+        _say(f"{found.level:<8} {found.about}: {found.text}")
+    if wrong:
+        _say(f"{wrong} of these are wrong: the node cannot take part like this")
+        raise typer.Exit(2)
+    _say("nothing is wrong")
 
 
 @node.command()

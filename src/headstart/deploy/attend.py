@@ -49,10 +49,7 @@ def attend(path: Path, data: str, folder: Path, say: Say) -> int:
     """Run the node of a kit until it is told to stop; returns the exit status."""
     check_flower()
     kit = Kit.load(path)
-    if kit.version != package_version():
-        raise HeadstartError(
-            f"{path} is of headstart {kit.version}, and this is {package_version()}: install the server's version"
-        )
+    check_version(kit, path)
     check_keys(kit, folder)
     if "://" not in data and not Path(data).exists():
         raise HeadstartError(f"--data {data}: there is nothing")
@@ -66,6 +63,14 @@ def attend(path: Path, data: str, folder: Path, say: Say) -> int:
             if _attempt(kit, folder, voice) == 2:
                 return 2
             time.sleep(AGAIN)
+
+
+def check_version(kit: Kit, path: Path) -> None:
+    """Refuse the kit of another version."""
+    if kit.version != package_version():
+        raise HeadstartError(
+            f"{path} is of headstart {kit.version}, and this is {package_version()}: install the server's version"
+        )
 
 
 def _unpack(kit: Kit, data: str, folder: Path, say: Say) -> None:
