@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -23,6 +23,10 @@ node = typer.Typer(help="A machine that holds data of its own.", no_args_is_help
 
 
 Unit = Annotated[bool, typer.Option("--unit", help="Print a unit for systemd, and do nothing else.")]
+Container = Annotated[
+    Path | None,
+    typer.Option("--container", help="Write a Containerfile and a compose file into this folder, and do nothing else."),
+]
 Folder = Annotated[Path, typer.Argument(help="The server's folder.")]
 KitFile = Annotated[Path, typer.Argument(help="The kit from the server.")]
 NodeData = Annotated[str, typer.Option(help="The node's data: what a recipe may name as its dataset.")]
@@ -150,9 +154,11 @@ def server(
     ] = None,
     test: Annotated[str, typer.Option(help="The server's own data to test on; by default nodes test on theirs.")] = "",
     unit: Unit = False,
+    container: Container = None,
 ) -> None:
     """Run the recipe of a server's folder with its nodes: 0 finished, 1 failed, 2 a mistake, 130 interrupted."""
     require_flower()
+    from headstart.deploy.container import server_service
     from headstart.deploy.serve import serve
     from headstart.deploy.unit import unit as unit_of
 
@@ -161,8 +167,19 @@ def server(
         options = [str(word) for pair in given.items() if pair[1] for word in pair]
         print(unit_of("headstart server", ["server", folder.absolute(), *options], "on-failure"), end="")
         return
+    if container is not None:
+        _contain(container, "server", server_service(folder, out, wait, test))
+        return
     with _interrupted():
         raise typer.Exit(serve(folder, _say, out, wait, test))
+
+
+def _contain(folder: Path, name: str, service: dict[str, Any]) -> None:
+    from headstart.deploy.container import write_container
+
+    write_container(folder, name, service)
+    print(f"{folder} has a Containerfile and a compose.yaml. Next: cd {shlex.quote(str(folder))}, then")
+    print("docker compose up --build")
 
 
 def _say(line: str) -> None:
@@ -209,10 +226,12 @@ def run_node(
     data: NodeData,
     folder: NodeFolder = None,
     unit: Unit = False,
+    container: Container = None,
 ) -> None:
     """Take part in the federation of a kit, until Ctrl-C."""
     require_flower()
     from headstart.deploy.attend import attend
+    from headstart.deploy.container import node_service
     from headstart.deploy.unit import unit as unit_of
 
     folder = folder or kit.parent
@@ -220,6 +239,9 @@ def run_node(
         data = str(Path(data).absolute()) if Path(data).exists() else data
         words = ["node", "run", str(kit.absolute()), "--data", data, "--folder", str(folder.absolute())]
         print(unit_of(f"headstart node {kit.stem}", words, "always"), end="")
+        return
+    if container is not None:
+        _contain(container, "node", node_service(kit, data, folder))
         return
     with _interrupted():
         raise typer.Exit(attend(kit, data, folder, _say))
