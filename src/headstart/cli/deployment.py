@@ -132,9 +132,10 @@ def log(folder: Folder) -> None:
     columns = ("time", "event", "node", "run", "recipe", "stage", "round", "kind", "digest", "bytes")
     rows, length = list[list[str]](), {"run": 8, "recipe": 16, "digest": 16}
     for entry in (entries := found.entries()):
-        entry["digest"] = entry.get("answer") or entry.get("question", "")
+        entry["digest"] = entry.get("answer") or entry.get("question") or entry.get("key", "")[-16:]
+        entry["time"] = entry["time"].removesuffix("+00:00")
         shown = {name: str(entry.get(name, ""))[: length.get(name)] for name in columns}
-        known = (*columns, "previous", "answer", "question", "of")
+        known = (*columns, "previous", "answer", "question", "key", "of")
         facts = ", ".join(f"{name} {value}" for name, value in entry.items() if name not in known)
         rows.append([*shown.values(), facts])
     show_table((*columns, "other facts"), rows)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -61,10 +62,31 @@ def serve(grid: Grid, context: Context) -> None:
     sizes = np.array([nodes.said.get(number, {"examples": 0})["examples"] for number in range(len(names))])
     federation = Federation.apart(recipe, names, sizes, nodes.agreed["dim"], test)
     resume = (out / "recipe.toml").is_file()
-    result = run_federation(recipe, federation, out, resume, lambda line: print(line, flush=True), nodes)
+    result = run_federation(recipe, federation, out, resume, Progress(recipe, len(names)), nodes)
     for stage in result.summary["stages"]:
         for remark in remarks(stage):
             print(remark, flush=True)
+
+
+class Progress:
+    """Says how far a run is, and how long the rest of the stage takes; `metrics.jsonl` has all figures."""
+
+    def __init__(self, recipe: Recipe, clients: int) -> None:
+        self.recipe, self.clients = recipe, clients
+        self._before = -1, 0, time.monotonic()  # the stage and the rounds of the line before, and when that was
+
+    def __call__(self, metrics: Mapping[str, Any]) -> None:
+        """Print a line of metrics in plain words."""
+        stage, done, now = metrics["stage"], metrics["round"], time.monotonic()
+        rounds = self.recipe.stages[stage].rounds_for(self.clients)
+        last, played, since = self._before
+        played = played if last == stage else 0
+        left = (now - since) / max(done - played, 1) * (rounds - done)
+        self._before = stage, done, now
+        said = [f"{name} {metrics[name]:.4f}" for name in ("accuracy", "loss") if metrics.get(name) is not None]
+        said += [f"{metrics['bytes_up']:,} bytes up, {metrics['bytes_down']:,} down"]
+        said += [f"about {left:,.0f} s left in the stage"] if left else []
+        print(f"stage {stage} ({metrics['method']}), round {done} of {rounds}: {', '.join(said)}", flush=True)
 
 
 def _known(recipe: Recipe, test: str | None) -> dict[str, Any]:

@@ -39,6 +39,7 @@ _WORDS = {
     ),
     r"Connection attempt failed|ConnectError|Connection refused": "nobody answers at {address}; asking again",
     r"(Refused: the app of this run .*)": "{found}",
+    r"refused: \w+: (.*)": "the server's question is refused: {found}",
     r"(The process that answers messages ended .*)": "{found}",
     r"headstart: (.*)": "{found}",
 }
@@ -210,8 +211,9 @@ class _Answers:
                 self.read += len(line)
                 entry = json.loads(line)
                 if "round" in entry:
-                    kind = "answered" if entry["kind"] == "answer" else f"sent ({entry['kind']})"
-                    yield f"{kind} round {int(entry['round']) + 1} of stage {entry.get('stage', 0)}"
+                    what = {"answer": "answered", "test": "tested the model after"}.get(entry["kind"])
+                    what = what or f"sent {entry['kind']} of the secure sum in"
+                    yield f"{what} round {int(entry['round']) + 1} of stage {entry.get('stage', 0)}"
 
 
 @contextmanager
