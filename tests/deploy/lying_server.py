@@ -25,7 +25,7 @@ def attack(recipe: Any, federation: Any, out: Path, resume: bool, log: Any, node
         nodes.run = f"{run:032x}"
         facts = {"kind": kind, "client": client, "setup": digest(told), "states": [[0, -1, {}]], "new": True}
         question = facts, {"message": message.to_bytes(), "setup": told}
-        ((_, reply),) = nodes.send({nodes.ids[0]: question}, 120)
+        ((_, reply),) = nodes.send({nodes.ids[0]: question}, 120, {})
         said, data = read_reply(reply)
         return {"error": said.get("error"), "answer": digest(data) if data else None}
 

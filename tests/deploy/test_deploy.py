@@ -25,12 +25,14 @@ from headstart.errors import HeadstartError
 
 NODES = ["hospital-a", "B2"]
 DATA = {"dataset": 'it\'s a "test" of \\n $HOME', "classes": ["a", "b"]}
+AWKWARD = "o'brien \\ \"n\" $HOME & 'sons'"
+"""A folder whose name has what shells and TOML quote with."""
 RECIPE = Recipe.parse({"data": DATA, "model": {"backbone": "features"}, "stages": [{"method": "fedcof"}]})
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("with space") / "federation"
+    path = tmp_path_factory.mktemp("with space") / AWKWARD / "federation"
     init(path, RECIPE, NODES, "fl.example.org", 20000)
     return path
 
@@ -274,9 +276,10 @@ def test_a_node_without_flower_says_what_to_do(folder: Path, tmp_path: Path) -> 
 def listening(tmp_path: Path) -> Iterator[Path]:
     """A folder whose server listens, and no more."""
     with socket.create_server(("127.0.0.1", 0)) as server:
-        init(tmp_path / "federation", RECIPE, NODES, "localhost", port := server.getsockname()[1])
-        assert f"port={port}\n" in (tmp_path / "federation/run.sh").read_text()
-        yield tmp_path / "federation"
+        folder = tmp_path / AWKWARD / "federation"
+        init(folder, RECIPE, NODES, "localhost", port := server.getsockname()[1])
+        assert f"port={port}\n" in (folder / "run.sh").read_text()
+        yield folder
 
 
 @pytest.mark.parametrize(
@@ -320,6 +323,15 @@ def test_run_shows_why_a_run_is_refused(listening: Path, tmp_path: Path) -> None
     stand_in(tmp_path / "bin", "flwr", """[[ $1 != run ]] || echo '{"success": false, "error-message": "no"}'""")
     done = shell(listening / "run.sh", tmp_path / "bin", tmp_path)
     assert (done.returncode, done.stderr) == (1, '{"success": false, "error-message": "no"}\n')
+
+
+def test_run_says_that_a_run_is_finished(listening: Path, tmp_path: Path) -> None:
+    (listening / "run").mkdir()
+    (listening / "run" / "summary.json").write_text("{}")
+    stand_in(tmp_path / "bin", "flwr", "exit 1")
+    done = shell(listening / "run.sh", tmp_path / "bin", tmp_path)
+    finished = f"the run in {listening}/run is finished; another one needs another out in run.sh\n"
+    assert (done.returncode, done.stdout) == (0, finished)
 
 
 def test_run_waits_for_the_server(tmp_path: Path) -> None:

@@ -465,8 +465,8 @@ def test_nodes_that_cannot_take_part_stay_out_and_the_run_says_why(
     (tmp_path / "other.toml").write_text(other.to_toml())
     set_variables(scripts["other"], recipe=str(tmp_path / "other.toml"))
     text = scripts["false"].read_text()
-    assert "name='$name'" in text
-    scripts["false"].write_text(text.replace("name='$name'", "name='a'"))
+    assert 'name = $(toml "$name")' in text
+    scripts["false"].write_text(text.replace('name = $(toml "$name")', "name = 'a'"))
     text, found = re.subn(
         r"python3 -P -m headstart.deploy.guard supernode \S+", "flower-supernode", scripts["unguarded"].read_text()
     )

@@ -145,6 +145,11 @@ def test_revoked_keys_never_come_back_and_new_ones_of_the_same_node_may(server: 
         revoke(server, "a")
     assert add(server, [init_node(tmp_path / "anew", "a")]) == ["a"]
     assert [node.name for node in server.admitted] == ["b", "a"]
+    keys = {name: (tmp_path / name / "key.pub").read_text().strip() for name in ("a", "b", "anew")}
+    assert [(entry["event"], entry["node"], entry["key"]) for entry in server.log.entries()] == [
+        ("admitted", "a", keys["a"]), ("admitted", "b", keys["b"]), ("revoked", "a", keys["a"]),
+        ("admitted", "a", keys["anew"]),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

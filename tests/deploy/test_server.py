@@ -15,11 +15,13 @@ import pytest
 pytest.importorskip("flwr")
 
 from headstart.deploy.admit import Server, add, init_server
+from headstart.deploy.apps import Progress
 from headstart.deploy.attend import plain
 from headstart.deploy.control import listens
 from headstart.deploy.kit import init_node
 from headstart.deploy.serve import Shown
-from tests.deploy.test_deployment import NODES, PATIENCE, free_ports, recipe_of, silos, wait_for
+from headstart.engine.node_ledger import NodeLedger
+from tests.deploy.test_deployment import NODES, PATIENCE, TRAINING, free_ports, recipe_of, silos, wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -82,6 +84,10 @@ def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commands]:
 def test_a_run_with_kits_and_one_without_a_revoked_node(commands: Commands) -> None:
     server = commands.start("server", "server", commands.server)
     wait_for(lambda: "missing: a (has never connected), b" in commands.log("server"))
+    kit, data = commands.server / "kits" / "a.kit", commands.home / "data" / "a.npz"
+    words = ("node", "check", kit, "--data", data, "--folder", commands.home / "a")
+    assert commands.start("check", *words).wait(120) == 0, commands.log("check")
+    assert "ok       clock" in commands.log("check")
     nodes = {name: commands.node(name) for name in NODES}
     assert server.wait(PATIENCE) == 0, commands.log("server") + commands.log("a")
     said = commands.log("server")
@@ -92,6 +98,11 @@ def test_a_run_with_kits_and_one_without_a_revoked_node(commands: Commands) -> N
     for name in NODES:
         assert "connected to 127.0.0.1" in commands.log(name), commands.log(name)
         assert "answered round 1 of stage 0" in commands.log(name), commands.log(name)
+        ledger = NodeLedger(commands.home / name / "state").entries()
+        mine = [e for e in Server.load(commands.server).log.entries() if (e["event"], e["node"]) == ("replied", name)]
+        same = ("run", "recipe", "kind", "stage", "round", "answer", "bytes", "examples")
+        assert [[e.get(key) for key in same] for e in mine] == [[e.get(key) for key in same] for e in ledger]
+        assert [e["kind"] for e in ledger] == ["join", "answer", "test"]
     assert commands.start("again", "server", commands.server).wait(60) == 0
     assert "is finished; --out names" in commands.log("again")
 
@@ -151,9 +162,26 @@ def test_what_is_no_bug_is_shown_without_a_traceback() -> None:
     assert said == ["round 1", "Traceback (most recent call last):", "  File y", "KeyError: 1"]
 
 
+def test_progress_is_a_sentence(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = recipe_of(Path(), {"method": "fedncm"}, {**TRAINING, "method": "fedavg", "train": "head", "rounds": 9})
+    clock = iter([100.0, 104.0, 110.0, 116.0])
+    monkeypatch.setattr("headstart.deploy.apps.time.monotonic", lambda: next(clock))
+    progress, costs = Progress(recipe, 3), {"bytes_up": 8544, "bytes_down": 168}
+    progress({"stage": 0, "method": "fedncm", "round": 1, "accuracy": 0.89474, "loss": 0.35421, **costs})
+    progress({"stage": 1, "method": "fedavg", "round": 1, "accuracy": None, **costs})
+    progress({"stage": 1, "method": "fedavg", "round": 4, "accuracy": 0.5, **costs})
+    assert capsys.readouterr().out.splitlines() == [
+        "stage 0 (fedncm), round 1 of 1: accuracy 0.8947, loss 0.3542, 8,544 bytes up, 168 down",
+        "stage 1 (fedavg), round 1 of 9: 8,544 bytes up, 168 down, about 48 s left in the stage",
+        "stage 1 (fedavg), round 4 of 9: accuracy 0.5000, 8,544 bytes up, 168 down, about 10 s left in the stage",
+    ]
+
+
 def test_flowers_words_are_plain() -> None:
     facts = {"address": "h:1"}
     assert plain("INFO : SuperNode ID: 12", facts) == "connected to h:1"
     assert re.match("refused by h:1: .* revoked", str(plain("[code: 2004] Failed to activate", facts)))
     assert plain("headstart: app 'x': must be", facts) == "app 'x': must be"
     assert plain("INFO : Received successfully", facts) is None
+    said = plain("refused: HeadstartError: node.toml: limits.methods does not allow fedavg", facts)
+    assert said == "the server's question is refused: node.toml: limits.methods does not allow fedavg"

@@ -38,6 +38,7 @@ from headstart.engine.grid import Nodes
 from headstart.engine.node import Node, NodeRequest, StateLostError
 from headstart.engine.respond import respond, run_of
 from headstart.engine.server import draw
+from headstart.engine.server_log import ServerLog
 from headstart.engine.setup import digest
 from headstart.errors import HeadstartError, MessageError
 from headstart.report import remarks, summary_table
@@ -138,9 +139,10 @@ def serve(
     on_metrics: Callable[[dict[str, Any]], object] | None = None,
     expected: int | None = None,
     test: str | None = None,
+    audit: ServerLog | None = None,
 ) -> Result:
     """As the ServerApp of a deployment does."""
-    nodes = Nodes(grid, grid.recipe, {name: number for number, name in enumerate(grid.names)})
+    nodes = Nodes(grid, grid.recipe, {name: number for number, name in enumerate(grid.names)}, audit)
     nodes.available(expected or len(grid.names))
     nodes.agree({})
     sizes = np.array([nodes.said.get(number, {"examples": 0})["examples"] for number in range(len(grid.names))])

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -15,6 +15,7 @@ from headstart.cli.shared import RecipeFile, console, require_flower, show_table
 from headstart.errors import HeadstartError
 
 if TYPE_CHECKING:
+    from headstart.core.chain import Chain, Entry
     from headstart.deploy.admit import Server
 
 deploy = typer.Typer(help="A federation of real machines.", no_args_is_help=True)
@@ -22,7 +23,16 @@ node = typer.Typer(help="A machine that holds data of its own.", no_args_is_help
 
 
 Unit = Annotated[bool, typer.Option("--unit", help="Print a unit for systemd, and do nothing else.")]
+Container = Annotated[
+    Path | None,
+    typer.Option("--container", help="Write a Containerfile and a compose file into this folder, and do nothing else."),
+]
 Folder = Annotated[Path, typer.Argument(help="The server's folder.")]
+KitFile = Annotated[Path, typer.Argument(help="The kit from the server.")]
+NodeData = Annotated[str, typer.Option(help="The node's data: what a recipe may name as its dataset.")]
+NodeFolder = Annotated[
+    Path | None, typer.Option(help="The folder of `headstart node init`; by default the one that holds the kit.")
+]
 
 
 @deploy.command()
@@ -111,6 +121,32 @@ def status(folder: Folder) -> None:
         print(f"warning: {line}")
 
 
+@deploy.command()
+def log(folder: Folder) -> None:
+    """The server's log: who was admitted and revoked, what nodes were asked, and what came back."""
+    from headstart.engine.server_log import ServerLog
+
+    found = ServerLog(folder / "state" / "log.jsonl")
+    if not found.path.is_file():
+        raise HeadstartError(f"{found.path}: there is no log; name the folder of a server that has admitted a node")
+    columns = ("time", "event", "node", "run", "recipe", "stage", "round", "kind", "digest", "bytes")
+    rows, length = list[list[str]](), {"run": 8, "recipe": 16, "digest": 16}
+    for entry in (entries := found.entries()):
+        entry["digest"] = entry.get("answer") or entry.get("question") or entry.get("key", "")[-16:]
+        entry["time"] = entry["time"].removesuffix("+00:00")
+        shown = {name: str(entry.get(name, ""))[: length.get(name)] for name in columns}
+        known = (*columns, "previous", "answer", "question", "key", "of")
+        facts = ", ".join(f"{name} {value}" for name, value in entry.items() if name not in known)
+        rows.append([*shown.values(), facts])
+    show_table((*columns, "other facts"), rows)
+    _tell_chain(found, entries)
+
+
+def _tell_chain(chain: Chain, entries: Sequence[Entry]) -> None:
+    print(f"{len(entries)} entries, {sum(entry.get('bytes', 0) for entry in entries):,} bytes; the chain is whole")
+    print(f"the last line has the digest {chain.head()}")
+
+
 def server(
     folder: Folder,
     out: Annotated[Path | None, typer.Option(help="The run directory; by default `run` in the folder.")] = None,
@@ -119,9 +155,11 @@ def server(
     ] = None,
     test: Annotated[str, typer.Option(help="The server's own data to test on; by default nodes test on theirs.")] = "",
     unit: Unit = False,
+    container: Container = None,
 ) -> None:
     """Run the recipe of a server's folder with its nodes: 0 finished, 1 failed, 2 a mistake, 130 interrupted."""
     require_flower()
+    from headstart.deploy.container import server_service
     from headstart.deploy.serve import serve
     from headstart.deploy.unit import unit as unit_of
 
@@ -130,8 +168,19 @@ def server(
         options = [str(word) for pair in given.items() if pair[1] for word in pair]
         print(unit_of("headstart server", ["server", folder.absolute(), *options], "on-failure"), end="")
         return
+    if container is not None:
+        _contain(container, "server", server_service(folder, out, wait, test))
+        return
     with _interrupted():
         raise typer.Exit(serve(folder, _say, out, wait, test))
+
+
+def _contain(folder: Path, name: str, service: dict[str, Any]) -> None:
+    from headstart.deploy.container import write_container
+
+    write_container(folder, name, service)
+    print(f"{folder} has a Containerfile and a compose.yaml. Next: cd {shlex.quote(str(folder))}, then")
+    print("docker compose up --build")
 
 
 def _say(line: str) -> None:
@@ -174,16 +223,16 @@ def init_node(
 
 @node.command("run")
 def run_node(
-    kit: Annotated[Path, typer.Argument(help="The kit from the server.")],
-    data: Annotated[str, typer.Option(help="The node's data: what a recipe may name as its dataset.")],
-    folder: Annotated[
-        Path | None, typer.Option(help="The folder of `headstart node init`; by default the one that holds the kit.")
-    ] = None,
+    kit: KitFile,
+    data: NodeData,
+    folder: NodeFolder = None,
     unit: Unit = False,
+    container: Container = None,
 ) -> None:
     """Take part in the federation of a kit, until Ctrl-C."""
     require_flower()
     from headstart.deploy.attend import attend
+    from headstart.deploy.container import node_service
     from headstart.deploy.unit import unit as unit_of
 
     folder = folder or kit.parent
@@ -192,8 +241,27 @@ def run_node(
         words = ["node", "run", str(kit.absolute()), "--data", data, "--folder", str(folder.absolute())]
         print(unit_of(f"headstart node {kit.stem}", words, "always"), end="")
         return
+    if container is not None:
+        _contain(container, "node", node_service(kit, data, folder))
+        return
     with _interrupted():
         raise typer.Exit(attend(kit, data, folder, _say))
+
+
+@node.command()
+def check(kit: KitFile, data: NodeData, folder: NodeFolder = None) -> None:
+    """Look for all that would stop this node from taking part: 0 nothing is wrong, 2 something is."""
+    require_flower()
+    from headstart.deploy.check import NodeCheck
+
+    wrong = 0
+    for found in NodeCheck(kit, data, folder or kit.parent).findings():
+        wrong += found.level == "wrong"
+        _say(f"{found.level:<8} {found.about}: {found.text}")
+    if wrong:
+        _say(f"{wrong} of these are wrong: the node cannot take part like this")
+        raise typer.Exit(2)
+    _say("nothing is wrong")
 
 
 @node.command()
@@ -230,4 +298,4 @@ def ledger(state: Annotated[Path, typer.Argument(help="The node's state folder."
         promise = [str(privacy[name]) for name in ("unit", "epsilon", "delta", "noise")] if privacy else ["no promise"]
         spent.add_row(recipe[:16], str(number), what, (run or "all")[:8], *promise)
     console().print(left, spent)
-    print(f"{len(entries)} entries, {sum(entry.get('bytes', 0) for entry in entries):,} bytes; the chain is whole")
+    _tell_chain(found, entries)

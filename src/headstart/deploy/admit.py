@@ -22,6 +22,7 @@ from headstart.deploy.guard import app_digest, check_flower
 from headstart.deploy.keys import certificate_end, write_server_certificate
 from headstart.deploy.kit import Kit, PublicKeys, Request
 from headstart.engine.flower_messages import package_version
+from headstart.engine.server_log import ServerLog
 from headstart.errors import HeadstartError
 
 WARNING = timedelta(days=30)
@@ -59,6 +60,11 @@ class Server:
             return cls(folder.absolute(), str(facts["host"]), int(facts["port"]))
         except (KeyError, TypeError, ValueError) as error:
             raise HeadstartError(f"{path}: host and port are missing or wrong: {error}") from None
+
+    @property
+    def log(self) -> ServerLog:
+        """Who was admitted, what nodes were asked, and what came back."""
+        return ServerLog(self.folder / "state" / "log.jsonl")
 
     @property
     def listen(self) -> str:
@@ -155,7 +161,7 @@ def init_server(folder: Path, recipe: Recipe, host: str, port: int) -> None:
 
 def add(server: Server, requests: Sequence[Path]) -> list[str]:
     """Admit the nodes of requests, all or none; returns the names of those that were not admitted before."""
-    members, new = server.members, list[str]()
+    members, new = server.members, list[PublicKeys]()
     for path in requests:
         request = Request.load(path)
         if request.version != package_version():
@@ -164,9 +170,10 @@ def add(server: Server, requests: Sequence[Path]) -> list[str]:
                 "version on all machines, and make the request anew in a new folder"
             )
         if _admit(server, members, request.node):
-            new.append(request.node.name)
+            new.append(request.node)
+    _note(server, "admitted", new)
     server.save(members)
-    return new
+    return [node.name for node in new]
 
 
 def _admit(server: Server, members: list[Member], node: PublicKeys) -> bool:
@@ -198,7 +205,14 @@ def revoke(server: Server, name: str) -> None:
     if name not in [node.name for node in server.admitted]:
         names = ", ".join(node.name for node in server.admitted) or "nobody"
         raise HeadstartError(f"{name!r} is not admitted; admitted are: {names}")
+    _note(server, "revoked", [node for node in server.admitted if node.name == name])
     server.save([replace(one, revoked=_now()) if one.keys.name == name and not one.revoked else one for one in members])
+
+
+def _note(server: Server, event: str, nodes: Sequence[PublicKeys]) -> None:
+    """Write into the server's log what is about to become of nodes."""
+    if nodes:
+        server.log.append(*({"event": event, "node": node.name, "key": node.key} for node in nodes))
 
 
 def renew(server: Server) -> datetime:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,7 +15,7 @@ from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
-from headstart.deploy.guard import check_guarded
+from headstart.deploy.guard import LOG, check_guarded
 from headstart.errors import HeadstartError
 
 if TYPE_CHECKING:  # a process loads what it needs
@@ -42,6 +43,7 @@ def serve(grid: Grid, context: Context) -> None:
 
     from headstart.data import Federation
     from headstart.engine.grid import Nodes
+    from headstart.engine.server_log import ServerLog
     from headstart.report import remarks
     from headstart.runner import run_federation
 
@@ -50,7 +52,8 @@ def serve(grid: Grid, context: Context) -> None:
     recipe = _recipe(str(config["recipe"]))
     names = tuple(name.strip() for name in str(config["nodes"]).split(","))
     out = Path(str(config["out"]))
-    nodes = Nodes(grid, recipe, {name: number for number, name in enumerate(names)})
+    numbers = {name: number for number, name in enumerate(names)}
+    nodes = Nodes(grid, recipe, numbers, ServerLog(Path(os.environ[LOG])))
     nodes.available(len(names), float(str(config.get("wait") or "inf")))
     if not nodes.said:
         raise HeadstartError(f"none of the nodes came: {', '.join(names)}")
@@ -59,10 +62,31 @@ def serve(grid: Grid, context: Context) -> None:
     sizes = np.array([nodes.said.get(number, {"examples": 0})["examples"] for number in range(len(names))])
     federation = Federation.apart(recipe, names, sizes, nodes.agreed["dim"], test)
     resume = (out / "recipe.toml").is_file()
-    result = run_federation(recipe, federation, out, resume, lambda line: print(line, flush=True), nodes)
+    result = run_federation(recipe, federation, out, resume, Progress(recipe, len(names)), nodes)
     for stage in result.summary["stages"]:
         for remark in remarks(stage):
             print(remark, flush=True)
+
+
+class Progress:
+    """Says how far a run is, and how long the rest of the stage takes; `metrics.jsonl` has all figures."""
+
+    def __init__(self, recipe: Recipe, clients: int) -> None:
+        self.recipe, self.clients = recipe, clients
+        self._before = -1, 0, time.monotonic()  # the stage and the rounds of the line before, and when that was
+
+    def __call__(self, metrics: Mapping[str, Any]) -> None:
+        """Print a line of metrics in plain words."""
+        stage, done, now = metrics["stage"], metrics["round"], time.monotonic()
+        rounds = self.recipe.stages[stage].rounds_for(self.clients)
+        last, played, since = self._before
+        played = played if last == stage else 0
+        left = (now - since) / max(done - played, 1) * (rounds - done)
+        self._before = stage, done, now
+        said = [f"{name} {metrics[name]:.4f}" for name in ("accuracy", "loss") if metrics.get(name) is not None]
+        said += [f"{metrics['bytes_up']:,} bytes up, {metrics['bytes_down']:,} down"]
+        said += [f"about {left:,.0f} s left in the stage"] if left else []
+        print(f"stage {stage} ({metrics['method']}), round {done} of {rounds}: {', '.join(said)}", flush=True)
 
 
 def _known(recipe: Recipe, test: str | None) -> dict[str, Any]:

@@ -39,6 +39,7 @@ _WORDS = {
     ),
     r"Connection attempt failed|ConnectError|Connection refused": "nobody answers at {address}; asking again",
     r"(Refused: the app of this run .*)": "{found}",
+    r"refused: \w+: (.*)": "the server's question is refused: {found}",
     r"(The process that answers messages ended .*)": "{found}",
     r"headstart: (.*)": "{found}",
 }
@@ -49,10 +50,7 @@ def attend(path: Path, data: str, folder: Path, say: Say) -> int:
     """Run the node of a kit until it is told to stop; returns the exit status."""
     check_flower()
     kit = Kit.load(path)
-    if kit.version != package_version():
-        raise HeadstartError(
-            f"{path} is of headstart {kit.version}, and this is {package_version()}: install the server's version"
-        )
+    check_version(kit, path)
     check_keys(kit, folder)
     if "://" not in data and not Path(data).exists():
         raise HeadstartError(f"--data {data}: there is nothing")
@@ -66,6 +64,14 @@ def attend(path: Path, data: str, folder: Path, say: Say) -> int:
             if _attempt(kit, folder, voice) == 2:
                 return 2
             time.sleep(AGAIN)
+
+
+def check_version(kit: Kit, path: Path) -> None:
+    """Refuse the kit of another version."""
+    if kit.version != package_version():
+        raise HeadstartError(
+            f"{path} is of headstart {kit.version}, and this is {package_version()}: install the server's version"
+        )
 
 
 def _unpack(kit: Kit, data: str, folder: Path, say: Say) -> None:
@@ -205,8 +211,9 @@ class _Answers:
                 self.read += len(line)
                 entry = json.loads(line)
                 if "round" in entry:
-                    kind = "answered" if entry["kind"] == "answer" else f"sent ({entry['kind']})"
-                    yield f"{kind} round {int(entry['round']) + 1} of stage {entry.get('stage', 0)}"
+                    what = {"answer": "answered", "test": "tested the model after"}.get(entry["kind"])
+                    what = what or f"sent {entry['kind']} of the secure sum in"
+                    yield f"{what} round {int(entry['round']) + 1} of stage {entry.get('stage', 0)}"
 
 
 @contextmanager

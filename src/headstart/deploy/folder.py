@@ -188,6 +188,13 @@ def _script(path: Path, purpose: str, variables: Mapping[str, tuple[str, str]], 
     path.chmod(path.stat().st_mode | 0o111)
 
 
+_TOML = r'''# A text as TOML writes it, whatever is in it.
+toml() {
+    local text=${1//\\/\\\\}
+    printf '"""\n%s"""' "${text//\"/\\\"}"
+}
+'''
+
 _SUPERLINK = """\
 export FLWR_HOME="$here/state/superlink" FLWR_TELEMETRY_ENABLED=0 FLWR_DISABLE_UPDATE_CHECK=1
 export FLWR_SUPEREXEC_TASK_POLL_INTERVAL=0.2
@@ -199,19 +206,29 @@ exec python3 -P -m headstart.deploy.guard superlink --host "$listen" --port "$po
     --enable-supernode-auth --database "$here/state/superlink.db" --disable-runtime-dependency-installation
 """
 
-_SUPERNODE = """\
+_SUPERNODE = (
+    _TOML
+    + """\
 export FLWR_HOME="$here/state/$name/flower" FLWR_TELEMETRY_ENABLED=0 FLWR_DISABLE_UPDATE_CHECK=1
 command -v headstart >/dev/null || { echo "activate the environment with headstart[federation]" >&2; exit 2; }
 mkdir -p "$FLWR_HOME"
 cd -- "$here"
+cat >"$FLWR_HOME/node-config.toml" <<END
+name = $(toml "$name")
+data = $(toml "$data")
+recipe = $(toml "$recipe")
+limits = $(toml "$limits")
+state = $(toml "$here/state/$name")
+signing_key = $(toml "$signing_key")
+peers = $(toml "$peers")
+END
 # The node says goodbye on the first SIGINT that it hears, and ignores the others.
 trap 'while kill -INT "$node" 2>/dev/null; do sleep 1; done; exit 0' INT TERM
 # The SuperLink refuses a key that run.sh has not admitted yet, and for a minute one whose node was killed.
 while true; do
     python3 -P -m headstart.deploy.guard supernode "$app" --superlink "$host:$port" --port "$local_port" \\
         --root-certificates "$here/certificates/ca.pem" --auth-supernode-private-key "$here/keys/$name" \\
-        --node-config "name='$name' data='$data' recipe='$recipe' limits='$limits' state='$here/state/$name' \
-signing_key='$signing_key' peers='$peers'" &
+        --node-config "$FLWR_HOME/node-config.toml" &
     node=$!
     status=0
     wait "$node" || status=$?
@@ -221,6 +238,7 @@ signing_key='$signing_key' peers='$peers'" &
     wait "$!"
 done
 """
+)
 
 _NODES = """\
 trap 'kill $(jobs -p) 2>/dev/null; wait; exit 0' INT TERM
@@ -230,23 +248,27 @@ done
 wait
 """
 
-_RUN = """\
+_RUN = (
+    _TOML
+    + """\
 export FLWR_HOME="$here/state/run" FLWR_TELEMETRY_ENABLED=0 FLWR_DISABLE_UPDATE_CHECK=1
 mkdir -p "$FLWR_HOME"
 cat >"$FLWR_HOME/config.toml" <<END
 [superlink.federation]
 address = "$host:$port"
-root-certificates = '$here/certificates/ca.pem'
+root-certificates = $(toml "$here/certificates/ca.pem")
 END
 cat >"$FLWR_HOME/values.toml" <<END
-nodes = '$nodes'
-wait = '$wait'
-test = '$test'
-out = '$out'
-recipe = '''
-$(<"$here/recipe.toml")
-'''
+nodes = $(toml "$nodes")
+wait = $(toml "$wait")
+test = $(toml "$test")
+out = $(toml "$out")
+recipe = $(toml "$(<"$here/recipe.toml")")
 END
+if [[ -e $out/summary.json ]]; then
+    echo "the run in $out is finished; another one needs another out in run.sh"
+    exit 0
+fi
 
 until (: <"/dev/tcp/$host/$port") 2>/dev/null; do
     echo "waiting for the SuperLink at $host:$port" >&2
@@ -263,6 +285,7 @@ run=$(grep -oE '"run-id": "[0-9]+"' <<<"$answer" | tr -dc 0-9) || { echo "$answe
 flwr log "$run" federation
 flwr list federation --run-id "$run" --format json | grep -q '"status": "finished:completed"'
 """
+)
 
 
 def _readme(nodes: Sequence[str]) -> str:

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 FLOWER = ("1.41.0",)
 """Tested versions, by `tests/deploy/test_deployment.py`: what is changed here is not Flower's public interface."""
-GUARDED = "HEADSTART_GUARDED"
-"""Environment variable that tells the apps what started them."""
+GUARDED, LOG = "HEADSTART_GUARDED", "HEADSTART_LOG"
+"""Environment variables that tell the apps what started them, and the ServerApp where the server's log is."""
 
 
 def check_flower() -> None:
@@ -94,7 +94,8 @@ def superlink(arguments: Sequence[str]) -> None:
     from flwr.superlink.cli.flower_superlink import _parse_args_run_superlink, flower_superlink
     from starlette.middleware import Middleware
 
-    host = _parse_args_run_superlink().parse_args(arguments).host
+    given = _parse_args_run_superlink().parse_args(arguments)
+    host = given.host
     # Flower reaches its own Runtime API at the address it listens on, and for all interfaces at the loopback address.
     if host not in ("0.0.0.0", "::") and not _local((host, 0)):
         raise HeadstartError(f"--host {host}: must be 0.0.0.0 (all interfaces) or 127.0.0.1 (this machine only)")
@@ -102,6 +103,7 @@ def superlink(arguments: Sequence[str]) -> None:
     os.environ["FORWARDED_ALLOW_IPS"] = "127.0.0.1"
     for name in ("FLWR_INTERNAL_GRPC_CONTROL_API", "FLWR_INTERNAL_GRPC_FLEET_API"):  # ports of their own
         os.environ.pop(name, None)
+    os.environ[LOG] = str(Path(given.database).absolute().with_name("log.jsonl"))
     others = extensions.get_middleware
     extensions.get_middleware = lambda: (Middleware(LocalOnly), Middleware(polling.Held), *others())
     _run("superlink", flower_superlink, arguments)

@@ -27,6 +27,7 @@ from headstart.engine.grid import Nodes
 from headstart.engine.node import WRITTEN, StateLostError
 from headstart.engine.round import AnyReply
 from headstart.engine.server import Bools, Request
+from headstart.engine.server_log import Question
 from headstart.engine.setup import StageSetup, digest
 from headstart.errors import HeadstartError, MessageError
 
@@ -103,7 +104,7 @@ class FlowerClients:
             asked[self.nodes.ids[client]] = self._request(client, message, bool(new))
         clients, began = {self.nodes.ids[int(client)]: int(client) for client in request.clients}, time.monotonic()
         order, ready = [int(client) for client in request.clients], dict[int, AnyReply]()
-        for node, reply in self.nodes.send(asked, self.stage.deadline):
+        for node, reply in self._send(asked):
             client = clients[node]
             ready[client] = self._reply(client, reply, time.monotonic() - began)
             while order and order[0] in ready:
@@ -157,7 +158,7 @@ class FlowerClients:
             parts["told"] = told.to_bytes()
             exchange.down[client] += len(parts["told"])
             asked[self.nodes.ids[client]] = facts, parts
-        for node, reply in self.nodes.send(asked, self.stage.deadline):
+        for node, reply in self._send(asked, {"kind": step}):
             client = clients[node]
             try:
                 facts, data = self._said(client, reply, step == "keys")
@@ -196,7 +197,7 @@ class FlowerClients:
         for client in self._testers():
             asked[self.nodes.ids[client]] = self._request(client, models[int(self.tasks[client])], True, "evaluate")
         found = {}
-        for node, reply in self.nodes.send(asked, self.stage.deadline):
+        for node, reply in self._send(asked):
             try:
                 _, data = self._said(clients[node], reply)
                 found[clients[node]] = self.figures.read(Message.from_bytes(data))
@@ -226,9 +227,14 @@ class FlowerClients:
         """Accuracy and loss of figures that were added up."""
         return (None, None) if total is None else self.figures.finish(total, self._played)
 
-    def _request(
-        self, client: int, message: Message, new: bool, kind: str = "answer", tell: bool = True
-    ) -> tuple[dict[str, Any], dict[str, bytes]]:
+    def _send(
+        self, asked: Mapping[int, Question], about: Mapping[str, Any] | None = None
+    ) -> Iterator[tuple[int, FlowerMessage | str]]:
+        """Ask nodes; about: what is noted in the server's log beside the stage and the round."""
+        about = {"stage": self.number, "round": self._played - 1, **(about or {})}
+        return self.nodes.send(asked, self.stage.deadline, about)
+
+    def _request(self, client: int, message: Message, new: bool, kind: str = "answer", tell: bool = True) -> Question:
         key = int(self.tasks[client]), any(states.has(client) for _, states in self.earlier)
         if key not in self._told:
             setup = self.setups[key].to_message().to_bytes()

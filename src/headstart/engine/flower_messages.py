@@ -74,6 +74,12 @@ def facts_of(message: FlowerMessage) -> tuple[dict[str, Any], dict[str, bytes]]:
     return facts, record  # type: ignore[return-value]
 
 
+def question_digest(facts: Mapping[str, Any], message: bytes) -> str:
+    """The same for the same question to a client, whichever process of the server asks."""
+    about = [facts[name] for name in ("client", "setup", "states", "new")]
+    return digest(json.dumps([*about, facts.get("done", 0)]).encode() + message)
+
+
 def recipe_digest(recipe: Recipe) -> str:
     """The same for the same recipe, however it is written."""
     return digest(recipe.to_toml().encode())

@@ -20,6 +20,7 @@ from headstart.engine.flower_messages import (
     reason_of,
     recipe_digest,
 )
+from headstart.engine.server_log import Question, ServerLog
 from headstart.errors import HeadstartError, MessageError
 
 if TYPE_CHECKING:  # Flower takes seconds to load
@@ -36,15 +37,16 @@ _ROLL_CALL, _PATIENCE, _TELL = 5.0, 60.0, 30.0
 # A node that has missed a deadline is asked again in the third round after.
 _AGAIN = 3
 LARGEST_DIM = 65_536
+_JOIN: Question = ({"kind": "join"}, {})
 _ALIKE = {"dim": "the length of its features", "weights": "the digest of its backbone's weights"}
 
 
 class Nodes:
     """The nodes of a grid, by the number of the client that each answers for."""
 
-    def __init__(self, grid: Grid, recipe: Recipe, numbers: Mapping[str, int]) -> None:
-        """numbers: the clients by name."""
-        self.grid, self.numbers, self.session = grid, numbers, uuid.uuid4().hex
+    def __init__(self, grid: Grid, recipe: Recipe, numbers: Mapping[str, int], audit: ServerLog | None = None) -> None:
+        """numbers: the clients by name; audit: where all that is asked and all that comes back is noted."""
+        self.grid, self.numbers, self.audit, self.session = grid, numbers, audit, uuid.uuid4().hex
         self.run = self.session
         """32 hexadecimal digits under which nodes keep what they keep: a run's own, once it has a directory."""
         self.recipe = recipe_digest(recipe)
@@ -122,7 +124,7 @@ class Nodes:
                     log.warning("a node stays out: %s: no answer within %g s", self._online[node] or node, _PATIENCE)
         known = {*self.ids.values(), *(node for node, _, _ in self._joins.values())}
         strangers = [node for node, at in since.items() if node not in known and (node, at) not in self._refused]
-        for node, message in self._push({node: ({"kind": "join"}, {}) for node in strangers}):
+        for node, message in self._push(dict.fromkeys(strangers, _JOIN), {}):
             if message:
                 self._joins[message] = node, since[node], now
         return bool(strangers)
@@ -133,6 +135,7 @@ class Nodes:
             return False
         node, since, _ = self._joins.pop(message)
         if node in self._online:
+            self._note(node, _JOIN, reply, {})
             self._meet(node, since, reply)
         return True
 
@@ -229,26 +232,47 @@ class Nodes:
         """The nodes that are there, and since when."""
         return {node.node_id: node.last_activated_at for node in self.grid.get_nodes()}
 
-    def _push(self, questions: Mapping[int, tuple[dict[str, Any], dict[str, bytes]]]) -> list[tuple[int, str]]:
+    def _note(self, node: int, question: Question, reply: FlowerMessage | str, about: Mapping[str, Any]) -> None:
+        """Write what came back into the server's log."""
+        if self.audit is not None:
+            self.audit.replied(self._name(node), question, reply, {"run": self.run, "recipe": self.recipe, **about})
+
+    def _name(self, node: int) -> str:
+        return self._online.get(node) or str(node)
+
+    def _push(self, questions: Mapping[int, Question], about: Mapping[str, Any]) -> list[tuple[int, str]]:
         """Send facts and bytes to nodes; each node with the name of its message, empty where it has left."""
         from flwr.app import ConfigRecord, RecordDict
         from flwr.app import Message as FlowerMessage
 
-        about = {"session": self.session, "run": self.run, "recipe": self.recipe, "version": package_version()}
+        if self.audit is not None:
+            named = [(self._name(node), question) for node, question in questions.items()]
+            self.audit.asked(named, {"run": self.run, "recipe": self.recipe, **about})
+        whose = {"session": self.session, "run": self.run, "recipe": self.recipe, "version": package_version()}
         messages = []
         for node, (facts, parts) in questions.items():
-            record = ConfigRecord({"facts": json.dumps(about | facts), **parts})
+            record = ConfigRecord({"facts": json.dumps(whose | facts), **parts})
             messages.append(FlowerMessage(RecordDict({RECORD: record}), node, "query"))
         names = list(self.grid.push_messages(messages)) if messages else []
         return list(zip(questions, names, strict=True))
 
     def send(
-        self, questions: Mapping[int, tuple[dict[str, Any], dict[str, bytes]]], patience: float | None
+        self, questions: Mapping[int, Question], patience: float | None, about: Mapping[str, Any]
     ) -> Iterator[tuple[int, FlowerMessage | str]]:
-        """Send facts and bytes to nodes; yields each node with its reply, or with the reason why there is none."""
+        """Send facts and bytes to nodes; yields each node with its reply, or with the reason why there is none.
+
+        about: what the server's log says of it, the stage and the round.
+        """
+        for node, reply in self._replies(questions, patience, about):
+            self._note(node, questions[node], reply, about)
+            yield node, reply
+
+    def _replies(
+        self, questions: Mapping[int, Question], patience: float | None, about: Mapping[str, Any]
+    ) -> Iterator[tuple[int, FlowerMessage | str]]:
         since = self._since() if questions else {}
         waiting: dict[str, int] = {}
-        for node, message in self._push(questions):
+        for node, message in self._push(questions, about):
             if message:
                 waiting[message] = node
             else:

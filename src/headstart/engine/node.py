@@ -33,6 +33,7 @@ from headstart.data import Federation
 from headstart.engine.body import Body
 from headstart.engine.client import ClientRuntime
 from headstart.engine.client_states import ClientStates
+from headstart.engine.flower_messages import question_digest
 from headstart.engine.node_ledger import NodeLedger, promise_key
 from headstart.engine.setup import StageSetup, digest, plan_of
 from headstart.errors import HeadstartError, MessageError
@@ -71,8 +72,7 @@ class NodeRequest:
     @property
     def digest(self) -> str:
         """The same for the same question, whichever process of the server asks."""
-        facts = json.dumps([self.client, self.setup, self.states, self.new, self.done])
-        return digest(facts.encode() + self.message.to_bytes())
+        return question_digest(vars(self), self.message.to_bytes())
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,0 +1,242 @@
+"""`headstart node check`: what would stop a node from taking part, found before anybody waits for it.
+
+Everything is looked at, whatever is found; nothing is written, and nothing about the data leaves the machine.
+"""
+
+from __future__ import annotations
+
+import io
+import shutil
+import tomllib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import redirect_stderr, suppress
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from headstart.backbones.cache import cache_root
+from headstart.config.node import NodeLimits
+from headstart.config.recipe import Recipe
+from headstart.config.stage import ClosedFormStage
+from headstart.data import Federation
+from headstart.deploy.attend import check_version
+from headstart.deploy.guard import check_flower
+from headstart.deploy.kit import Kit, check_keys
+from headstart.deploy.reach import Said, reach
+from headstart.engine.body import Body
+from headstart.engine.flower_messages import recipe_digest
+from headstart.engine.grid import LARGEST_DIM
+from headstart.engine.node_ledger import NodeLedger, promise_key
+from headstart.errors import HeadstartError
+
+SCARCE, TIGHT = 100 << 20, 1 << 30
+"""Free bytes beside the features, below which a node cannot run, and below which that is spoken of."""
+_LISTED = 10
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a check found; level: `ok`, `warning` or `wrong`."""
+
+    level: str
+    about: str
+    text: str
+
+
+class NodeCheck:
+    """The checks of a node that has a kit."""
+
+    def __init__(self, path: Path, data: str, folder: Path) -> None:
+        """folder: that of `headstart node init`."""
+        self.path, self.data, self.folder, self.kit = path, data, folder, Kit.load(path)
+        self.ledger = NodeLedger(folder / "state")
+
+    def findings(self) -> Iterator[Finding]:
+        """One for every check, as they are made; a mistake that stops several is told once."""
+        told: set[str] = set()
+        checks: dict[str, Callable[[], Said]] = {
+            "kit": self._kit, "keys": self._keys, "recipe": self._recipe, "limits": self._limits,
+            "secure sums": self._sums, "data": self._data, "features": self._features, "disk": self._disk,
+            "connection": lambda: reach(self.kit),
+        }  # fmt: skip
+        for about, check in checks.items():
+            try:
+                for found in check():
+                    yield Finding(*found)
+            except HeadstartError as error:
+                if str(error) not in told:
+                    yield Finding("wrong", about, str(error))
+                told.add(str(error))
+
+    # ----------------------------------------------------------------------------------------------- what the kit says
+
+    def _kit(self) -> Said:
+        check_flower()
+        check_version(self.kit, self.path)
+        yield "ok", "kit", f"it is for {self.kit.name}; its fingerprint is {self.kit.fingerprint()}"
+
+    def _keys(self) -> Said:
+        check_keys(self.kit, self.folder)
+        yield "ok", "keys", f"those in {self.folder} are the ones in the kit"
+
+    def _recipe(self) -> Said:
+        stages = ", ".join(stage.method for stage in self.recipe.stages)
+        yield "ok", "recipe", f"{self.digest[:16]}: {stages} with {len(self.kit.nodes)} nodes"
+        for number, stage in enumerate(self.recipe.stages):
+            answers = [entry for entry in self._entries("answer", "reveal") if entry["stage"] == number]
+            if stage.protected and answers:
+                yield (
+                    "warning", "recipe", f"stage {number} ({stage.method}) was answered on {answers[-1]['time'][:10]}, "
+                    "and noise or secure sums protect it: a new run gets no new answer; it needs another recipe",
+                )  # fmt: skip
+
+    def _entries(self, *kinds: str) -> list[dict[str, Any]]:
+        """What left the node before in runs of this recipe."""
+        return [e for e in self.ledger.entries() if e["recipe"] == self.digest and e["kind"] in kinds]
+
+    @cached_property
+    def recipe(self) -> Recipe:
+        """The recipe of the kit."""
+        try:
+            return Recipe.parse(tomllib.loads(self.kit.recipe))
+        except (tomllib.TOMLDecodeError, HeadstartError) as error:
+            raise HeadstartError(f"the kit's recipe cannot be read: {error}; ask for a new kit") from None
+
+    @cached_property
+    def digest(self) -> str:
+        """The recipe's."""
+        return recipe_digest(self.recipe)
+
+    # ------------------------------------------------------------------------------------------------------- may it be
+
+    @cached_property
+    def limits(self) -> NodeLimits:
+        """The node's own."""
+        return NodeLimits.load(self.folder / "node.toml")
+
+    def _limits(self) -> Said:
+        """Whether the node would refuse the recipe, and what its owner has spent by its end."""
+        self.limits.check(self.recipe, self.digest)
+        known = self.ledger.promises()
+        for number, stage in enumerate(self.recipe.stages):
+            privacy = getattr(stage, "privacy", None)
+            promise: dict[str, Any] | None = None
+            if privacy is not None:
+                unit = "client" if stage.trains else "example"
+                promise = {"unit": unit, "epsilon": privacy.epsilon, "noise": privacy.noise}
+            facts = {"recipe": self.digest, "stage": number, "of": "answer", "privacy": promise, "run": ""}
+            known.pop(key := promise_key(facts), None)
+            before = {
+                unit: sum(self.limits.cost(each, unit) for each in known.values()) for unit in ("example", "client")
+            }
+            self.limits.check_spending(stage, promise, before)
+            known[key] = promise
+        if self.limits.evaluation:
+            yield "ok", "limits", "node.toml allows all of the recipe"
+        else:
+            yield "warning", "limits", "limits.evaluation is false: figures of tests are without this node's"
+
+    def _sums(self) -> Said:
+        """Whether a secure sum can be opened, and without whom."""
+        clients = len(self.kit.nodes)
+        for number, stage in enumerate(self.recipe.stages):
+            if not stage.secure:
+                continue
+            group = min(stage.sampled(clients), stage.secure_group or clients)
+            least, where = stage.survivors(group), f"stage {number} ({stage.method})"
+            if least > group:
+                yield "wrong", "secure sums", f"{where} adds up {group} nodes, and {least} are the fewest: add nodes"
+            elif least == group:
+                text = f"{where} needs all {group} nodes to the end: none may be absent; with one more node, one may"
+                yield "warning", "secure sums", text
+            else:
+                yield "ok", "secure sums", f"{where} needs {least} of {group} nodes to the end"
+
+    # -------------------------------------------------------------------------------------------------------- the data
+
+    @cached_property
+    def _silo(self) -> tuple[Federation, str]:
+        """The node's data, and what reading them says."""
+        said = io.StringIO()
+        with redirect_stderr(said):
+            federation = Federation.silo(self.recipe, self.data, self.kit.name)
+        return federation, said.getvalue().strip()
+
+    def _data(self) -> Said:
+        """Labels and class counts against the recipe."""
+        federation, said = self._silo
+        classes, counts = federation.dataset.classes, federation.counts[0]
+        if said:
+            yield "warning", "labels", f"{said}; if they are to take part, label them as the recipe does"
+        if not counts.sum():
+            raise HeadstartError(
+                f"{self.data}: there are no training examples of the recipe's classes, which are {_some(classes)}"
+            )
+        yield "ok", "data", f"{counts.sum():,} examples to train on, {len(federation.dataset.test):,} to test on"
+        if missing := [name for name, count in zip(classes, counts, strict=True) if not count]:
+            text = f"the recipe's {_some(missing)} have no example here; where they should, see how they are labelled"
+            yield "warning", "classes", text
+        else:
+            least = int(counts.argmin())
+            yield "ok", "classes", f"all {len(classes)} are here, {classes[least]} with the fewest: {counts[least]:,}"
+        yield from self._small(classes, counts)
+
+    def _small(self, classes: Sequence[str], counts: np.ndarray) -> Said:
+        """Classes of which a closed form says nothing."""
+        for number, stage in enumerate(self.limits.applied(self.recipe).stages):
+            if not isinstance(stage, ClosedFormStage) or stage.protected:
+                continue
+            few = [name for name, count in zip(classes, counts, strict=True) if 0 < count < stage.min_examples]
+            if few:
+                yield (
+                    "warning", "classes", f"{_some(few)}: fewer than {stage.min_examples} examples, so that nothing is "
+                    f"said of them in stage {number} ({stage.method}); min_examples in node.toml and in the recipe",
+                )  # fmt: skip
+
+    def _features(self) -> Said:
+        """The features' length and the weights' digest, and whether they are those of the last time."""
+        body = self._body
+        if body.dim > LARGEST_DIM:
+            raise HeadstartError(f"they have {body.dim:,} numbers each, and {LARGEST_DIM:,} is the most")
+        yield "ok", "features", f"{body.dim:,} numbers each"
+        name, about, value = "dim", "features", str(body.dim)
+        if body.backbone is not None:
+            name, about, value = "weights", "weights", body.backbone.weights_digest()
+            yield "ok", about, f"those of {self.recipe.model.backbone} have the digest {value}, as on every node"
+        joined = self._entries("join")
+        if joined and str(joined[-1].get(name)) != value:
+            yield (
+                "wrong", about, f"this node joined with {joined[-1].get(name)} on {joined[-1]['time'][:10]}, and it is "
+                f"{value} now: bring back what it was, or ask the server's owner whether it has changed everywhere",
+            )  # fmt: skip
+
+    @cached_property
+    def _body(self) -> Body:
+        return Body(self.recipe.model, self._silo[0].dataset)
+
+    def _room(self) -> int:
+        """Bytes of the features that are to be computed; 0 where they cannot be."""
+        with suppress(HeadstartError):
+            dataset = self._silo[0].dataset
+            if dataset.kind != "features":
+                return 4 * self._body.dim * (len(dataset.train) + len(dataset.test))
+        return 0
+
+    def _disk(self) -> Said:
+        """Room for what the node keeps, and for features that are to be computed."""
+        for place, need in ((self.folder / "state", 0), (cache_root(), self._room())):
+            there = next(folder for folder in (place.absolute(), *place.absolute().parents) if folder.exists())
+            free = shutil.disk_usage(there).free - need
+            level = "ok" if free > TIGHT else "warning" if free > SCARCE else "wrong"
+            beside = f" beside {need / 1e6:,.0f} MB of features" if need else ""
+            text = f"{free / 1e9:,.1f} GB free at {place}{beside}"
+            yield level, "disk", text if level == "ok" else f"{text}: make room"
+
+
+def _some(names: Sequence[str]) -> str:
+    """The first of many names."""
+    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    return ", ".join(names[:_LISTED]) + more
