@@ -55,8 +55,12 @@ def serve(folder: Path, say: Say, out: Path | None = None, wait: float | None = 
             with _superlink(server, say), Control.of(server) as control:
                 return _run(server, control, values, wait, say)
         except ControlError as error:
+            server.note(phase="failed", reason=str(error))
             say(f"failed: {error}; {_log(server)} says more. The same command goes on from the last checkpoint")
             return 1
+        except BaseException:
+            server.note(phase="stopped")
+            raise
 
 
 # ---------------------------------------------------------------------------------------------------------- SuperLink
@@ -112,10 +116,10 @@ def _superlink(server: Server, say: Say) -> Iterator[None]:
 
 
 class Roll:
-    """Who is there, and what is said of it when it changes."""
+    """Who is there, and what is said of it when it changes; run: the directory, for those who watch."""
 
-    def __init__(self, server: Server, say: Say) -> None:
-        self.server, self.say, self.last = server, say, None
+    def __init__(self, server: Server, say: Say, run: str) -> None:
+        self.server, self.say, self.last, self.run, self.phase = server, say, None, run, "waiting"
 
     last: dict[str, str] | None
     """Missing nodes, and since when, as they were last spoken of."""
@@ -124,7 +128,9 @@ class Roll:
         """Tell the SuperLink who is admitted, and look who is missing; says so if it is not as before."""
         names = [node.name for node in self.server.admitted]
         control.admit(self.server.admitted)
-        missing = missing_nodes(names, control.nodes())
+        found = control.nodes()
+        missing = missing_nodes(names, found)
+        self.server.note(found, run=self.run, phase=self.phase, reason="")
         if missing != self.last:
             came = [name for name in self.last or names if name in names and name not in missing]
             if came:
@@ -160,7 +166,8 @@ def missing_nodes(names: Iterable[str], nodes: Iterable[Any]) -> dict[str, str]:
 
 def _run(server: Server, control: Control, values: dict[str, str], wait: float | None, say: Say) -> int:
     """Start the run when everybody is there, or follow the one that is under way; returns the exit status."""
-    roll = Roll(server, say)
+    out = Path(values["out"])
+    roll = Roll(server, say, str(out.relative_to(server.folder) if out.is_relative_to(server.folder) else out))
     until = time.monotonic() + wait if wait else None
     missing = roll.call(control)
     run = next((run for run, (status, *_) in control.runs().items() if status != "finished"), None)
@@ -175,12 +182,16 @@ def _run(server: Server, control: Control, values: dict[str, str], wait: float |
         recipe = (server.folder / "recipe.toml").read_text(encoding="utf-8")
         run = control.start(server.folder / "app", {**values, "recipe": recipe, "nodes": ",".join(names)})
         say(f"the run starts with {len(names) - len(missing)} of {len(names)} nodes")
+    roll.phase = "running"
     reason = _follow(run, roll, control, say)
     status, how, details = control.runs()[run]
     if (status, how) == ("finished", "completed"):
+        server.note(phase="finished")
         say(f"finished: {values['out']}")
         return 0
-    say(f"failed: {reason or details or how}")
+    reason = reason or details or how
+    server.note(phase="failed", reason=reason)
+    say(f"failed: {reason}")
     return 1
 
 

@@ -1,4 +1,4 @@
-"""A page on this machine that follows runs while they go on, and compares those that are chosen.
+"""A page on this machine that follows runs and federations while they go on, and compares runs that are chosen.
 
 It reads run directories and nothing else, so that a run neither knows nor waits for it, and one that is killed is
 still there to be looked at. The pictures are those of the report.

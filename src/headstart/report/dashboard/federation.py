@@ -1,0 +1,253 @@
+"""The panel of a federation: who is there, how far it has come, who took part in which round, and what it has cost.
+
+Times are filled in by the page, so that the panel changes only when the federation does. All text is escaped: names and
+reasons come from nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from html import escape
+from itertools import groupby
+from pathlib import Path
+
+from headstart.records import FederationState, NodeState, Record, RoundsLog
+from headstart.records.federation import moment
+from headstart.records.rounds import outcome
+from headstart.report import html_table, human_bytes
+
+SOON = 30
+"""Days before its end from which a certificate is spoken of."""
+_LISTED = 12  # absences that are listed
+_DOTS = {"waiting": "late", "running": "present", "finished": "present", "failed": "left-out", "stopped": "left-out"}
+_OUTCOMES = ("took part", "late", "left out", "absent", "not asked")
+
+
+@dataclass(frozen=True)
+class Federation:
+    """All that a panel shows."""
+
+    name: str
+    state: FederationState
+    id: str = ""
+    """Of its run in the page."""
+    record: Record | None = None
+    running: bool = False
+    """Whether a process runs in the run directory now."""
+    log: RoundsLog = field(default_factory=lambda: RoundsLog(Path()))
+
+    @property
+    def names(self) -> list[str]:
+        """Everybody that was admitted or has taken part, once, those that were revoked last."""
+        nodes = sorted(self.state.nodes, key=lambda node: bool(node.revoked))
+        clients = [client for row in self.log.rounds.values() for client in row]
+        return list(dict.fromkeys([*(node.name for node in nodes), *clients]))
+
+    def where(self) -> tuple[int, int, int]:
+        """The stage under way (from 0), rounds of it that were played, and how many it has."""
+        assert self.record is not None
+        stages, count = self.record.recipe.stages, max(1, len(self.state.admitted))
+        stage, done = next(reversed(self.log.rounds), (0, 0))
+        if done >= stages[stage].rounds_for(count) and stage + 1 < len(stages):
+            stage, done = stage + 1, 0
+        return stage, done, stages[stage].rounds_for(count)
+
+
+def panel(federation: Federation) -> str:
+    """The panel as HTML."""
+    state, log = federation.state, federation.log
+    parts = [_title(federation), *map(_warning, _warnings(state)), _tiles(federation)]
+    names = federation.names
+    if not names:
+        parts.append("<p class='soft'>No node is admitted yet: headstart deploy add FOLDER NAME.request</p>")
+    else:
+        parts.append(_members(federation, names))
+    if log.rounds:
+        parts += [_timeline(federation, names), _absences(federation)]
+    return f'<section class="federation">{"".join(parts)}</section>'
+
+
+def _title(federation: Federation) -> str:
+    state = federation.state
+    words = {
+        "": "the server has not been started",
+        "waiting": "waiting for nodes",
+        "running": "running",
+        "finished": "finished",
+        "failed": "failed",
+        "stopped": "stopped",
+    }
+    phase = "running" if federation.running else state.phase
+    dot = _DOTS.get(phase, "unknown")
+    return (
+        f"<header><h1>{_dot(dot)}{escape(federation.name)}</h1>"
+        f"<p><b>{escape(words.get(phase, phase))}</b> <span class='soft'>at {escape(state.host)}:{state.port}</span></p>"
+        "</header>"
+    )
+
+
+def _dot(kind: str) -> str:
+    return f'<i class="dot {kind}" aria-hidden="true"></i>'
+
+
+def _warning(text: str) -> str:
+    return f"<p class='warning'>{escape(text)}</p>"
+
+
+def _warnings(state: FederationState) -> list[str]:
+    found = [state.reason] if state.reason else []
+    if state.phase in ("waiting", "running") and not state.live:
+        since = f"{moment(state.written):%Y-%m-%d %H:%M:%S}"
+        found.append(f"headstart server has not written since {since}: who is there now is not known")
+    for name, days in _days(state).items():
+        if days < SOON:
+            told = f"ends in {days} days" if days >= 0 else "has ended"
+            how = "headstart deploy renew signs a new one" if name == "server" else "make a new folder and new kits"
+            found.append(f"certificates/{name}.pem {told}: {how}")
+    return found
+
+
+def _days(state: FederationState) -> dict[str, int]:
+    """Days until each certificate ends."""
+    return {name: (moment(end) - datetime.now(UTC)).days for name, end in state.certificates.items()}
+
+
+# -------------------------------------------------------------------------------------------------------------- tiles
+
+
+def _tiles(federation: Federation) -> str:
+    state, log = federation.state, federation.log
+    nodes = state.admitted
+    known = [node for node in nodes if node.present is not None]
+    there = sum(bool(node.present) for node in known)
+    tiles = [
+        _tile("nodes", f"{there} of {len(nodes)}" if known else str(len(nodes)), "present" if known else "admitted")
+    ]
+    if federation.record is not None:
+        tiles += _progress_tiles(federation, federation.record)
+    if log.rounds:
+        up, down = sum(log.bytes_up.values()), sum(log.bytes_down.values())
+        tiles.append(_tile("bytes", f"↑ {human_bytes(up)}", f"↓ {human_bytes(down)}"))
+    if federation.record is not None:
+        tiles += _privacy_tiles(federation.record)
+    for name, days in _days(state).items():
+        if name == "server":
+            tiles.append(_tile("certificate", f"{days} days", "left" if days >= 0 else "it has ended"))
+    return f"<dl class='tiles'>{''.join(tiles)}</dl>"
+
+
+def _tile(name: str, figure: str, about: str, more: str = "") -> str:
+    return f"<div><dt>{escape(name)}</dt><dd><b>{escape(figure)}</b> <span class='soft'>{escape(about)}</span>{more}</dd></div>"
+
+
+def _progress_tiles(federation: Federation, record: Record) -> list[str]:
+    stage, done, rounds = federation.where()
+    stages = record.recipe.stages
+    accuracy = [line["accuracy"] for line in record.metrics if line["accuracy"] is not None][-1:]
+    told = [f"accuracy {100 * value:.1f} %" for value in accuracy]
+    now = min(done + federation.running, rounds)
+    bar = f'<progress max="{rounds}" value="{done}"></progress>'
+    left = f'<span class="soft" data-left="{escape(federation.id)}"></span>' if federation.running else ""
+    return [
+        _tile(f"stage {stage + 1} of {len(stages)}", stages[stage].method, ", ".join(told)),
+        _tile("round", str(now), f"of {rounds}", bar + left),
+    ]
+
+
+def _privacy_tiles(record: Record) -> list[str]:
+    """What was spent, of every unit; after which round, where the run goes on from there."""
+    spent, tiles = record.privacy, []
+    last = f", after round {record.metrics[-1]['round']}" if record.summary is None and record.metrics else ""
+    for unit in ("example", "client"):
+        if unit in spent:
+            figure = f"ε = {spent[unit]['epsilon']:.3g}"
+            tiles.append(_tile("privacy spent", figure, f"δ = {spent[unit]['delta']:.1g}, of any one {unit}{last}"))
+    return tiles
+
+
+# -------------------------------------------------------------------------------------------------------------- nodes
+
+
+def _members(federation: Federation, names: Sequence[str]) -> str:
+    log = federation.log
+    most = max([*log.bytes_up.values(), *log.bytes_down.values(), 1])
+    nodes = {node.name: node for node in sorted(federation.state.nodes, key=lambda node: not node.revoked)}
+    rows = []
+    for name in names:
+        node = nodes.get(name, NodeState(name))
+        kind, told = _presence(node)
+        seen = f"last seen {_ago(node.seen)}" if node.seen else ""
+        moved = "".join(_bar(arrow, each[name], most) for arrow, each in (("↑", log.bytes_up), ("↓", log.bytes_down)))
+        shares = f"took part in {log.taken[name]:,} rounds" if log.rounds else ""
+        rows.append(
+            f"<li>{_dot(kind)}<div><b>{escape(name)}</b><span>{told}</span></div>"
+            f"<div class='soft'><span>{seen}</span><span>{shares}</span></div>"
+            f"<div class='moved'>{moved if log.rounds else ''}</div></li>"
+        )
+    return f"<ul class='members'>{''.join(rows)}</ul>"
+
+
+def _presence(node: NodeState) -> tuple[str, str]:
+    """How a node's dot looks, and what is said of it."""
+    if node.revoked:
+        return "revoked", f"revoked {_ago(node.revoked)}"
+    if node.present is None:
+        return "unknown", f"admitted {_ago(node.admitted)}" if node.admitted else "not admitted"
+    if node.present:
+        return "present", f"present, since {_ago(node.since)}"
+    return "left-out", f"missing, since {_ago(node.since)}" if node.since else "has never connected"
+
+
+def _ago(time: str) -> str:
+    """A time, which the page turns into how long ago that was."""
+    when = moment(time)
+    said = f"{when:%Y-%m-%d %H:%M:%S}"
+    return f'<time data-ago="{when.timestamp():.0f}" title="{said}">{said}</time>'
+
+
+def _bar(arrow: str, count: int, most: int) -> str:
+    width = f"{100 * count / most:.1f}%"
+    return f"<span>{arrow} {human_bytes(count)}</span><i><i style='width:{width}'></i></i>"
+
+
+# ----------------------------------------------------------------------------------------------------------- timeline
+
+
+def _timeline(federation: Federation, names: Sequence[str]) -> str:
+    """Rounds by nodes: what became of each node in each round."""
+    log, record = federation.log, federation.record
+    rounds = list(log.rounds)
+    heads = []
+    for stage, group in groupby(rounds, key=lambda each: each[0]):
+        numbers = [number for _, number in group]
+        method = record.recipe.stages[stage].method if record is not None else f"stage {stage + 1}"
+        span = f"{numbers[0]}" if len(numbers) == 1 else f"{numbers[0]}–{numbers[-1]}"
+        heads.append(f'<th colspan="{len(numbers)}">{escape(method)}<small>{span}</small></th>')
+    rows = []
+    for name in names:
+        cells = [_cell(name, *each, log.rounds[each].get(name)) for each in rounds]
+        rows.append(f"<tr><th>{escape(name)}</th>{''.join(cells)}</tr>")
+    legend = "".join(f"<span><i class='cell {kind.replace(' ', '-')}'></i>{kind}</span>" for kind in _OUTCOMES)
+    return (
+        f"<h2>Rounds</h2><div class='legend'>{legend}</div><div class='scroll timeline'><table><thead><tr><th></th>"
+        f"{''.join(heads)}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
+    )
+
+
+def _cell(name: str, stage: int, number: int, why: str | None) -> str:
+    kind = "not asked" if why is None else outcome(why)
+    told = f"{name}, round {number} of stage {stage + 1}: {why or kind}"
+    return f'<td title="{escape(told)}"><i class="cell {kind.replace(" ", "-")}"></i></td>'
+
+
+def _absences(federation: Federation) -> str:
+    log = federation.log
+    if not log.dropped:
+        return ""
+    rows = [[str(each.stage + 1), str(each.round), each.client, each.why] for each in reversed(log.absences[-_LISTED:])]
+    more = f", the last {len(rows)}" if log.dropped > len(rows) else ""
+    times = "once" if log.dropped == 1 else f"{log.dropped:,} times"
+    table = html_table(("stage", "round", "node", "why"), rows)
+    return f"<details open><summary>Late, left out or absent {times}{more}</summary>{table}</details>"
