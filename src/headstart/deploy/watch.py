@@ -21,7 +21,7 @@ def note(
     place: tuple[str, int],
     nodes: Sequence[NodeState],
     found: Mapping[int, Any] | None = None,
-    **facts: str,
+    **facts: Any,
 ) -> None:
     """Write what is known of a federation; a disk that takes no more does not end it.
 

@@ -81,11 +81,8 @@ def _title(federation: Federation) -> str:
     }
     phase = "running" if federation.running else state.phase
     dot = _DOTS.get(phase, "unknown")
-    return (
-        f"<header><h1>{_dot(dot)}{escape(federation.name)}</h1>"
-        f"<p><b>{escape(words.get(phase, phase))}</b> <span class='soft'>at {escape(state.host)}:{state.port}</span></p>"
-        "</header>"
-    )
+    told = f"<b>{escape(words.get(phase, phase))}</b> <span class='soft'>at {escape(state.host)}:{state.port}</span>"
+    return f"<header><h1>{_dot(dot)}{escape(federation.name)}</h1><p>{told}</p></header>"
 
 
 def _dot(kind: str) -> str:
@@ -120,10 +117,9 @@ def _days(state: FederationState) -> dict[str, int]:
 def _tiles(federation: Federation) -> str:
     state, log = federation.state, federation.log
     nodes = state.admitted
-    known = [node for node in nodes if node.present is not None]
-    there = sum(bool(node.present) for node in known)
+    there = sum(bool(node.present) for node in nodes)
     tiles = [
-        _tile("nodes", f"{there} of {len(nodes)}" if known else str(len(nodes)), "present" if known else "admitted")
+        _tile("nodes", *((f"{there} of {len(nodes)}", "present") if state.live else (str(len(nodes)), "admitted")))
     ]
     if federation.record is not None:
         tiles += _progress_tiles(federation, federation.record)
@@ -139,14 +135,15 @@ def _tiles(federation: Federation) -> str:
 
 
 def _tile(name: str, figure: str, about: str, more: str = "") -> str:
-    return f"<div><dt>{escape(name)}</dt><dd><b>{escape(figure)}</b> <span class='soft'>{escape(about)}</span>{more}</dd></div>"
+    told = f"<b>{escape(figure)}</b> <span class='soft'>{escape(about)}</span>{more}"
+    return f"<div><dt>{escape(name)}</dt><dd>{told}</dd></div>"
 
 
 def _progress_tiles(federation: Federation, record: Record) -> list[str]:
     stage, done, rounds = federation.where()
     stages = record.recipe.stages
-    accuracy = [line["accuracy"] for line in record.metrics if line["accuracy"] is not None][-1:]
-    told = [f"accuracy {100 * value:.1f} %" for value in accuracy]
+    tested = [line["accuracy"] for line in record.metrics if line["stage"] == stage][-1:]
+    told = [f"accuracy {100 * accuracy:.1f} %" for accuracy in tested if accuracy is not None]
     now = min(done + federation.running, rounds)
     bar = f'<progress max="{rounds}" value="{done}"></progress>'
     left = f'<span class="soft" data-left="{escape(federation.id)}"></span>' if federation.running else ""
@@ -160,6 +157,7 @@ def _privacy_tiles(record: Record) -> list[str]:
     """What was spent, of every unit; after which round, where the run goes on from there."""
     spent, tiles = record.privacy, []
     last = f", after round {record.metrics[-1]['round']}" if record.summary is None and record.metrics else ""
+    last += f"; no promise: {', '.join(spent['uncovered'])}" if spent.get("uncovered") else ""
     for unit in ("example", "client"):
         if unit in spent:
             figure = f"ε = {spent[unit]['epsilon']:.3g}"
@@ -177,7 +175,7 @@ def _members(federation: Federation, names: Sequence[str]) -> str:
     rows = []
     for name in names:
         node = nodes.get(name, NodeState(name))
-        kind, told = _presence(node)
+        kind, told = _presence(node, federation.state.live)
         seen = f"last seen {_ago(node.seen)}" if node.seen else ""
         moved = "".join(_bar(arrow, each[name], most) for arrow, each in (("↑", log.bytes_up), ("↓", log.bytes_down)))
         shares = f"took part in {log.taken[name]:,} rounds" if log.rounds else ""
@@ -189,12 +187,14 @@ def _members(federation: Federation, names: Sequence[str]) -> str:
     return f"<ul class='members'>{''.join(rows)}</ul>"
 
 
-def _presence(node: NodeState) -> tuple[str, str]:
-    """How a node's dot looks, and what is said of it."""
+def _presence(node: NodeState, live: bool) -> tuple[str, str]:
+    """How a node's dot looks, and what is said of it; live: whether a server looks who is there."""
     if node.revoked:
         return "revoked", f"revoked {_ago(node.revoked)}"
     if node.present is None:
         return "unknown", f"admitted {_ago(node.admitted)}" if node.admitted else "not admitted"
+    if not live:
+        return "unknown", "was present at last" if node.present else "was missing at last"
     if node.present:
         return "present", f"present, since {_ago(node.since)}"
     return "left-out", f"missing, since {_ago(node.since)}" if node.since else "has never connected"
