@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,8 @@ from headstart.deploy.attend import plain
 from headstart.deploy.control import listens
 from headstart.deploy.kit import init_node
 from headstart.deploy.serve import Shown
+from headstart.records import FederationState
+from headstart.records.federation import moment
 from tests.deploy.test_deployment import NODES, PATIENCE, free_ports, recipe_of, silos, wait_for
 
 pytestmark = pytest.mark.slow
@@ -57,6 +60,12 @@ class Commands:
         kit, data = self.server / "kits" / f"{name}.kit", self.home / "data" / f"{name}.npz"
         return self.start(name, "node", "run", kit, "--data", data, "--folder", self.home / name)
 
+    def said(self, *words: str | Path) -> str:
+        """What a command says that ends at once."""
+        log = "-".join(map(str, words[:2]))
+        assert self.start(log, *words).wait(60) == 0, self.log(log)
+        return self.log(log)
+
     def log(self, name: str) -> str:
         return (self.home / "logs" / name).read_text(errors="replace")
 
@@ -82,6 +91,11 @@ def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commands]:
 def test_a_run_with_kits_and_one_without_a_revoked_node(commands: Commands) -> None:
     server = commands.start("server", "server", commands.server)
     wait_for(lambda: "missing: a (has never connected), b" in commands.log("server"))
+    state = FederationState.read(commands.server)
+    assert (state.phase, state.live) == ("waiting", True)
+    assert {(node.name, node.present, node.since, node.seen) for node in state.nodes} == {
+        (name, False, "", "") for name in NODES
+    }
     nodes = {name: commands.node(name) for name in NODES}
     assert server.wait(PATIENCE) == 0, commands.log("server") + commands.log("a")
     said = commands.log("server")
@@ -92,6 +106,13 @@ def test_a_run_with_kits_and_one_without_a_revoked_node(commands: Commands) -> N
     for name in NODES:
         assert "connected to 127.0.0.1" in commands.log(name), commands.log(name)
         assert "answered round 1 of stage 0" in commands.log(name), commands.log(name)
+    state = FederationState.read(commands.server)
+    assert (state.phase, state.live, state.run) == ("finished", False, "run")
+    for node in state.nodes:  # heartbeats come every 30 seconds, less a random part
+        assert node.present, state
+        assert timedelta() <= moment(node.seen) - moment(node.since) + timedelta(seconds=1) < timedelta(minutes=10)
+        assert abs(moment(node.seen) - datetime.now(UTC)) < timedelta(minutes=1)
+    assert "run: stage 1 of 1, fedncm: 1 of 1 rounds were played" in commands.said("deploy", "status", commands.server)
     assert commands.start("again", "server", commands.server).wait(60) == 0
     assert "is finished; --out names" in commands.log("again")
 
@@ -105,6 +126,9 @@ def test_a_run_with_kits_and_one_without_a_revoked_node(commands: Commands) -> N
     assert commands.start("revoke", "deploy", "revoke", commands.server, "d").wait(60) == 0
     assert server.wait(PATIENCE) == 0, commands.log("second")
     assert "the run starts with 2 of 2 nodes" in commands.log("second")
+    state = FederationState.read(commands.server)
+    assert {node.name for node in state.nodes if node.revoked} == {"c", "d"}
+    assert state.run == "second run"
     assert (second / "summary.json").is_file()
     with (second / "clients.csv").open() as file:
         assert {line.split(",")[2] for line in file} & {*NODES} <= {"a", "b"}

@@ -1,6 +1,7 @@
 """The panel of a federation: what a real server and a real run left, in a browser; texts of nodes stay texts."""
 
 import csv
+import json
 import re
 from collections.abc import Iterable
 from dataclasses import replace
@@ -14,7 +15,9 @@ pytest.importorskip("flwr")
 
 from flwr.app import Message
 from flwr.proto.node_pb2 import NodeInfo
+from typer.testing import CliRunner
 
+from headstart import cli
 from headstart.deploy.admit import Server, add, init_server, revoke
 from headstart.deploy.folder import init
 from headstart.deploy.kit import init_node
@@ -127,14 +130,14 @@ def test_in_a_browser_a_federation_is_above_its_run_and_texts_of_nodes_are_texts
         assert re.match(r"a missing, since (5\d|6\d) s ago last seen (5\d|6\d) s ago took part in 5 rounds ↑", a)
         assert re.match(r"b present, since 5 min ago last seen [2-4]\d s ago took part in 5 rounds ↑", b)
         assert re.match(r"c has never connected took part in 3 rounds ↑", c)
-        assert re.match(r"gone revoked \d+ s ago took part in 0 rounds", gone)
+        assert re.match(r"gone revoked \d+ s ago$", gone)
         for text, (up, down) in zip((a, b, c), (moved(server)[name] for name in "abc"), strict=True):
             assert f"↑ {human_bytes(up)} ↓ {human_bytes(down)}" in text
 
         tiles = " | ".join(" ".join(text.split()) for text in texts(".tiles div"))
         assert "nodes 1 of 3 present | stage 2 of 2 fedavg | round 5 of 5 | bytes ↑" in tiles
         epsilon = Gallery([server.folder])._record("run", server.folder / "run")[1].summary["privacy"]["client"]  # type: ignore[index]
-        assert f"privacy spent ε = {epsilon['epsilon']:.3g} δ = 0.001, of any one client; no promise: fedncm" in tiles
+        assert f"privacy spent, of any client ε = {epsilon['epsilon']:.3g} δ = 0.001; no promise: fedncm" in tiles
         assert re.search(r"certificate 36[45] days left", tiles)
 
         for name, row in zip(CELLS, range(1, 5), strict=True):
@@ -180,6 +183,34 @@ def test_a_panel_tells_of_a_server_that_waits_is_killed_and_fails(server: Server
     (folder / "state" / "federation.json").write_text("{}")
     assert gallery.panels([]) == ""
     assert [status.id for status in gallery.statuses()] == ["run"]
+
+
+def test_privacy_is_counted_while_the_run_goes_on(server: Server) -> None:
+    run = server.folder / "run"
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert "privacy" not in lines[0]
+    spent = [line["privacy"]["epsilon"] for line in lines[1:]]
+    assert spent == sorted(set(spent))
+    assert spent[-1] == json.loads((run / "summary.json").read_text())["privacy"]["client"]["epsilon"]
+    (run / "summary.json").unlink()  # as if it went on
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines[:3]))
+    assert f"<b>ε = {spent[1]:.3g}</b> <span class='soft'>δ = 0.001, after round 2; no promise: fedncm" in (
+        Gallery([server.folder]).panels([])
+    )
+
+
+def test_status_tells_the_same_in_a_terminal(server: Server) -> None:
+    note(server, datetime.now(UTC), phase="running", run="run")
+    said = CliRunner().invoke(cli.app, ["deploy", "status", str(server.folder)]).output
+    a, b, c, gone = (re.sub(r"[ │]+", " ", line).strip() for line in said.splitlines() if line.startswith("│"))
+    when = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
+    up, down = map(human_bytes, moved(server)["a"])
+    assert re.fullmatch(f"a missing since {when} {when} 5 {up} {down} {when}", a), a
+    assert re.match(f"b present since {when} {when} 5 ", b), b
+    assert re.match("c has never connected 3 ", c), c
+    assert re.fullmatch(f"gone revoked 0 0 B 0 B {when} {when}", gone), gone
+    assert "run: stage 2 of 2, fedavg: 5 of 5 rounds were played" in said
+    assert re.search(rf"round 5 of stage 2 went on without a: absent since {when}: the node has left", said)
 
 
 def test_a_name_that_is_a_script_is_a_name(tmp_path: Path) -> None:

@@ -26,18 +26,21 @@ def note(
     """Write what is known of a federation; a disk that takes no more does not end it.
 
     nodes: all that were ever admitted; found: Flower's `NodeInfo` by their number here, where a SuperLink was asked;
-    facts: `run`, `phase` and `reason`; what is not given stays as it was written before.
+    facts: `run`, `phase` and `reason`; what is not given stays as it was written before. Only a server that runs has
+    them to tell, and with them when that was.
     """
+    if facts or found is not None:
+        facts["written"] = now()
     with suppress(HeadstartError):  # nothing was written before
         before = FederationState.read(folder)
         known = {(node.name, node.admitted): node for node in before.nodes}
         nodes = [replace(known.get((node.name, node.admitted), node), revoked=node.revoked) for node in nodes]
-        facts = {"run": before.run, "phase": before.phase, "reason": before.reason, **facts}
+        facts = {name: getattr(before, name) for name in ("run", "phase", "reason", "written")} | facts
     if found is not None:
         nodes = [presence(node, found.get(number)) for number, node in enumerate(nodes)]
     ends = {name: certificate_end(folder / "certificates" / f"{name}.pem").isoformat() for name in CERTIFICATES}
     with suppress(OSError):
-        replace(FederationState(*place, ends, tuple(nodes), written=now()), **facts).write(folder)
+        FederationState(*place, ends, tuple(nodes), **facts).write(folder)
 
 
 def presence(node: NodeState, info: Any | None) -> NodeState:

@@ -85,6 +85,11 @@ class Record:
         return [row for row in self._rows("rounds.csv") if row["left_out"]]
 
     @property
+    def evaluated(self) -> tuple[int, int]:
+        """Stage (from 0) and round of the last evaluation."""
+        return (self.metrics[-1]["stage"], self.metrics[-1]["round"]) if self.metrics else (0, 0)
+
+    @property
     def privacy(self) -> dict[str, Any]:
         """What was spent so far, as far as the last evaluation tells; as in the summary, and nothing without noise."""
         if self.summary is not None:

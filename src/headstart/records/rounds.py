@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -58,6 +59,14 @@ class RoundsLog:
             for row in parse_csv(whole):
                 self._take(row)
         return self
+
+    def where(self, rounds: Sequence[int], evaluated: tuple[int, int] = (0, 0)) -> tuple[int, int]:
+        """The stage under way (from 0), and how many rounds of it were played.
+
+        rounds: of each stage; evaluated: stage and round of the last evaluation.
+        """
+        stage, played = max(next(reversed(self.rounds), (0, 0)), evaluated)
+        return (stage + 1, 0) if played >= rounds[stage] and stage + 1 < len(rounds) else (stage, played)
 
     def _anew(self) -> RoundsLog:
         vars(self).update(vars(RoundsLog(self.path)))

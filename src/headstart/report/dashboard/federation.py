@@ -22,6 +22,7 @@ SOON = 30
 """Days before its end from which a certificate is spoken of."""
 _LISTED = 12  # absences that are listed
 _DOTS = {"waiting": "late", "running": "present", "finished": "present", "failed": "left-out", "stopped": "left-out"}
+_PHASES = {"": "the server has not been started", "waiting": "waiting for nodes"}
 _OUTCOMES = ("took part", "late", "left out", "absent", "not asked")
 
 
@@ -39,6 +40,11 @@ class Federation:
     log: RoundsLog = field(default_factory=lambda: RoundsLog(Path()))
 
     @property
+    def phase(self) -> str:
+        """What it does; a run may go on without `headstart server`."""
+        return "running" if self.running else self.state.phase
+
+    @property
     def names(self) -> list[str]:
         """Everybody that was admitted or has taken part, once, those that were revoked last."""
         nodes = sorted(self.state.nodes, key=lambda node: bool(node.revoked))
@@ -48,11 +54,10 @@ class Federation:
     def where(self) -> tuple[int, int, int]:
         """The stage under way (from 0), rounds of it that were played, and how many it has."""
         assert self.record is not None
-        stages, count = self.record.recipe.stages, max(1, len(self.state.admitted))
-        stage, done = next(reversed(self.log.rounds), (0, 0))
-        if done >= stages[stage].rounds_for(count) and stage + 1 < len(stages):
-            stage, done = stage + 1, 0
-        return stage, done, stages[stage].rounds_for(count)
+        count = max(1, len(self.state.admitted))
+        rounds = [stage.rounds_for(count) for stage in self.record.recipe.stages]
+        stage, played = self.log.where(rounds, self.record.evaluated)
+        return stage, played, rounds[stage]
 
 
 def panel(federation: Federation) -> str:
@@ -71,17 +76,9 @@ def panel(federation: Federation) -> str:
 
 def _title(federation: Federation) -> str:
     state = federation.state
-    words = {
-        "": "the server has not been started",
-        "waiting": "waiting for nodes",
-        "running": "running",
-        "finished": "finished",
-        "failed": "failed",
-        "stopped": "stopped",
-    }
-    phase = "running" if federation.running else state.phase
-    dot = _DOTS.get(phase, "unknown")
-    told = f"<b>{escape(words.get(phase, phase))}</b> <span class='soft'>at {escape(state.host)}:{state.port}</span>"
+    dot = _DOTS.get(federation.phase, "unknown")
+    phase, place = _PHASES.get(federation.phase, federation.phase), f"{state.host}:{state.port}"
+    told = f"<b>{escape(phase)}</b> <span class='soft'>at {escape(place)}</span>"
     return f"<header><h1>{_dot(dot)}{escape(federation.name)}</h1><p>{told}</p></header>"
 
 
@@ -96,8 +93,7 @@ def _warning(text: str) -> str:
 def _warnings(state: FederationState) -> list[str]:
     found = [state.reason] if state.reason else []
     if state.phase in ("waiting", "running") and not state.live:
-        since = f"{moment(state.written):%Y-%m-%d %H:%M:%S}"
-        found.append(f"headstart server has not written since {since}: who is there now is not known")
+        found.append(f"headstart server has not written since {_when(state.written)}: who is there now is not known")
     for name, days in _days(state).items():
         if days < SOON:
             told = f"ends in {days} days" if days >= 0 else "has ended"
@@ -161,7 +157,8 @@ def _privacy_tiles(record: Record) -> list[str]:
     for unit in ("example", "client"):
         if unit in spent:
             figure = f"ε = {spent[unit]['epsilon']:.3g}"
-            tiles.append(_tile("privacy spent", figure, f"δ = {spent[unit]['delta']:.1g}, of any one {unit}{last}"))
+            about = f"δ = {spent[unit]['delta']:.1g}{last}"
+            tiles.append(_tile(f"privacy spent, of any {unit}", figure, about))
     return tiles
 
 
@@ -178,11 +175,12 @@ def _members(federation: Federation, names: Sequence[str]) -> str:
         kind, told = _presence(node, federation.state.live)
         seen = f"last seen {_ago(node.seen)}" if node.seen else ""
         moved = "".join(_bar(arrow, each[name], most) for arrow, each in (("↑", log.bytes_up), ("↓", log.bytes_down)))
-        shares = f"took part in {log.taken[name]:,} rounds" if log.rounds else ""
+        asked = name in log.bytes_up
+        shares = f"took part in {log.taken[name]:,} rounds" if asked else ""
         rows.append(
             f"<li>{_dot(kind)}<div><b>{escape(name)}</b><span>{told}</span></div>"
             f"<div class='soft'><span>{seen}</span><span>{shares}</span></div>"
-            f"<div class='moved'>{moved if log.rounds else ''}</div></li>"
+            f"<div class='moved'>{moved if asked else ''}</div></li>"
         )
     return f"<ul class='members'>{''.join(rows)}</ul>"
 
@@ -203,7 +201,7 @@ def _presence(node: NodeState, live: bool) -> tuple[str, str]:
 def _ago(time: str) -> str:
     """A time, which the page turns into how long ago that was."""
     when = moment(time)
-    said = f"{when:%Y-%m-%d %H:%M:%S}"
+    said = _when(time)
     return f'<time data-ago="{when.timestamp():.0f}" title="{said}">{said}</time>'
 
 
@@ -251,3 +249,44 @@ def _absences(federation: Federation) -> str:
     times = "once" if log.dropped == 1 else f"{log.dropped:,} times"
     table = html_table(("stage", "round", "node", "why"), rows)
     return f"<details open><summary>Late, left out or absent {times}{more}</summary>{table}</details>"
+
+
+# ----------------------------------------------------------------------------------------------------------- terminal
+
+STATUS = ("node", "state", "last seen", "rounds", "bytes up", "bytes down", "admitted", "revoked")
+"""Columns of `status_rows`."""
+
+
+def status_rows(federation: Federation) -> list[list[str]]:
+    """The nodes of a federation, under `STATUS`."""
+    log, rows = federation.log, []
+    for node in federation.state.nodes:
+        kind = "present" if node.present else "missing" if node.since else "has never connected"
+        state = f"{kind} since {_when(node.since)}" if node.since else kind
+        if node.revoked:
+            state = "revoked"
+        elif not federation.state.live:
+            state = "not known"
+        moved = [human_bytes(each[node.name]) for each in (log.bytes_up, log.bytes_down)]
+        dates = [_when(node.seen), str(log.taken[node.name]), *moved, _when(node.admitted), _when(node.revoked)]
+        rows.append([node.name, state, *dates])
+    return rows
+
+
+def status_lines(federation: Federation) -> list[str]:
+    """What the server does, how far its run has come, and who did not count in the last round."""
+    found = [_PHASES.get(federation.phase, f"the server: {federation.phase}"), *_warnings(federation.state)]
+    if federation.record is not None:
+        stage, played, rounds = federation.where()
+        stages = federation.record.recipe.stages
+        method = f"stage {stage + 1} of {len(stages)}, {stages[stage].method}"
+        found.append(f"{federation.id}: {method}: {played} of {rounds} rounds were played")
+    last = next(reversed(federation.log.rounds), None)
+    for client, why in (federation.log.rounds[last] if last else {}).items():
+        if why:
+            found.append(f"round {last[1]} of stage {last[0] + 1} went on without {client}: {why}")  # type: ignore[index]
+    return found
+
+
+def _when(time: str) -> str:
+    return f"{moment(time):%Y-%m-%d %H:%M:%S}" if time else ""

@@ -85,18 +85,21 @@ class Gallery:
 
     def panels(self, chosen: Sequence[str]) -> str:
         """What there is to see of the federations whose run is chosen, or has not begun."""
+        with self._reading:
+            shown = [one for one in self.federations() if not (one.id and chosen) or one.id in chosen]
+            return "".join(map(panel, shown))
+
+    def federations(self) -> list[Federation]:
+        """Every federation that can be read, with its run."""
         found, known = [], self.paths()
         for folder, state in self._federations():
-            name = self._name(folder / state.run)
-            if name not in known:
-                found.append(panel(Federation(folder.absolute().name, state)))
-            elif name in chosen or not chosen:
-                path = folder / state.run
+            path, title = folder / state.run, folder.absolute().name
+            if (name := self._name(path)) in known:
                 record, running = self._record(name, path)[1], RunDirectory(path).running
-                with self._reading:
-                    shown = Federation(folder.absolute().name, state, name, record, running, self._log(path))
-                    found.append(panel(shown))
-        return "".join(found)
+                found.append(Federation(title, state, name, record, running, self._log(path)))
+            else:
+                found.append(Federation(title, state))
+        return found
 
     def _federations(self) -> list[tuple[Path, FederationState]]:
         """Those that can be read."""
@@ -120,17 +123,14 @@ class Gallery:
 
     def _status(self, name: str, path: Path) -> Status:
         version, record = self._record(name, path)
-        with self._reading:
-            dropped = self._log(path).dropped
         stages, done = record.recipe.stages, record.stages
+        rounds = [stage.rounds or 1 for stage in stages]
+        with self._reading:
+            dropped, (number, played) = self._log(path).dropped, self._log(path).where(rounds, record.evaluated)
         accuracy = done[-1]["accuracy"] if done else None
         state = "finished" if record.summary else "running" if RunDirectory(path).running else "stopped"
         doing, share, left = state, 1.0, None
         if record.summary is None:
-            number, played = (record.metrics[-1][key] for key in ("stage", "round")) if record.metrics else (0, 0)
-            rounds = [stage.rounds or 1 for stage in stages]
-            if played >= rounds[number] and number + 1 < len(stages):
-                number, played = number + 1, 0
             doing = f"stage {number + 1} of {len(stages)}: {stages[number].method}, round {played} of {rounds[number]}"
             share = min((sum(rounds[:number]) + played) / sum(rounds), 1.0)
             if state == "running":
