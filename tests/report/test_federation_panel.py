@@ -145,6 +145,8 @@ def test_in_a_browser_a_federation_is_above_its_run_and_texts_of_nodes_are_texts
             assert asked(f"[...document.querySelectorAll({cells!r})].map(e => e.classList[1])") == CELLS[name], name
         why = asked("[...document.querySelectorAll('.timeline td')].map(e => e.title)")
         assert f"b, round 2 of stage 2: {ATTACK}" in why
+        listed = [text.split("\t")[:3] for text in texts(".federation details tbody tr")]
+        assert listed == [["2", "5", "a"], ["2", "3–4", "c"], ["2", "2", "b"], ["2", "2", "c"]]
         assert any(ATTACK in text for text in texts(".federation details td"))
         assert asked("document.title") == "headstart"
         assert asked("document.querySelectorAll('#federations script, #federations img').length") == 0

@@ -20,7 +20,7 @@ from headstart.report import html_table, human_bytes
 
 SOON = 30
 """Days before its end from which a certificate is spoken of."""
-_LISTED = 12  # absences that are listed
+_LISTED = 12  # absences that are listed, each of one or several rounds in a row
 _DOTS = {"waiting": "late", "running": "present", "finished": "present", "failed": "left-out", "stopped": "left-out"}
 _PHASES = {"": "the server has not been started", "waiting": "waiting for nodes"}
 _OUTCOMES = ("took part", "late", "left out", "absent", "not asked")
@@ -139,7 +139,7 @@ def _progress_tiles(federation: Federation, record: Record) -> list[str]:
     stage, done, rounds = federation.where()
     stages = record.recipe.stages
     tested = [line["accuracy"] for line in record.metrics if line["stage"] == stage][-1:]
-    told = [f"accuracy {100 * accuracy:.1f} %" for accuracy in tested if accuracy is not None]
+    told = [f"accuracy {100 * accuracy:.1f}\N{NO-BREAK SPACE}%" for accuracy in tested if accuracy is not None]
     now = min(done + federation.running, rounds)
     bar = f'<progress max="{rounds}" value="{done}"></progress>'
     left = f'<span class="soft" data-left="{escape(federation.id)}"></span>' if federation.running else ""
@@ -221,7 +221,7 @@ def _timeline(federation: Federation, names: Sequence[str]) -> str:
     for stage, group in groupby(rounds, key=lambda each: each[0]):
         numbers = [number for _, number in group]
         method = record.recipe.stages[stage].method if record is not None else f"stage {stage + 1}"
-        span = f"{numbers[0]}" if len(numbers) == 1 else f"{numbers[0]}–{numbers[-1]}"
+        span = _span(numbers[0], numbers[-1])
         heads.append(f'<th colspan="{len(numbers)}">{escape(method)}<small>{span}</small></th>')
     rows = []
     for name in names:
@@ -244,11 +244,23 @@ def _absences(federation: Federation) -> str:
     log = federation.log
     if not log.dropped:
         return ""
-    rows = [[str(each.stage + 1), str(each.round), each.client, each.why] for each in reversed(log.absences[-_LISTED:])]
-    more = f", the last {len(rows)}" if log.dropped > len(rows) else ""
+    spans: dict[tuple[int, str, str, int], int] = {}  # the last round of each, by how it began
+    begun: dict[tuple[int, str, str], int] = {}
+    for each in log.absences:
+        key = each.stage, each.client, each.why
+        first = begun.get(key, each.round)
+        if spans.get((*key, first)) != each.round - 1:
+            first = begun[key] = each.round
+        spans[*key, first] = each.round
+    shown = sorted(spans.items(), key=lambda span: (span[0][0], span[1]), reverse=True)[:_LISTED]
+    rows = [[str(stage + 1), _span(first, last), client, why] for (stage, client, why, first), last in shown]
     times = "once" if log.dropped == 1 else f"{log.dropped:,} times"
     table = html_table(("stage", "round", "node", "why"), rows)
-    return f"<details open><summary>Late, left out or absent {times}{more}</summary>{table}</details>"
+    return f"<details open><summary>Late, left out or absent {times}</summary>{table}</details>"
+
+
+def _span(first: int, last: int) -> str:
+    return str(first) if first == last else f"{first}–{last}"
 
 
 # ----------------------------------------------------------------------------------------------------------- terminal
