@@ -138,7 +138,7 @@ def test_in_a_browser_a_federation_is_above_its_run_and_texts_of_nodes_are_texts
         assert "nodes 1 of 3 present | stage 2 of 2 fedavg | round 5 of 5 | bytes ↑" in tiles
         epsilon = Gallery([server.folder])._record("run", server.folder / "run")[1].summary["privacy"]["client"]  # type: ignore[index]
         assert f"privacy spent, of any client ε = {epsilon['epsilon']:.3g} δ = 0.001; no promise: fedncm" in tiles
-        assert re.search(r"certificate 36[45] days left", tiles)
+        assert re.search(r"running at 127.0.0.1:9443 · certificate: 36[45] days left", texts(".federation header")[0])
 
         for name, row in zip(CELLS, range(1, 5), strict=True):
             cells = f".timeline tbody tr:nth-child({row}) .cell"

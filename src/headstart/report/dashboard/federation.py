@@ -78,6 +78,8 @@ def _title(federation: Federation) -> str:
     state = federation.state
     dot = _DOTS.get(federation.phase, "unknown")
     phase, place = _PHASES.get(federation.phase, federation.phase), f"{state.host}:{state.port}"
+    if (days := _days(state).get("server", -1)) >= 0:
+        place += f" · certificate: {days} days left"
     told = f"<b>{escape(phase)}</b> <span class='soft'>at {escape(place)}</span>"
     return f"<header><h1>{_dot(dot)}{escape(federation.name)}</h1><p>{told}</p></header>"
 
@@ -124,9 +126,6 @@ def _tiles(federation: Federation) -> str:
         tiles.append(_tile("bytes", f"↑ {human_bytes(up)}", f"↓ {human_bytes(down)}"))
     if federation.record is not None:
         tiles += _privacy_tiles(federation.record)
-    for name, days in _days(state).items():
-        if name == "server":
-            tiles.append(_tile("certificate", f"{days} days", "left" if days >= 0 else "it has ended"))
     return f"<dl class='tiles'>{''.join(tiles)}</dl>"
 
 
