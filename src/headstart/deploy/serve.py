@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 import tomllib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
@@ -119,7 +119,8 @@ class Roll:
     """Who is there, and what is said of it when it changes; run: the directory, for those who watch."""
 
     def __init__(self, server: Server, say: Say, run: str) -> None:
-        self.server, self.say, self.last, self.run, self.phase = server, say, None, run, "waiting"
+        self.server, self.say, self.last, self.run = server, say, None, run
+        self.phase, self.reason = "waiting", ""
 
     last: dict[str, str] | None
     """Missing nodes, and since when, as they were last spoken of."""
@@ -130,7 +131,7 @@ class Roll:
         control.admit(self.server.admitted)
         found = control.nodes()
         missing = missing_nodes(names, found)
-        self.server.note(found, run=self.run, phase=self.phase, reason="")
+        self.tell(self.phase, found=found)
         if missing != self.last:
             came = [name for name in self.last or names if name in names and name not in missing]
             if came:
@@ -139,6 +140,11 @@ class Roll:
                 self.say("missing: " + ", ".join(f"{name} ({since})" for name, since in missing.items()))
             self.last = missing
         return missing
+
+    def tell(self, phase: str, reason: str = "", found: Sequence[Any] | None = None) -> None:
+        """Tell those who watch; a look that is under way when the run ends tells of its end, too."""
+        self.phase, self.reason = phase, reason or self.reason
+        self.server.note(found, run=self.run, phase=phase, reason=self.reason)
 
     def watch(self, ended: threading.Event) -> None:
         """Look again and again, until the run has ended."""
@@ -186,11 +192,11 @@ def _run(server: Server, control: Control, values: dict[str, str], wait: float |
     reason = _follow(run, roll, control, say)
     status, how, details = control.runs()[run]
     if (status, how) == ("finished", "completed"):
-        server.note(phase="finished")
+        roll.tell("finished")
         say(f"finished: {values['out']}")
         return 0
     reason = reason or details or how
-    server.note(phase="failed", reason=reason)
+    roll.tell("failed", reason)
     say(f"failed: {reason}")
     return 1
 

@@ -38,8 +38,8 @@ def note(
         facts = {name: getattr(before, name) for name in ("run", "phase", "reason", "written")} | facts
     if found is not None:
         nodes = [presence(node, found.get(number)) for number, node in enumerate(nodes)]
-    ends = {name: certificate_end(folder / "certificates" / f"{name}.pem").isoformat() for name in CERTIFICATES}
     with suppress(OSError):
+        ends = {name: certificate_end(folder / "certificates" / f"{name}.pem").isoformat() for name in CERTIFICATES}
         FederationState(*place, ends, tuple(nodes), **facts).write(folder)
 
 
