@@ -405,7 +405,9 @@ def known(words: list[str]) -> None:
 
 
 def prepare(words: list[str], here: Path, world: World) -> None:
-    """The finished runs that a command reads."""
+    """The finished runs and the server's folder that a command reads."""
+    if "federation" in words and words[:2] != ["deploy", "init"] and not (here / "federation").exists():
+        CliRunner().invoke(cli.app, ["deploy", "init", str(here / "federation"), "recipe.toml"])
     made = words[words.index("--out") + 1] if "--out" in words and "--resume" not in words else None
     for word in words:
         name = word.removeprefix("runs/").rstrip("/")

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,8 @@ from headstart.deploy.control import listens
 from headstart.deploy.kit import init_node
 from headstart.deploy.serve import Shown
 from headstart.engine.node_ledger import NodeLedger
+from headstart.records import FederationState
+from headstart.records.federation import moment
 from tests.deploy.test_deployment import NODES, PATIENCE, TRAINING, free_ports, recipe_of, silos, wait_for
 
 pytestmark = pytest.mark.slow
@@ -59,6 +62,12 @@ class Commands:
         kit, data = self.server / "kits" / f"{name}.kit", self.home / "data" / f"{name}.npz"
         return self.start(name, "node", "run", kit, "--data", data, "--folder", self.home / name)
 
+    def said(self, *words: str | Path) -> str:
+        """What a command says that ends at once."""
+        log = "-".join(map(str, words[:2]))
+        assert self.start(log, *words).wait(60) == 0, self.log(log)
+        return self.log(log)
+
     def log(self, name: str) -> str:
         return (self.home / "logs" / name).read_text(errors="replace")
 
@@ -88,6 +97,11 @@ def test_a_run_with_kits_and_one_without_a_revoked_node(commands: Commands) -> N
     words = ("node", "check", kit, "--data", data, "--folder", commands.home / "a")
     assert commands.start("check", *words).wait(120) == 0, commands.log("check")
     assert "ok       clock" in commands.log("check")
+    state = FederationState.read(commands.server)
+    assert (state.phase, state.live) == ("waiting", True)
+    assert {(node.name, node.present, node.since, node.seen) for node in state.nodes} == {
+        (name, False, "", "") for name in NODES
+    }
     nodes = {name: commands.node(name) for name in NODES}
     assert server.wait(PATIENCE) == 0, commands.log("server") + commands.log("a")
     said = commands.log("server")
@@ -103,6 +117,13 @@ def test_a_run_with_kits_and_one_without_a_revoked_node(commands: Commands) -> N
         same = ("run", "recipe", "kind", "stage", "round", "answer", "bytes", "examples")
         assert [[e.get(key) for key in same] for e in mine] == [[e.get(key) for key in same] for e in ledger]
         assert [e["kind"] for e in ledger] == ["join", "answer", "test"]
+    state = FederationState.read(commands.server)
+    assert (state.phase, state.live, state.run) == ("finished", False, "run")
+    for node in state.nodes:  # heartbeats come every 30 seconds, less a random part
+        assert node.present, state
+        assert timedelta() <= moment(node.seen) - moment(node.since) + timedelta(seconds=1) < timedelta(minutes=10)
+        assert abs(moment(node.seen) - datetime.now(UTC)) < timedelta(minutes=1)
+    assert "run: stage 1 of 1, fedncm: 1 of 1 rounds were played" in commands.said("deploy", "status", commands.server)
     assert commands.start("again", "server", commands.server).wait(60) == 0
     assert "is finished; --out names" in commands.log("again")
 
@@ -116,6 +137,9 @@ def test_a_run_with_kits_and_one_without_a_revoked_node(commands: Commands) -> N
     assert commands.start("revoke", "deploy", "revoke", commands.server, "d").wait(60) == 0
     assert server.wait(PATIENCE) == 0, commands.log("second")
     assert "the run starts with 2 of 2 nodes" in commands.log("second")
+    state = FederationState.read(commands.server)
+    assert {node.name for node in state.nodes if node.revoked} == {"c", "d"}
+    assert state.run == "second run"
     assert (second / "summary.json").is_file()
     with (second / "clients.csv").open() as file:
         assert {line.split(",")[2] for line in file} & {*NODES} <= {"a", "b"}

@@ -106,19 +106,21 @@ def renew(folder: Folder) -> None:
 
 @deploy.command()
 def status(folder: Folder) -> None:
-    """Nodes, certificates, and whether the server listens."""
+    """Nodes, how far the run has come, certificates, and whether the server listens."""
     require_flower()
     from headstart.deploy.admit import Server
     from headstart.deploy.control import listens
+    from headstart.report.dashboard import STATUS, Gallery, status_lines, status_rows
 
     server = Server.load(folder)
-    rows = [(one.keys.name, one.admitted, one.revoked) for one in server.members]
-    show_table(("node", "admitted", "revoked"), rows)
+    server.note()  # a folder that an earlier version made has no note yet
+    (federation,) = Gallery([server.folder]).federations()
+    show_table(STATUS, status_rows(federation))
+    for line in status_lines(federation):
+        print(line)
     for name, end in server.ends().items():
         print(f"certificates/{name}.pem ends on {end:%Y-%m-%d}")
     print(f"{server.host}:{server.port}: the SuperLink {'listens' if listens(server) else 'is off'}")
-    for line in server.warnings():
-        print(f"warning: {line}")
 
 
 @deploy.command()

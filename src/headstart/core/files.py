@@ -93,8 +93,13 @@ def csv_text(rows: Iterable[Sequence[Any]]) -> str:
 
 def read_csv(path: Path) -> list[list[str]]:
     """The rows of a file that `csv_text` wrote."""
-    with path.open(newline="", encoding="utf-8") as file:
-        return [[cell[1:] if _ESCAPED.match(cell) else cell for cell in row] for row in csv.reader(file)]
+    return parse_csv(path.read_bytes())
+
+
+def parse_csv(data: bytes) -> list[list[str]]:
+    """The rows of whole lines of a file that `csv_text` wrote."""
+    lines = io.StringIO(data.decode(), newline="")
+    return [[cell[1:] if _ESCAPED.match(cell) else cell for cell in row] for row in csv.reader(lines)]
 
 
 def _inert(cell: Any) -> Any:

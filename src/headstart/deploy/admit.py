@@ -21,9 +21,11 @@ from headstart.deploy.folder import appearing, check_server, listen_on, write_se
 from headstart.deploy.guard import app_digest, check_flower
 from headstart.deploy.keys import certificate_end, write_server_certificate
 from headstart.deploy.kit import Kit, PublicKeys, Request
+from headstart.deploy.watch import note, now
 from headstart.engine.flower_messages import package_version
 from headstart.engine.server_log import ServerLog
 from headstart.errors import HeadstartError
+from headstart.records import NodeState
 
 WARNING = timedelta(days=30)
 """How long before its end a certificate is spoken of."""
@@ -103,6 +105,15 @@ class Server:
                 path.unlink()
         for name, text in kits.items():
             write_text(self.kit_folder / f"{name}.kit", text)
+        self.note()
+
+    def note(self, found: Sequence[Any] | None = None, **facts: str) -> None:
+        """Tell those who watch; found: Flower's `NodeInfo` of all nodes, where the SuperLink was asked."""
+        members = self.members
+        nodes = [NodeState(member.keys.name, member.admitted, member.revoked) for member in members]
+        infos = {info.public_key: info for info in found or []}
+        known = {number: infos.get(member.keys.pem) for number, member in enumerate(members)}
+        note(self.folder, (self.host, self.port), nodes, None if found is None else known, **facts)
 
     @property
     def kit_folder(self) -> Path:
@@ -157,6 +168,7 @@ def init_server(folder: Path, recipe: Recipe, host: str, port: int) -> None:
         (draft / "federation.toml").write_text(tomli_w.dumps({"host": host, "port": port}), encoding="utf-8")
         (draft / "nodes.toml").write_text("nodes = []\n", encoding="utf-8")
         (draft / "README.md").write_text(_README, encoding="utf-8")
+        Server(draft, host, port).note()
 
 
 def add(server: Server, requests: Sequence[Path]) -> list[str]:
@@ -195,7 +207,7 @@ def _admit(server: Server, members: list[Member], node: PublicKeys) -> bool:
             )
         if {known.key, known.signing} & {node.key, node.signing}:
             raise HeadstartError(f"{node.name}: the same keys are those of {known.name}; every node makes its own")
-    members.append(Member(node, _now()))
+    members.append(Member(node, now()))
     return True
 
 
@@ -206,7 +218,7 @@ def revoke(server: Server, name: str) -> None:
         names = ", ".join(node.name for node in server.admitted) or "nobody"
         raise HeadstartError(f"{name!r} is not admitted; admitted are: {names}")
     _note(server, "revoked", [node for node in server.admitted if node.name == name])
-    server.save([replace(one, revoked=_now()) if one.keys.name == name and not one.revoked else one for one in members])
+    server.save([replace(one, revoked=now()) if one.keys.name == name and not one.revoked else one for one in members])
 
 
 def _note(server: Server, event: str, nodes: Sequence[PublicKeys]) -> None:
@@ -218,11 +230,8 @@ def _note(server: Server, event: str, nodes: Sequence[PublicKeys]) -> None:
 def renew(server: Server) -> datetime:
     """Sign a new certificate of the server by the same authority, so that no kit changes; returns when it ends."""
     write_server_certificate(server.folder / "certificates", server.host)
+    server.note()
     return server.ends()["server"]
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def _toml(path: Path) -> dict[str, Any]:

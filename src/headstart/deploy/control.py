@@ -9,8 +9,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_ssh_public_key
-
 from headstart.deploy.admit import Server
 from headstart.deploy.kit import PublicKeys
 from headstart.errors import HeadstartError, first_line
@@ -61,7 +59,7 @@ class Control:
         """Register the nodes that are not yet, under their names, and unregister all others."""
         from flwr.proto.control_pb2 import RegisterNodeRequest, UnregisterNodeRequest
 
-        wanted = {_public_bytes(node): node.name for node in nodes}
+        wanted = {node.pem: node.name for node in nodes}
         found = self.nodes()
         for node in found:
             if node.status != "unregistered" and wanted.get(node.public_key) != node.name:
@@ -116,12 +114,6 @@ def _answered() -> Iterator[None]:
         raise ControlError(f"the SuperLink refused: {error.response.text[:500]}") from None
     except httpx.HTTPError as error:
         raise ControlError(f"the SuperLink does not answer: {first_line(error)}") from None
-
-
-def _public_bytes(node: PublicKeys) -> bytes:
-    """A node's key as Flower keeps it."""
-    key = load_ssh_public_key(node.key.encode())
-    return key.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
 
 
 def admit_at(server: Server) -> bool:

@@ -23,7 +23,9 @@ from headstart.config.recipe import Recipe
 from headstart.deploy.guard import FLOWER, app_digest, check_flower
 from headstart.deploy.keys import DAYS, address_of, write_certificates, write_node_keys, write_signing_keys
 from headstart.deploy.kit import LIMITS, check_name
+from headstart.deploy.watch import note, now
 from headstart.errors import HeadstartError
+from headstart.records import NodeState
 
 PORT = 9443
 """Of the SuperLink; the nodes' own ports, open on their machines only, are the ones after it."""
@@ -101,6 +103,7 @@ def _write(folder: Path, recipe: Recipe, nodes: Sequence[str], host: str, port: 
     (folder / "README.md").write_text(_readme(nodes), encoding="utf-8")
     write_node_keys(folder / "keys", nodes)
     write_signing_keys(folder, nodes)
+    note(folder, (host, port), [NodeState(name, now()) for name in nodes])
 
     listen = listen_on(host)
     local = listen if listen != "0.0.0.0" else "127.0.0.1"

@@ -21,7 +21,12 @@ import tomli_w
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
-from cryptography.hazmat.primitives.serialization import load_ssh_private_key, load_ssh_public_key
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    PublicFormat,
+    load_ssh_private_key,
+    load_ssh_public_key,
+)
 
 from headstart.core.files import write_text
 from headstart.deploy.keys import public_line, write_pair
@@ -50,6 +55,11 @@ class PublicKeys:
     name: str
     key: str
     signing: str
+
+    @property
+    def pem(self) -> bytes:
+        """The key for the server as Flower keeps it."""
+        return load_ssh_public_key(self.key.encode()).public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
 
     def check(self) -> None:
         """Refuse names and keys that are none."""

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 import tomllib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
@@ -55,8 +55,12 @@ def serve(folder: Path, say: Say, out: Path | None = None, wait: float | None = 
             with _superlink(server, say), Control.of(server) as control:
                 return _run(server, control, values, wait, say)
         except ControlError as error:
+            server.note(phase="failed", reason=str(error))
             say(f"failed: {error}; {_log(server)} says more. The same command goes on from the last checkpoint")
             return 1
+        except BaseException:
+            server.note(phase="stopped")
+            raise
 
 
 # ---------------------------------------------------------------------------------------------------------- SuperLink
@@ -112,10 +116,11 @@ def _superlink(server: Server, say: Say) -> Iterator[None]:
 
 
 class Roll:
-    """Who is there, and what is said of it when it changes."""
+    """Who is there, and what is said of it when it changes; run: the directory, for those who watch."""
 
-    def __init__(self, server: Server, say: Say) -> None:
-        self.server, self.say, self.last = server, say, None
+    def __init__(self, server: Server, say: Say, run: str) -> None:
+        self.server, self.say, self.last, self.run = server, say, None, run
+        self.phase, self.reason = "waiting", ""
 
     last: dict[str, str] | None
     """Missing nodes, and since when, as they were last spoken of."""
@@ -124,7 +129,9 @@ class Roll:
         """Tell the SuperLink who is admitted, and look who is missing; says so if it is not as before."""
         names = [node.name for node in self.server.admitted]
         control.admit(self.server.admitted)
-        missing = missing_nodes(names, control.nodes())
+        found = control.nodes()
+        missing = missing_nodes(names, found)
+        self.tell(self.phase, found=found)
         if missing != self.last:
             came = [name for name in self.last or names if name in names and name not in missing]
             if came:
@@ -133,6 +140,11 @@ class Roll:
                 self.say("missing: " + ", ".join(f"{name} ({since})" for name, since in missing.items()))
             self.last = missing
         return missing
+
+    def tell(self, phase: str, reason: str = "", found: Sequence[Any] | None = None) -> None:
+        """Tell those who watch; a look that is under way when the run ends tells of its end, too."""
+        self.phase, self.reason = phase, reason or self.reason
+        self.server.note(found, run=self.run, phase=phase, reason=self.reason)
 
     def watch(self, ended: threading.Event) -> None:
         """Look again and again, until the run has ended."""
@@ -160,7 +172,8 @@ def missing_nodes(names: Iterable[str], nodes: Iterable[Any]) -> dict[str, str]:
 
 def _run(server: Server, control: Control, values: dict[str, str], wait: float | None, say: Say) -> int:
     """Start the run when everybody is there, or follow the one that is under way; returns the exit status."""
-    roll = Roll(server, say)
+    out = Path(values["out"])
+    roll = Roll(server, say, str(out.relative_to(server.folder) if out.is_relative_to(server.folder) else out))
     until = time.monotonic() + wait if wait else None
     missing = roll.call(control)
     run = next((run for run, (status, *_) in control.runs().items() if status != "finished"), None)
@@ -175,12 +188,16 @@ def _run(server: Server, control: Control, values: dict[str, str], wait: float |
         recipe = (server.folder / "recipe.toml").read_text(encoding="utf-8")
         run = control.start(server.folder / "app", {**values, "recipe": recipe, "nodes": ",".join(names)})
         say(f"the run starts with {len(names) - len(missing)} of {len(names)} nodes")
+    roll.phase = "running"
     reason = _follow(run, roll, control, say)
     status, how, details = control.runs()[run]
     if (status, how) == ("finished", "completed"):
+        roll.tell("finished")
         say(f"finished: {values['out']}")
         return 0
-    say(f"failed: {reason or details or how}")
+    reason = reason or details or how
+    roll.tell("failed", reason)
+    say(f"failed: {reason}")
     return 1
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import add
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from headstart.core.files import read_csv
 from headstart.core.statistics import Floats, Ints
 from headstart.errors import HeadstartError
 from headstart.records import RunDirectory
+from headstart.records.federation import FILE
 
 AXES = {"round": "rounds", "bytes": "bytes sent by all clients", "forward_passes": "forward passes of all clients"}
 """What accuracy is drawn against."""
@@ -82,6 +84,18 @@ class Record:
         """Who was left out of which round, and why."""
         return [row for row in self._rows("rounds.csv") if row["left_out"]]
 
+    @property
+    def evaluated(self) -> tuple[int, int]:
+        """Stage (from 0) and round of the last evaluation."""
+        return (self.metrics[-1]["stage"], self.metrics[-1]["round"]) if self.metrics else (0, 0)
+
+    @property
+    def privacy(self) -> dict[str, Any]:
+        """What was spent so far, as far as the last evaluation tells; as in the summary, and nothing without noise."""
+        if self.summary is not None:
+            return dict(self.summary.get("privacy", {}))
+        return privacy_spent(self.stages)
+
     def costs(self, number: int) -> dict[str, float]:
         """What it took to come to an evaluation, from the pre-trained model on: rounds, bytes and forward passes.
 
@@ -133,6 +147,24 @@ class Record:
         return [dict(zip(columns, row, strict=True)) for row in rows if len(row) == len(columns)]
 
 
+def privacy_spent(stages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Guarantees of one unit add up over the stages; a stage without one is not covered by the others'.
+
+    So do those of tests, for a client; an example is tested or learned from, and has the larger of the two.
+    """
+    units: dict[str, dict[str, float]] = {}
+    for unit in dict.fromkeys(stage["privacy"]["unit"] for stage in stages if "privacy" in stage):
+        both = add if unit == "client" else max
+        units[unit] = {}
+        for name in ("epsilon", "delta"):
+            learned, tested = (
+                sum(stage[what][name] for stage in stages if what in stage and stage[what]["unit"] == unit)
+                for what in ("privacy", "test_privacy")
+            )
+            units[unit][name] = both(learned, tested)
+    return {**units, "uncovered": [stage["method"] for stage in stages if "privacy" not in stage]} if units else {}
+
+
 def _matrix(rows: list[dict[str, str]], by: str, under: str, names: tuple[str, ...] | None = None) -> Matrix | None:
     """Rows of `examples` by two columns, as counts; names: of both, where they are the same."""
     if not rows:
@@ -157,7 +189,8 @@ def find(paths: Iterable[Path]) -> list[Path]:
     for path in paths:
         if not path.is_dir():
             raise HeadstartError(f"{path}: there is no such directory")
-        found |= dict.fromkeys([path] if (path / "recipe.toml").is_file() else sorted(_runs_below(path)))
+        is_run = (path / "recipe.toml").is_file() and not (path / FILE).is_file()
+        found |= dict.fromkeys([path] if is_run else sorted(_runs_below(path)))
     return list(found)
 
 

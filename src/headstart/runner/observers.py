@@ -69,7 +69,7 @@ class Observers:
         stage.ledger.tick()
         costs = {name: round(run.spent[name] + cost, 3) for name, cost in stage.ledger.totals().items()}
         about = {"stage": stage.number, "method": self.settings.method, "round": self.record.done}
-        line = {**about, **self.record.metrics, **costs}
+        line = {**about, **self.record.metrics, **costs, **stage.privacy()}
         run.evaluations += 1
         self.directory.log(line)
         run.on_metrics(line)

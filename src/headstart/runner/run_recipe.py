@@ -8,7 +8,6 @@ import platform
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib.metadata import version
-from operator import add
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -22,7 +21,7 @@ from headstart.engine.body import PRETRAINED, Body
 from headstart.engine.client_states import RemoteStates, collect
 from headstart.errors import HeadstartError
 from headstart.heads import LinearHead
-from headstart.records import Checkpoint, NoDirectory, Record, RunDirectory, StageModel
+from headstart.records import Checkpoint, NoDirectory, Record, RunDirectory, StageModel, privacy_spent
 from headstart.report import write_report
 from headstart.runner.run_stage import run_stage
 
@@ -229,8 +228,8 @@ class Run:
             "peak_rss_bytes": peak_memory(),
             "versions": _versions(),
         }
-        if any("privacy" in stage for stage in self.stages):
-            summary["privacy"] = _privacy(self.stages)
+        if spent := privacy_spent(self.stages):
+            summary["privacy"] = spent
         final = [head for head in heads if head is not None]
         self.body.load(model.body)
         body = self.body if model.body != PRETRAINED else None
@@ -241,24 +240,6 @@ class Run:
             write_report(report, [Record.read(self.directory.path, summary)])
         self.directory.finish(summary)
         return Result(summary, heads[0], federation, self.directory.path)
-
-
-def _privacy(stages: list[dict[str, Any]]) -> dict[str, Any]:
-    """Guarantees of one unit add up over the stages; a stage without one is not covered by the others'.
-
-    So do those of tests, for a client; an example is tested or learned from, and has the larger of the two.
-    """
-    units: dict[str, dict[str, float]] = {}
-    for unit in dict.fromkeys(stage["privacy"]["unit"] for stage in stages if "privacy" in stage):
-        both = add if unit == "client" else max
-        units[unit] = {}
-        for name in ("epsilon", "delta"):
-            learned, tested = (
-                sum(stage[what][name] for stage in stages if what in stage and stage[what]["unit"] == unit)
-                for what in ("privacy", "test_privacy")
-            )
-            units[unit][name] = both(learned, tested)
-    return {**units, "uncovered": [stage["method"] for stage in stages if "privacy" not in stage]}
 
 
 def _versions() -> dict[str, str]:

@@ -267,9 +267,6 @@ class StageRun:
         cost = paper_cost(settings, self.method, self.tasks, self.run.body.dim, done, counts, last)
         state = self.observers.kept(last)
         self._save(state)
-        guarantee = self.channel.spent(done)
-        if guarantee and (warning := self._large_delta()):
-            guarantee["warning"] = warning
         self.run.stages.append(
             {
                 "method": settings.method,
@@ -283,13 +280,22 @@ class StageRun:
                 "published_compute": cost.forward_passes,
                 "published_formula": cost.formula,
                 "chosen": dict(self.method.selected(state)) if len(self.tasks) == 1 else {},
-                **({"privacy": guarantee} if guarantee else {}),
-                **({"test_privacy": self.figures.promise} if self.figures.promise and self._tested_by_nodes else {}),
+                **self.privacy(),
                 "dropped": ledger.dropped,
                 "absent": ledger.absent,
             }
         )
         self.run.spent = {name: round(self.run.spent[name] + cost, 3) for name, cost in ledger.totals().items()}
+
+    def privacy(self) -> dict[str, Any]:
+        """What the rounds so far and the tests on nodes have spent, where they promise anything."""
+        guarantee, found = self.channel.spent(self.record.done), dict[str, Any]()
+        if guarantee:
+            warning = self._large_delta()
+            found["privacy"] = guarantee | ({"warning": warning} if warning else {})
+        if self.figures.promise and self._tested_by_nodes:
+            found["test_privacy"] = self.figures.promise
+        return found
 
     def _large_delta(self) -> str | None:
         """What to say of the stage's δ, by the number of examples or clients, as far as it is known."""

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
 
 from headstart.errors import HeadstartError
-from headstart.records import Record, RunDirectory, find
+from headstart.records import FederationState, Record, RoundsLog, RunDirectory, find, find_federations
 from headstart.report import report_body
+from headstart.report.dashboard.federation import Federation, panel
 
 _WATCHED = ("recipe.toml", "metrics.jsonl", "summary.json", "clients.csv", "confusion.csv")
 
@@ -37,18 +39,25 @@ class Status:
 
 @dataclass
 class Gallery:
-    """The runs below some folders."""
+    """The runs and federations below some folders."""
 
     folders: Sequence[Path]
     _records: dict[str, tuple[str, Record]] = field(default_factory=dict)
-    _dropped: dict[str, tuple[int, int]] = field(default_factory=dict)
+    _rounds: dict[Path, RoundsLog] = field(default_factory=dict)
     _bodies: dict[str, tuple[str, str]] = field(default_factory=dict)
     _lock: Lock = field(default_factory=Lock)
+    _reading: Lock = field(default_factory=Lock)
+    """Of those who read on in the rounds of a run."""
 
     def paths(self) -> dict[str, Path]:
-        """The run directories that there are now, by their names in the page."""
+        """The run directories that there are now, by their names in the page; a federation's may be elsewhere."""
+        runs = [folder / state.run for folder, state in self._federations()]
+        found = dict.fromkeys([*find(self.folders), *(run for run in runs if (run / "checkpoint").is_dir())])
+        return {self._name(path): path for path in found}
+
+    def _name(self, path: Path) -> str:
         one = self.folders[0] if len(self.folders) == 1 else None
-        return {str(path.relative_to(one) if one and path != one else path): path for path in find(self.folders)}
+        return str(path.relative_to(one) if one and path != one and path.is_relative_to(one) else path)
 
     def statuses(self) -> list[Status]:
         """Every run that can be read; what is being deleted or is no run of this version is left out."""
@@ -74,6 +83,32 @@ class Gallery:
                 self._bodies[key] = (version, report_body(records))
             return self._bodies[key][1]
 
+    def panels(self, chosen: Sequence[str]) -> str:
+        """What there is to see of the federations whose run is chosen, or has not begun."""
+        with self._reading:
+            shown = [one for one in self.federations() if not (one.id and chosen) or one.id in chosen]
+            return "".join(map(panel, shown))
+
+    def federations(self) -> list[Federation]:
+        """Every federation that can be read, with its run."""
+        found, known = [], self.paths()
+        for folder, state in self._federations():
+            path, title = folder / state.run, folder.absolute().name
+            if (name := self._name(path)) in known:
+                record, running = self._record(name, path)[1], RunDirectory(path).running
+                found.append(Federation(title, state, name, record, running, self._log(path)))
+            else:
+                found.append(Federation(title, state))
+        return found
+
+    def _federations(self) -> list[tuple[Path, FederationState]]:
+        """Those that can be read."""
+        found = []
+        for folder in find_federations(self.folders):
+            with suppress(HeadstartError):
+                found.append((folder, FederationState.read(folder)))
+        return found
+
     def _version(self, path: Path) -> str:
         files = [path / name for name in _WATCHED]
         facts = [file.stat() for file in files if file.exists()]
@@ -88,36 +123,23 @@ class Gallery:
 
     def _status(self, name: str, path: Path) -> Status:
         version, record = self._record(name, path)
-        stages, done, dropped = record.recipe.stages, record.stages, self._left_out(name, path)
+        stages, done = record.recipe.stages, record.stages
+        rounds = [stage.rounds or 1 for stage in stages]
+        with self._reading:
+            dropped, (number, played) = self._log(path).dropped, self._log(path).where(rounds, record.evaluated)
         accuracy = done[-1]["accuracy"] if done else None
         state = "finished" if record.summary else "running" if RunDirectory(path).running else "stopped"
         doing, share, left = state, 1.0, None
         if record.summary is None:
-            number, played = (record.metrics[-1][key] for key in ("stage", "round")) if record.metrics else (0, 0)
-            rounds = [stage.rounds or 1 for stage in stages]
-            if played >= rounds[number] and number + 1 < len(stages):
-                number, played = number + 1, 0
             doing = f"stage {number + 1} of {len(stages)}: {stages[number].method}, round {played} of {rounds[number]}"
             share = min((sum(rounds[:number]) + played) / sum(rounds), 1.0)
             if state == "running":
                 doing, left = _under_way(path, doing)
         return Status(name, record.recipe.name, state, doing, share, left, accuracy, dropped, version)
 
-    def _left_out(self, name: str, path: Path) -> int:
-        """How often a client was left out of a round; the file only grows, and is read on from where it was."""
-        file, (place, count) = path / "rounds.csv", self._dropped.get(name, (0, 0))
-        if not file.is_file():
-            return 0
-        with file.open("rb") as lines:
-            if lines.seek(0, 2) < place:  # a resumed run has cut it back
-                place, count = 0, 0
-            lines.seek(place)
-            whole, _, _ = lines.read().rpartition(b"\n")
-        if whole:
-            place += len(whole) + 1
-            count += sum(not line.endswith((b",", b"left_out")) for line in whole.split(b"\n"))
-        self._dropped[name] = (place, count)
-        return count
+    def _log(self, path: Path) -> RoundsLog:
+        """Who took part in the rounds of a run so far."""
+        return self._rounds.setdefault(path, RoundsLog(path / "rounds.csv")).read()
 
 
 def _under_way(path: Path, doing: str) -> tuple[str, float | None]:

@@ -85,10 +85,12 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(HTTPStatus.FORBIDDEN, "text/plain", b"this page is for the machine that it runs on\n")
             return
         url = urlsplit(self.path)
+        gallery, chosen = self.server.gallery, parse_qs(url.query).get("run", [])
         answers: dict[str, tuple[str, Callable[[], bytes]]] = {
             "/": ("text/html", lambda: self.server.page),
             "/runs": ("application/json", self._runs),
-            "/view": ("text/html", lambda: self.server.gallery.body(parse_qs(url.query).get("run", [])).encode()),
+            "/federations": ("text/html", lambda: gallery.panels(chosen).encode()),
+            "/view": ("text/html", lambda: gallery.body(chosen).encode()),
         }
         if url.path not in answers:
             self._send(HTTPStatus.NOT_FOUND, "text/plain", b"there is no such page\n")
