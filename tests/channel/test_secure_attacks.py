@@ -159,6 +159,8 @@ class LyingServer:
     def share(self) -> None:
         self.keys = {number: one.keys() for number, one in enumerate(self.clients)}
         everyone = listed(self.keys)
+        terms = Terms(SESSION, len(self.clients), self.threshold)
+        self.purpose = protocol.mask_purpose(KeyList.of(everyone, 1).digest(terms))
         self.parts = [one.share(everyone).arrays for one in self.clients]
 
     def mask(self, number: int, sharers: list[int]) -> np.ndarray:
@@ -185,7 +187,7 @@ class LyingServer:
         for other, shares in keys.items():
             secret = protocol.X25519PrivateKey.from_private_bytes(rebuilt(shares, 32))
             pair = ((other, mask_keys[other]), (0, mask_keys[0]))
-            key = protocol.pair_key(SESSION, b"mask", secret, *pair)
+            key = protocol.pair_key(SESSION, self.purpose, secret, *pair)
             protocol.add_stream(masked, key, -protocol.mask_sign(0, other))
         return values_in(masked, len(self.clients))
 
@@ -301,7 +303,7 @@ def both_secrets(server: LyingServer, rolled_back: bool) -> Any:
     private = protocol.X25519PrivateKey.from_private_bytes(secret)
     mask_keys = {n: server.keys[n].arrays["mask_key"].tobytes() for n in server.everybody}
     for other in server.everybody[1:]:  # the key of client 0 itself gives all of its masks
-        key = protocol.pair_key(SESSION, b"mask", private, (0, mask_keys[0]), (other, mask_keys[other]))
+        key = protocol.pair_key(SESSION, server.purpose, private, (0, mask_keys[0]), (other, mask_keys[other]))
         protocol.add_stream(masked, key, -protocol.mask_sign(0, other))
     return server.opened(masked, seeds, {})
 
