@@ -301,7 +301,14 @@ def pair_mask(state: Message, mine: int, other: int, length: int) -> np.ndarray:
     secret = X25519PrivateKey.from_private_bytes(state.arrays["mask_secret"].tobytes())
     agreed = secret.exchange(X25519PublicKey.from_public_bytes(public[other]))
     low, high = sorted((mine, other))
-    info = b"mask" + state.arrays["list_digest"].tobytes() + struct.pack("<q", low) + public[low] + struct.pack("<q", high) + public[high]
+    info = (
+        b"mask"
+        + state.arrays["list_digest"].tobytes()
+        + struct.pack("<q", low)
+        + public[low]
+        + struct.pack("<q", high)
+        + public[high]
+    )
     mask = stream(hkdf(agreed, info), length)
     return mask if mine == low else np.uint64(0) - mask
 
@@ -358,8 +365,8 @@ def test_neither_the_self_mask_nor_the_pair_masks_alone_uncover_values() -> None
     state = Message.from_bytes(federation.states[5])
     masked = flat(federation.answer(5)) - pair_mask(state, 5, 14, SIZE)
     own, low, high = self_mask(state, 5, SIZE), pair_mask(state, 5, 2, SIZE), pair_mask(state, 5, 9, SIZE)
-    # Client 14 is on the server's side. After `reveal` of a sum with client 5 it knows `own`; with client 2 on its side also `low`. Had client 5
-    # been reported missing it would know `low` and `high`.
+    # Client 14 is on the server's side. After `reveal` of a sum with client 5 it knows `own`; with client 2 on its side
+    # also `low`. Had client 5 been reported missing it would know `low` and `high`.
     for known in (own, own + low, low, low + high, high):
         assert chi_square(masked - known) < UNIFORM
     assert chi_square(masked - own - low - high) > UNIFORM
