@@ -57,7 +57,7 @@ What a lying server can do, alone or with c of the n clients, of which t (the th
     It gains nothing where all have to stay, with up to n - 2 clients on its side: the masks of a pair follow from the
     list of keys that each of the two was given, which has n clients, their exponents, and signatures for one sum and
     context. Those of clients that were given different lists do not cancel. What opens is the total of all clients of
-    one list, and every client masks once.
+    one list (beyond 50, of all that neighbours link who do not help it), and every client masks once.
     It can keep a sum from opening, begin another one, and choose whom it calls: with c clients that it calls each time,
     a sum of n tells it the total of the n - c others. It can call few (three at least, all of whom have to stay).
 What lying clients can do
