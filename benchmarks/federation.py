@@ -327,9 +327,9 @@ def rounds(nodes: str = "3", repeats: str = "3", count: str = "5") -> None:
     with TemporaryDirectory() as temporary, ExitStack() as stack:
         root = Path(temporary)
         data, test = random_silos(root, names)
-        recipes = {name: round_recipe(int(count), name == "secure") for name in ("plain", "secure")}
-        flower = stack.enter_context(federation_of(root / "flower", recipes["plain"], data, test, guarded=False))
-        ours = stack.enter_context(federation_of(root / "headstart", recipes["plain"], data, test))
+        first = round_recipe(int(count), False)
+        flower = stack.enter_context(federation_of(root / "flower", first, data, test, guarded=False))
+        ours = stack.enter_context(federation_of(root / "headstart", first, data, test))
         flower.run_empty(root / "first.json", 1)  # until all nodes are there
         for turn in range(int(repeats)):
             for name in spent:
@@ -340,7 +340,8 @@ def rounds(nodes: str = "3", repeats: str = "3", count: str = "5") -> None:
                     for kind in ("own", "polled"):
                         seconds[kind] += found[kind]
                 else:
-                    found = machines.run_recipe(recipes[name], root / f"run-{name}-{turn}")
+                    recipe = round_recipe(int(count), name == "secure", turn)
+                    found = machines.run_recipe(recipe, root / f"run-{name}-{turn}")
                     seconds[name] += found["rounds"]
                 link, node = (late - early for early, late in zip(before, machines.cpu(), strict=True))
                 played = len(found["own"]) * 2 if name == "empty" else len(found["rounds"])
@@ -387,12 +388,13 @@ def random_silos(root: Path, names: tuple[str, ...]) -> tuple[dict[str, Path], P
     return paths, test
 
 
-def round_recipe(count: int, secure: bool) -> Any:
+def round_recipe(count: int, secure: bool, seed: int = 0) -> Any:
+    """A stage of so many rounds; seed: nodes answer a protected recipe once, so that every run needs another."""
     from headstart.config.recipe import Recipe
 
     stage = {**PLAIN, "rounds": count, "secure": secure}
     data = {"dataset": "of the nodes", "classes": list(range(10))}
-    return Recipe.parse({"data": data, "model": {"backbone": "features"}, "stages": [stage]})
+    return Recipe.parse({"seed": seed, "data": data, "model": {"backbone": "features"}, "stages": [stage]})
 
 
 def main() -> None:

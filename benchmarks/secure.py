@@ -17,7 +17,8 @@ from headstart.channel.secure import Identity, SecureClient, SecureSum
 from headstart.channel.secure.graph import Graph
 
 VALUES, THRESHOLD, SESSION = 5130, 0.67, b"benchmark"
-CELLS = tuple((clients, lost) for clients in (10, 100, 1000) for lost in (0.0, 0.3))
+CELLS = tuple((clients, lost) for clients in (10, 100, 1000) for lost in (None, 0.0, 0.3))
+"""Clients, and what share of them drops out; None: nobody may, and the threshold is 1."""
 MEASURED = 5
 """Clients that check every signature, whose means are shown; the others take them as they are, for time."""
 SAMPLE = 5
@@ -29,13 +30,14 @@ def main() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     rows = []
     for clients, lost in CELLS:
-        for side in ("headstart", "Flower's helpers"):
+        for side in ("headstart", "Flower's helpers") if lost is not None else ("headstart",):
             found = in_fresh_process("benchmarks.secure", side, clients, lost)
             cost = [f"{found[name]:,.{3 if found[name] < 1 else 1}f}" for name in ("client", "server")]
-            rows.append((clients, f"{lost:.0%}", side, *cost, f"{found['up']:,}", f"{found['down']:,}"))
+            dropouts = "not allowed" if lost is None else f"{lost:.0%}"
+            rows.append((clients, dropouts, side, *cost, f"{found['up']:,}", f"{found['down']:,}"))
     show(
-        f"A secure sum of {VALUES:,} values, threshold {THRESHOLD}, one thread: CPU seconds and bytes; half of the "
-        "dropouts before their values arrive, half before the sum is opened",
+        f"A secure sum of {VALUES:,} values, threshold {THRESHOLD} (1 where nobody may drop out), one thread: CPU "
+        "seconds and bytes; half of the dropouts before their values arrive, half before the sum is opened",
         ("clients", "dropouts", "side", "s per client", "s, server", "bytes up", "bytes down"),
         rows,
     )
@@ -60,11 +62,11 @@ class _Trusting(Identity):
         return True
 
 
-def headstart(count: int, lost: float) -> dict[str, float]:
+def headstart(count: int, lost: float | None) -> dict[str, float]:
     """The protocol between state machines in this process."""
-    early, late = lost_of(count, lost)
+    early, late = lost_of(count, lost or 0.0)
     silent = {"masked": early, "reveal": late}
-    threshold = math.ceil(THRESHOLD * count)
+    threshold = count if lost is None else math.ceil(THRESHOLD * count)
     server = SecureSum(SESSION, range(count), threshold, {"x": (VALUES,)})
     sides = [Identity.derived(SESSION, number) for number in range(count)]
     peers = {number: side.private_key.public_key().public_bytes_raw() for number, side in enumerate(sides)}
@@ -155,5 +157,6 @@ def flower(count: int, lost: float) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    side, count, lost = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
-    print(json.dumps((headstart if side == "headstart" else flower)(count, lost)))
+    side, count = sys.argv[1], int(sys.argv[2])
+    share = None if sys.argv[3] == "None" else float(sys.argv[3])
+    print(json.dumps(headstart(count, share) if side == "headstart" else flower(count, share or 0.0)))

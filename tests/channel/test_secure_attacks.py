@@ -159,6 +159,8 @@ class LyingServer:
     def share(self) -> None:
         self.keys = {number: one.keys() for number, one in enumerate(self.clients)}
         everyone = listed(self.keys)
+        terms = Terms(SESSION, len(self.clients), self.threshold)
+        self.purpose = protocol.mask_purpose(KeyList.of(everyone, 1).digest(terms))
         self.parts = [one.share(everyone).arrays for one in self.clients]
 
     def mask(self, number: int, sharers: list[int]) -> np.ndarray:
@@ -185,9 +187,20 @@ class LyingServer:
         for other, shares in keys.items():
             secret = protocol.X25519PrivateKey.from_private_bytes(rebuilt(shares, 32))
             pair = ((other, mask_keys[other]), (0, mask_keys[0]))
-            key = protocol.pair_key(SESSION, b"mask", secret, *pair)
+            key = protocol.pair_key(SESSION, self.purpose, secret, *pair)
             protocol.add_stream(masked, key, -protocol.mask_sign(0, other))
         return values_in(masked, len(self.clients))
+
+    def opened_by_key(self, masked: np.ndarray, seeds: dict[int, np.ndarray], key: dict[int, np.ndarray]) -> Any:
+        """The same from shares of client 0's seed and of its own mask key, which gives all of its masks."""
+        shares = dict(list(key.items())[: self.threshold])
+        secret = combine(np.array([list(shares)]), np.stack(list(shares.values()))[None], 32)[0]
+        private = protocol.X25519PrivateKey.from_private_bytes(secret)
+        mask_keys = {n: self.keys[n].arrays["mask_key"].tobytes() for n in self.everybody}
+        for other in self.everybody[1:]:
+            pair = protocol.pair_key(SESSION, self.purpose, private, (0, mask_keys[0]), (other, mask_keys[other]))
+            protocol.add_stream(masked, pair, -protocol.mask_sign(0, other))
+        return self.opened(masked, seeds, {})
 
     def open_first(self) -> np.ndarray:
         """The values of client 0.
@@ -296,14 +309,7 @@ def both_secrets(server: LyingServer, rolled_back: bool) -> Any:
                 seeds[n + 1] = said["seed_shares"][0]
             else:
                 keys[0][n + 1] = said["key_shares"][0]
-    shares = dict(list(keys[0].items())[: server.threshold])
-    secret = combine(np.array([list(shares)]), np.stack(list(shares.values()))[None], 32)[0]
-    private = protocol.X25519PrivateKey.from_private_bytes(secret)
-    mask_keys = {n: server.keys[n].arrays["mask_key"].tobytes() for n in server.everybody}
-    for other in server.everybody[1:]:  # the key of client 0 itself gives all of its masks
-        key = protocol.pair_key(SESSION, b"mask", private, (0, mask_keys[0]), (other, mask_keys[other]))
-        protocol.add_stream(masked, key, -protocol.mask_sign(0, other))
-    return server.opened(masked, seeds, {})
+    return server.opened_by_key(masked, seeds, keys[0])
 
 
 def test_no_client_gives_both_secrets_of_another() -> None:

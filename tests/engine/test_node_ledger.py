@@ -18,7 +18,7 @@ from headstart.engine.node_ledger import NodeLedger
 from headstart.engine.respond import respond, run_of
 from headstart.errors import HeadstartError
 from tests.channel.test_attacks import NCM, SGD, Silo, head, model, statistics
-from tests.engine.test_node import FOUR, LOCAL, Grid, recipe_of, serve, silos
+from tests.engine.test_node import FOUR, LOCAL, NAMES, Grid, recipe_of, serve, silos
 
 __all__ = ["silos"]  # a fixture
 
@@ -202,22 +202,26 @@ def grid_of(silos: Path, state: Path, stage: dict[str, Any], names: tuple[str, .
     return Grid(recipe.model_copy(update=keys), silos, state, names=names)
 
 
-def test_a_secure_run_is_audited_from_a_nodes_ledger(silos: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("names", "steps"), [(NAMES, ["keys", "masked"]), (FOUR, ["keys", "shares", "masked", "reveal"])], ids=len
+)
+def test_a_secure_run_is_audited_from_a_nodes_ledger(
+    silos: Path, tmp_path: Path, names: tuple[str, ...], steps: list[str]
+) -> None:
     """Everything that left one node, with the bytes of the server's own account."""
-    grid = grid_of(
-        silos, tmp_path / "state", {**LOCAL, "method": "fedavg", "secure": True, "rounds": 2, "evaluate_every": 1}
-    )
+    stage = {**LOCAL, "method": "fedavg", "secure": True, "rounds": 2, "evaluate_every": 1}
+    grid = grid_of(silos, tmp_path / "state", stage, names)
     summary = serve(grid, tmp_path / "out").summary
     entries = NodeLedger(grid.folder("a")).entries()
-    steps = ["keys", "shares", "masked", "agree", "reveal"]
     assert [entry["kind"] for entry in entries] == ["join", *4 * steps]
-    assert [entry["of"] for entry in entries[1::5]] == ["answer", "test", "answer", "test"]
+    assert [entry["of"] for entry in entries[1 :: len(steps)]] == ["answer", "test", "answer", "test"]
     with (tmp_path / "out" / "clients.csv").open(newline="") as file:
         (mine,) = [row for row in csv.DictReader(file) if row["client"] == "a"]
     left = sum(entry["bytes"] for entry in entries if entry.get("of") == "answer")
     assert left == int(mine["bytes_up"])
     assert all("privacy" in entry for entry in entries if entry["kind"] == "masked")
-    assert len(entries[5]["participants"]) == 4
+    assert [len(entry["participants"]) for entry in entries if "participants" in entry] == 4 * [len(names)]
+    assert all(("participants" in entry) == (entry["kind"] == steps[-1]) for entry in entries)
     assert 0.2 < summary["accuracy"] <= 1
 
 

@@ -142,7 +142,7 @@ class _Sampled(_Stage):
     a round in one group. FedCOF, which needs several means of a class, takes a group for a client."""
     secure_threshold: float = Field(default=0.67, gt=0, le=1)
     """Share of a group that has to stay to the end for its sum to be opened, more than two thirds. The rest may drop
-    out: nobody of three clients, one of four."""
+    out: nobody of three clients, one of four. Where nobody may, a sum takes two exchanges instead of four or five."""
 
     def sampled(self, n_clients: int) -> int:
         """Clients in a round."""

@@ -50,21 +50,17 @@ def next_exchange(node: Node, asked: NodeRequest, told: Message, test: bool) -> 
     client = SecureClient.from_message(saved, identity)
     if promise["stage"] != node._told(asked).number:
         raise MessageError("the sum was begun for another stage")
-    privacy, more, unneeded = promise.pop("privacy"), dict[str, Any](), dict[str, Any]()
-    match step := str(told.scalars.get("step")):
-        case "shares":
-            answer = client.share(told)
-        case "masked":
-            answer, more = client.mask(told), {"privacy": privacy}
-        case "agree":
-            answer = client.agree(told)
-        case _:
-            answer = client.reveal(told)
-            more = _note_survivors(node, promise, saved)
-            unneeded = _unneeded_noise(node, asked, saved, promise, client.agreed)
+    answers = {"shares": client.share, "masked": client.mask, "agree": client.agree, "reveal": client.reveal}
+    if (step := str(told.scalars.get("step"))) not in answers:
+        raise MessageError(f"a secure sum has no exchange {step!r}")
+    answer, privacy, unneeded = answers[step](told), promise.pop("privacy"), dict[str, Any]()
+    more = {"privacy": privacy} if step == "masked" else {}
+    if client.agreed:  # with this answer the total is known
+        more |= _note_survivors(node, promise, saved, client.survivors)
+        unneeded = _unneeded_noise(node, asked, saved, promise, client.agreed)
     _keep(path, client, {name: saved.scalars[name] for name in ("promise", "question")})
     node.enter(step, **promise, **sent(question, answer), **more, **unneeded)
-    if step == "reveal":
+    if client.agreed:
         path.unlink()  # nothing of this sum is needed any more, and nobody is to find it
     return {"passes": 0, "kept": False, **unneeded}, answer
 
@@ -169,7 +165,7 @@ def _settings(node: Node, asked: NodeRequest, told: Message) -> tuple[bytes, int
     return session, clients, threshold
 
 
-def _note_survivors(node: Node, promise: Mapping[str, Any], saved: Message) -> dict[str, Any]:
+def _note_survivors(node: Node, promise: Mapping[str, Any], saved: Message, heard: Array) -> dict[str, Any]:
     """A round is opened for one list of survivors, whatever the sum: two totals would differ by single clients.
 
     Nor are the same statistics added up again with others, in any run of any recipe.
@@ -177,7 +173,7 @@ def _note_survivors(node: Node, promise: Mapping[str, Any], saved: Message) -> d
     if not node.alone:
         return {}
     path = node.record("tested" if promise["of"] == "test" else "answered", promise["stage"])
-    record, heard = Message.from_bytes(path.read_bytes()), saved.arrays["survivors"]
+    record = Message.from_bytes(path.read_bytes())
     if record.scalars["question"] != saved.scalars["question"]:
         raise HeadstartError("the node has answered another question since")
     clients = saved.scalars["clients"]  # on which the noise depends that they share

@@ -12,7 +12,7 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from headstart.channel.fixed import check_values, exponents_of, to_fixed
-from headstart.channel.secure.graph import Graph
+from headstart.channel.secure.graph import LARGEST_CLIQUE, Graph
 from headstart.channel.secure.identity import SIGNATURE_BYTES, Identity
 from headstart.channel.secure.protocol import (
     KEY_BYTES,
@@ -34,6 +34,7 @@ from headstart.channel.secure.protocol import (
     check_number,
     client_numbers,
     derive,
+    mask_purpose,
     mask_sign,
     pair_key,
     part_context,
@@ -56,7 +57,6 @@ _REVEAL: _Layout = {
     "secrets": ("uint8", (None, SECRETS_BYTES)),
 }
 _STATE: dict[str, _Layout] = {
-    "shares": _FRESH,
     "masked": _FRESH
     | {
         "listed": ("int64", (None,)),
@@ -70,6 +70,7 @@ _STATE: dict[str, _Layout] = {
     },
     "agree": _REVEAL,
     "reveal": _REVEAL | {"survivors": ("int64", (None,))},
+    "none": {"survivors": ("int64", (None,))},
 }
 _AS_LONG = (("group", "share_keys"), ("group", "mask_keys"), ("present", "secrets"))
 
@@ -77,11 +78,11 @@ _AS_LONG = (("group", "share_keys"), ("group", "mask_keys"), ("present", "secret
 class SecureClient:
     """One client's side of one secure sum.
 
-    `keys`, `share`, `mask`, `agree` and `reveal` answer the five exchanges in this order, each of `share`, `mask` and
-    `agree` once. A refused request changes nothing. Where the next exchange is answered by another process, keep
-    `to_message()` on the node, written before the answer is sent: a client that answers twice from an old state could
-    give its values away. The state holds secrets and must not travel. Once the sum is revealed, `agreed` survivors have
-    signed for it.
+    `keys`, `share`, `mask`, `agree` and `reveal` answer the exchanges in this order, each of `share`, `mask` and
+    `agree` once; where all have to stay, `keys` and `mask` are all. A refused request changes nothing. Where the next
+    exchange is answered by another process, keep `to_message()` on the node, written before the answer is sent: a
+    client that answers twice from an old state could give its values away. The state holds secrets and must not travel.
+    After the last answer `survivors` are those whose values are in the total, and `agreed` of them have signed for it.
 
     Parameters
     ----------
@@ -110,14 +111,14 @@ class SecureClient:
         self._number, self._context = check_number(identity.number), context
         self._values = {name: np.asarray(values[name]) for name in sorted(values)}
         check_values(self._values, clients)
-        self._step = "shares"
+        self._step, self.agreed = self._terms.steps[1], 0
         self._state: dict[str, Array] = {
             name: byte_array(X25519PrivateKey.generate().private_bytes_raw()) for name in _FRESH
         }
 
     def keys(self) -> Message:
         """The answer to `keys`: two public keys and the exponents of the values, signed."""
-        self._require("shares")
+        self._require(self._terms.steps[1])
         share_key, mask_key = (byte_array(key) for key in self._public_keys())
         exponents = self._exponents()
         signed = signed_keys(self._terms, self._context, self._number, share_key, mask_key, exponents)
@@ -127,22 +128,18 @@ class SecureClient:
     def share(self, everyone: Message) -> Message:
         """The answer to `shares`: for every neighbour an encrypted part of this client's two secrets."""
         self._require("shares")
-        listed = self._checked_list(everyone)
-        digest, seed = listed.digest(self._terms), os.urandom(SEED_BYTES)
-        graph = Graph.of(digest, listed.numbers, self._terms.threshold)
-        places = np.searchsorted(listed.numbers, graph.group(self._number))
-        group = np.array(listed.numbers, dtype=np.int64)[places]
+        listed, graph = self._checked_list(everyone, "shares")
+        group, seed = graph.group(self._number), os.urandom(SEED_BYTES)
+        places = np.searchsorted(listed.numbers, group)
         own_secrets = (seed, self._state["mask_secret"].tobytes())
         shares = [split(secret, graph.needed, (places + 1).tolist()) for secret in own_secrets]
-        secrets = dict(zip(group.tolist(), byte_rows(np.concatenate(shares, axis=1)), strict=True))
+        secrets = dict(zip(group, byte_rows(np.concatenate(shares, axis=1)), strict=True))
         own = secrets.pop(self._number)
-        share_keys = listed.share_keys[places]
-        parts = self._encrypted(secrets, dict(zip(group.tolist(), byte_rows(share_keys), strict=True)), digest)
+        state = self._neighbourhood(listed, group)
+        share_keys = dict(zip(group, byte_rows(state["share_keys"]), strict=True))
+        parts = self._encrypted(secrets, share_keys, state["list_digest"].tobytes())
 
-        self._state |= {"listed": np.array(listed.numbers, dtype=np.int64), "group": group}
-        self._state |= {"share_keys": share_keys, "mask_keys": listed.mask_keys[places]}
-        self._state |= {"list_digest": byte_array(digest), "exponents": np.asarray(listed.exponents.max(axis=0))}
-        self._state |= {"seed": byte_array(seed), "own_secrets": byte_array(own)}
+        self._state |= state | {"seed": byte_array(seed), "own_secrets": byte_array(own)}
         self._step = "masked"
         recipients = np.array(list(secrets), dtype=np.int64)
         check = byte_array(derive(self._terms.session, b"check", seed, self._number))
@@ -150,30 +147,37 @@ class SecureClient:
             "shares", {"recipients": recipients, "parts": byte_matrix(parts, PART_BYTES), "check": check}
         )
 
-    def mask(self, parts: Message) -> Message:
+    def mask(self, told: Message) -> Message:
         """The answer to `masked`: the values, masked, as int64, and a signature of who has sent parts to whom.
 
         A part that does not decrypt is refused with a `MessageError` that names its sender; this client is then
-        out of the sum.
+        out of the sum. Where all have to stay there are no parts, and what is told is everyone's keys.
         """
         self._require("masked")
-        secrets = self._decrypted(parts)
-        exponents = dict(zip(exponents_of(self._values), self._state["exponents"].tolist(), strict=True))
-        fixed = to_fixed(self._values, exponents, self._terms.clients)
-        masked = np.concatenate([array.ravel() for array in fixed.values()]).view(np.uint64)
-        self._add_masks(masked, list(secrets))
-
+        if self._terms.all_stay:
+            return self._mask_for_all(told)
+        secrets = self._decrypted(told)
+        arrays = self._masked(self._state, list(secrets))
         secrets[self._number] = self._state["own_secrets"].tobytes()
         present = sorted(secrets)
         self._state = {
             "list_digest": self._state["list_digest"],
-            "sharers": parts.arrays["sharers"],
+            "sharers": told.arrays["sharers"],
             "present": np.array(present, dtype=np.int64),
             "secrets": byte_matrix([secrets[number] for number in present], SECRETS_BYTES),
         }
         self._step, self._values = "agree", {}
-        arrays = unflatten(masked.view(np.int64), {VALUE + name: array.shape for name, array in fixed.items()})
         return self._answer("masked", {**arrays, "signature": byte_array(self._identity.sign(self._signed(b"masked")))})
+
+    def _mask_for_all(self, everyone: Message) -> Message:
+        """The values with masks that cancel only in the total of everybody on this list; no secret is kept."""
+        listed, graph = self._checked_list(everyone, "masked")
+        group = graph.group(self._number)
+        state = self._state | self._neighbourhood(listed, group)
+        arrays = self._masked(state, [other for other in group if other != self._number])
+        self._state = {"survivors": np.array(listed.numbers, dtype=np.int64)}
+        self._step, self._values, self.agreed = "none", {}, len(listed.numbers)
+        return self._answer("masked", arrays)
 
     def agree(self, survivors: Message) -> Message:
         """The answer to `agree`: a signature of the one list of survivors that this client opens the sum for."""
@@ -200,10 +204,17 @@ class SecureClient:
     def reveal(self, agreed: Message) -> Message:
         """The answer to `reveal`: shares of the survivors' seeds and of the missing clients' mask keys, never both.
 
-        Given only when `threshold` survivors have signed the list that this client has signed.
+        Given only when `threshold` survivors have signed the list that this client has signed, or everybody has signed
+        that everybody has sent parts and values.
         """
-        self._require("reveal")
-        self.agreed = self._check_agreed(agreed)
+        self._require("agree", "reveal")
+        check_message(agreed, self._terms.session, "reveal", {"signers", "signatures"})
+        if self._nobody_missing(agreed):
+            self._state["survivors"], self._step = self._state["sharers"], "reveal"
+            self.agreed = len(self._state["sharers"])
+        else:
+            self._require("reveal")
+            self.agreed = self._check_agreed(agreed)
         secrets = dict(zip(self._state["present"].tolist(), byte_rows(self._state["secrets"]), strict=True))
         survivors = set(self._state["survivors"].tolist())
         seeds = [secret[:SEED_SHARE_BYTES] for number, secret in secrets.items() if number in survivors]
@@ -213,6 +224,11 @@ class SecureClient:
             "key_shares": byte_matrix(keys, KEY_SHARE_BYTES),
         }
         return self._answer("reveal", arrays)
+
+    @property
+    def survivors(self) -> Array:
+        """The numbers of those whose values are in the total, once this client has agreed to it."""
+        return self._state["survivors"]
 
     def to_message(self) -> Message:
         """The secret state between two exchanges, to be kept on the node."""
@@ -232,14 +248,16 @@ class SecureClient:
         try:
             session, context = (bytes.fromhex(str(message.scalars[name])) for name in ("session", "context"))
             step = str(message.scalars["step"])
-            layout = _STATE[step]
             number, clients, threshold = (int(message.scalars[name]) for name in ("number", "clients", "threshold"))
         except (KeyError, ValueError):
             raise MessageError("not the state of a client of a secure sum") from None
+        terms = Terms(session, clients, threshold)
+        if (layout := _FRESH if step == terms.steps[1] else _STATE.get(step)) is None:
+            raise MessageError(f"not the state of a client of a secure sum: it has no exchange {step!r}")
         if number != identity.number:
             raise MessageError(f"the state is of client {number}, not of client {identity.number}")
         client = cls.__new__(cls)
-        client._terms, client._identity = Terms(session, clients, threshold), identity
+        client._terms, client._identity, client.agreed = terms, identity, 0
         client._number, client._context, client._step = number, context, step
         client._values = {n.removeprefix(VALUE): a for n, a in message.arrays.items() if n.startswith(VALUE)}
         client._state = {name: message.array(name, *wanted) for name, wanted in layout.items()}
@@ -247,10 +265,10 @@ class SecureClient:
             raise MessageError("not the state of a client of a secure sum: its lists differ in length")
         return client
 
-    def _checked_list(self, everyone: Message) -> KeyList:
-        """A list of keys that this client accepts: signed by everyone on it, for this sum."""
+    def _checked_list(self, everyone: Message, step: str) -> tuple[KeyList, Graph]:
+        """A list of keys that this client accepts, signed by everyone on it, for this sum; and who neighbours whom."""
         wanted = {"numbers", "share_keys", "mask_keys", "exponents", "signatures"}
-        check_message(everyone, self._terms.session, "shares", wanted)
+        check_message(everyone, self._terms.session, step, wanted)
         listed = KeyList.of(everyone, len(self._exponents()))
         numbers = listed.numbers
         if self._number not in numbers:
@@ -271,11 +289,32 @@ class SecureClient:
             signed = listed.signed(place, self._terms, self._context)
             if not self._identity.signed_by(number, listed.signatures[place].tobytes(), signed):
                 raise MessageError(f"the keys listed for client {number} are not signed by it for this sum")
-        return listed
+        return listed, Graph.of(listed.digest(self._terms), numbers, self._terms.threshold)
+
+    def _neighbourhood(self, listed: KeyList, group: Sequence[int]) -> dict[str, Array]:
+        """What masks are made from: the neighbours' keys, what they are bound to, and the common exponents."""
+        places = np.searchsorted(listed.numbers, group)
+        return {
+            "listed": np.array(listed.numbers, dtype=np.int64),
+            "group": np.array(group, dtype=np.int64),
+            "share_keys": listed.share_keys[places],
+            "mask_keys": listed.mask_keys[places],
+            "list_digest": byte_array(listed.digest(self._terms)),
+            "exponents": np.asarray(listed.exponents.max(axis=0)),
+        }
+
+    def _nobody_missing(self, agreed: Message) -> bool:
+        """Whether all that have sent parts, as this client knows them, have signed that they have sent values, too.
+
+        The signatures are those of the exchange `masked`. Among neighbours, where fewer than `threshold` shares open a
+        secret, the list of survivors is agreed on whoever is missing.
+        """
+        sharers = self._state["sharers"]
+        opens = np.array_equal(self._state.get("survivors", sharers), sharers) and self._terms.clients <= LARGEST_CLIQUE
+        return opens and set(sharers.tolist()) <= self._signers(agreed, self._signed(b"masked"))
 
     def _check_agreed(self, agreed: Message) -> int:
         """How many survivors have signed the list that this client has signed; fewer than `threshold` are refused."""
-        check_message(agreed, self._terms.session, "reveal", {"signers", "signatures"})
         valid = self._signers(agreed, self._signed(b"agree")) & set(self._state["survivors"].tolist())
         if len(valid) < self._terms.threshold:
             raise MessageError(
@@ -292,8 +331,8 @@ class SecureClient:
 
     def _signed(self, step: bytes) -> bytes:
         """What clients sign in `masked`, the list of keys and who has sent parts; in `agree` also who has survived."""
-        lists = [self._state[name].tobytes() for name in ("list_digest", "sharers", "survivors") if name in self._state]
-        return self._terms.encoded(step, self._context, *lists)
+        names = ("list_digest", "sharers") if step == b"masked" else ("list_digest", "sharers", "survivors")
+        return self._terms.encoded(step, self._context, *(self._state[name].tobytes() for name in names))
 
     def _encrypted(
         self, secrets: Mapping[int, bytes], share_keys: Mapping[int, bytes], list_digest: bytes
@@ -309,7 +348,8 @@ class SecureClient:
     def _decrypted(self, parts: Message) -> dict[int, bytes]:
         """What the others' parts say, by sender, of a message that this client accepts."""
         check_message(parts, self._terms.session, "masked", {"sharers", "parts"})
-        sharers, share_keys = client_numbers(parts, "sharers"), self._rows_by_client("share_keys")
+        sharers, group = client_numbers(parts, "sharers"), self._state["group"].tolist()
+        share_keys = dict(zip(group, byte_rows(self._state["share_keys"]), strict=True))
         strangers = sorted(set(sharers) - set(self._state["listed"].tolist()))
         if strangers:
             raise MessageError(f"parts came from clients {strangers}, which are not among those with keys")
@@ -331,15 +371,21 @@ class SecureClient:
                 raise MessageError(f"the part from client {sender} was not made for this client and sum") from None
         return secrets
 
-    def _add_masks(self, values: npt.NDArray[np.uint64], others: Sequence[int]) -> None:
-        """Add this client's own mask, and the masks it shares with the others, in place."""
-        add_stream(values, derive(self._terms.session, b"self", self._state["seed"].tobytes(), self._number), 1)
-        private, mask_keys = self._secret("mask_secret"), self._rows_by_client("mask_keys")
+    def _masked(self, state: Mapping[str, Array], others: Sequence[int]) -> dict[str, Array]:
+        """The values as fixed-point numbers, with this client's own mask, where it has one, and those it shares."""
+        exponents = dict(zip(exponents_of(self._values), state["exponents"].tolist(), strict=True))
+        fixed = to_fixed(self._values, exponents, self._terms.clients)
+        values: npt.NDArray[np.uint64] = np.concatenate([array.ravel() for array in fixed.values()]).view(np.uint64)
+        if "seed" in state:
+            add_stream(values, derive(self._terms.session, b"self", state["seed"].tobytes(), self._number), 1)
+        private, purpose = self._secret("mask_secret"), mask_purpose(state["list_digest"].tobytes())
+        mask_keys = dict(zip(state["group"].tolist(), byte_rows(state["mask_keys"]), strict=True))
         for other in others:
-            add_stream(values, self._pair_key(b"mask", private, mask_keys, other), mask_sign(self._number, other))
+            add_stream(values, self._pair_key(purpose, private, mask_keys, other), mask_sign(self._number, other))
+        return dict(unflatten(values.view(np.int64), {VALUE + name: array.shape for name, array in fixed.items()}))
 
-    def _require(self, step: str) -> None:
-        if self._step != step:
+    def _require(self, *steps: str) -> None:
+        if self._step not in steps:
             raise MessageError(f"the client's next exchange is {self._step!r}; this request is out of turn")
 
     def _exponents(self) -> Array:
@@ -350,9 +396,6 @@ class SecureClient:
 
     def _public_keys(self) -> tuple[bytes, bytes]:
         return public_bytes(self._secret("share_secret")), public_bytes(self._secret("mask_secret"))
-
-    def _rows_by_client(self, name: str) -> dict[int, bytes]:
-        return dict(zip(self._state["group"].tolist(), byte_rows(self._state[name]), strict=True))
 
     def _pair_key(self, purpose: bytes, private: X25519PrivateKey, keys: Mapping[int, bytes], other: int) -> bytes:
         mine, theirs = (self._number, keys[self._number]), (other, keys[other])

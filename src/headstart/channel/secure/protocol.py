@@ -25,7 +25,7 @@ from headstart.core.message import Array, Message
 from headstart.errors import HeadstartError, MessageError
 
 STEPS = ("keys", "shares", "masked", "agree", "reveal")
-_PROTOCOL = b"headstart secure sum 2"
+_PROTOCOL = b"headstart secure sum 3"
 VALUE = "value."
 """Before the names of the arrays that are added, so that they are nothing else."""
 
@@ -60,6 +60,16 @@ class Terms:
                 f"than two thirds) to {self.clients}, not {self.threshold}"
             )
 
+    @property
+    def all_stay(self) -> bool:
+        """Whether nobody may drop out, so that no secret has to be shared."""
+        return self.threshold == self.clients
+
+    @property
+    def steps(self) -> tuple[str, ...]:
+        """The exchanges of the sum."""
+        return ("keys", "masked") if self.all_stay else STEPS
+
     def encoded(self, purpose: bytes, *parts: bytes) -> bytes:
         """The parts as bytes that nothing else encodes to: no other purpose, sum or division into parts."""
         numbers = struct.pack("<2q", self.clients, self.threshold)
@@ -69,7 +79,7 @@ class Terms:
 
 @dataclass(frozen=True, eq=False)
 class KeyList:
-    """Everyone's public keys and exponents, signed, as the exchange `shares` passes them on.
+    """Everyone's public keys and exponents, signed, as the exchange after `keys` passes them on.
 
     numbers: [m] rising; share_keys, mask_keys: [m, 32]; exponents: [m, float arrays]; signatures: [m, 64].
     """
@@ -206,6 +216,11 @@ def pair_key(
         raise MessageError(f"the public key of client {other[0]} is not usable") from None
     pair = b"".join(struct.pack("<q", number) + public for number, public in sorted([mine, other]))
     return _hkdf(session, purpose + pair, agreed)
+
+
+def mask_purpose(list_digest: bytes) -> bytes:
+    """What the masks of a pair are for: one sum's list of keys; those of clients with different lists do not cancel."""
+    return b"mask" + list_digest
 
 
 def part_context(list_digest: bytes, sender: int, recipient: int) -> bytes:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 
 from headstart.channel.fixed import from_fixed
-from headstart.channel.secure.graph import Graph
+from headstart.channel.secure.graph import LARGEST_CLIQUE, Graph
 from headstart.channel.secure.identity import SIGNATURE_BYTES
 from headstart.channel.secure.protocol import (
     CHECK_BYTES,
@@ -20,7 +20,6 @@ from headstart.channel.secure.protocol import (
     PART_BYTES,
     SEED_BYTES,
     SEED_SHARE_BYTES,
-    STEPS,
     VALUE,
     KeyList,
     Terms,
@@ -31,6 +30,7 @@ from headstart.channel.secure.protocol import (
     check_number,
     client_numbers,
     derive,
+    mask_purpose,
     mask_sign,
     pair_key,
     public_bytes,
@@ -45,8 +45,8 @@ from headstart.errors import HeadstartError, MessageError
 class SecureSum:
     """The server's side of one secure sum.
 
-    For each of the five exchanges in `STEPS`: send what `instructions` says, `receive` every answer, then `next`.
-    After the last, `total` is the sum.
+    While there is a `step`: send what `instructions` says, `receive` every answer, then `next`. After the last, `total`
+    is the sum.
 
     Parameters
     ----------
@@ -80,14 +80,15 @@ class SecureSum:
         self._scaled = [name for name in self._shapes if name not in integers]
         self._closed = 0
         self._public_keys: set[bytes] = set()
-        self._answers: dict[str, dict[int, Mapping[str, Array]]] = {step: {} for step in STEPS}
+        self._steps = self._terms.steps
+        self._answers: dict[str, dict[int, Mapping[str, Array]]] = {step: {} for step in self._steps}
         self._sum = np.zeros(sum(math.prod(shape) for shape in self._shapes.values()), dtype=np.uint64)
         self._total: dict[str, Array] | None = None
 
     @property
     def step(self) -> str | None:
-        """The exchange under way; None when all five are closed."""
-        return STEPS[self._closed] if self._closed < len(STEPS) else None
+        """The exchange under way; None when all are closed."""
+        return self._steps[self._closed] if self._closed < len(self._steps) else None
 
     @property
     def waiting(self) -> tuple[int, ...]:
@@ -101,7 +102,7 @@ class SecureSum:
 
     def dropped(self) -> dict[int, str]:
         """Every client that is out, with the first exchange it did not answer."""
-        return {number: step for step in STEPS[: self._closed] for number in self._silent(step)}
+        return {number: step for step in self._steps[: self._closed] for number in self._silent(step)}
 
     def instructions(self) -> dict[int, Message]:
         """What to send to whom in the exchange under way."""
@@ -112,10 +113,10 @@ class SecureSum:
         if self.step == "keys":
             settings = {"clients": self._terms.clients, "threshold": self._terms.threshold}
             return dict.fromkeys(asked, Message({}, scalars | settings))
-        if self.step == "masked":
-            return {number: Message(self._parts_for(number), scalars) for number in asked}
-        if self.step == "shares":
+        if self._closed == 1:
             arrays = self._listed.arrays()
+        elif self.step == "masked":
+            return {number: Message(self._parts_for(number), scalars) for number in asked}
         elif self.step == "agree":
             survivors = np.array(asked, dtype=np.int64)
             groups = {number: set(self._graph.group(number)) - {number} for number in asked}
@@ -146,7 +147,7 @@ class SecureSum:
         self._answers[step][number] = checks[step](number, message)
 
     def next(self) -> None:
-        """Close the exchange: whoever has not answered is out.
+        """Close the exchange: whoever has not answered is out; where nobody is, nothing has to be agreed on.
 
         With fewer clients left than the threshold the exchange stays open and a `HeadstartError` says so.
         """
@@ -158,6 +159,9 @@ class SecureSum:
                 f"{left} of {self._terms.clients} clients are left, {self._terms.threshold} are needed to open the sum"
             )
         self._closed += 1
+        if self.step == "agree" and not self._silent("masked") and self._terms.clients <= LARGEST_CLIQUE:
+            self._answers["agree"] = self._answers["masked"]  # all have signed that all have sent parts and values
+            self._closed += 1
 
     def total(self) -> dict[str, Array]:
         """The sum of the values of the clients `heard`, by name."""
@@ -170,8 +174,8 @@ class SecureSum:
         return {name: array.copy() for name, array in self._total.items()}
 
     def _asked(self, step: str) -> tuple[int, ...]:
-        before = STEPS.index(step) - 1
-        return self._clients if before < 0 else tuple(sorted(self._answers[STEPS[before]]))
+        before = self._steps.index(step) - 1
+        return self._clients if before < 0 else tuple(sorted(self._answers[self._steps[before]]))
 
     def _silent(self, step: str) -> tuple[int, ...]:
         return tuple(number for number in self._asked(step) if number not in self._answers[step])
@@ -179,15 +183,19 @@ class SecureSum:
     @property
     def _listed(self) -> KeyList:
         """The keys of everybody that has sent some."""
-        keys, numbers = self._answers["keys"], self._asked("shares")
+        keys, numbers = self._answers["keys"], self._asked(self._steps[1])
         names = ("share_key", "mask_key", "exponents", "signature")
         return KeyList(numbers, *(np.stack([keys[number][name] for number in numbers]) for name in names))
 
     @cached_property
+    def _list_digest(self) -> bytes:
+        """Asked for when the keys are known."""
+        return self._listed.digest(self._terms)
+
+    @cached_property
     def _graph(self) -> Graph:
-        """Who shares with whom; asked for when the keys are known."""
-        listed = self._listed
-        return Graph.of(listed.digest(self._terms), listed.numbers, self._terms.threshold)
+        """Who shares with whom."""
+        return Graph.of(self._list_digest, self._asked("shares"), self._terms.threshold)
 
     def _signatures(self, step: str, numbers: Collection[int]) -> dict[str, Array]:
         """Those of some clients in an exchange, of as many as have answered it."""
@@ -236,11 +244,12 @@ class SecureSum:
     def _add_values(self, number: int, message: Message) -> Mapping[str, Array]:
         """Masked values go straight into the running sum; nothing is kept of them."""
         names = {VALUE + name: shape for name, shape in self._shapes.items()}
-        check_message(message, self._terms.session, "masked", {*names, "signature"}, number)
+        signed = set() if self._terms.all_stay else {"signature"}
+        check_message(message, self._terms.session, "masked", {*names} | signed, number)
         arrays = [message.array(name, "int64", shape) for name, shape in names.items()]
-        signature = message.array("signature", "uint8", (SIGNATURE_BYTES,))
+        signatures = {name: message.array(name, "uint8", (SIGNATURE_BYTES,)) for name in signed}
         self._sum += np.concatenate([array.ravel() for array in arrays]).view(np.uint64)
-        return {"signature": signature}
+        return signatures
 
     def _checked_signature(self, number: int, message: Message) -> Mapping[str, Array]:
         check_message(message, self._terms.session, "agree", {"signature"}, number)
@@ -264,6 +273,9 @@ class SecureSum:
 
     def _unmasked(self) -> npt.NDArray[np.uint64]:
         total, session = self._sum.copy(), self._terms.session
+        if self._terms.all_stay:  # every mask is there twice, once with either sign
+            return total
+        purpose = mask_purpose(self._list_digest)
         mask_keys = {number: answer["mask_key"].tobytes() for number, answer in self._answers["keys"].items()}
         for number, seed in self._rebuilt("seed_shares", SEED_BYTES).items():
             if derive(session, b"check", seed, number) != self._answers["shares"][number]["check"].tobytes():
@@ -275,7 +287,7 @@ class SecureSum:
                 raise MessageError(_misfit("mask key", number))
             for other in set(self._graph.group(number)) & set(self.heard):
                 mine, others = (number, mask_keys[number]), (other, mask_keys[other])
-                add_stream(total, pair_key(session, b"mask", secret, mine, others), -mask_sign(other, number))
+                add_stream(total, pair_key(session, purpose, secret, mine, others), -mask_sign(other, number))
         return total
 
     def _rebuilt(self, name: str, length: int) -> dict[int, bytes]:
