@@ -27,6 +27,7 @@ from headstart.config.recipe import Recipe
 from headstart.config.stage import ClosedForm, Rounds
 from headstart.core.files import write_atomically, write_json
 from headstart.core.message import Message, Scalar
+from headstart.core.metrics import tally_classes
 from headstart.core.reply import ClientState, Reply
 from headstart.core.statistics import Ints
 from headstart.data import Federation
@@ -313,7 +314,7 @@ class Node:
         elif record.scalars["question"] != asked.digest:
             last = record.scalars["done"]
             raise HeadstartError(f"the node has tested another model after round {last} of this stage")
-        return Message({"figures": record.arrays["figures"]})
+        return Message(record.arrays)
 
     def _evaluate(self, asked: NodeRequest, survivors: int) -> Message:
         """The model that the server shows, with what is the client's own, on the client's test examples."""
@@ -322,14 +323,15 @@ class Node:
         own = {name: values[0] for name, values in stage.method.own(read, stage.setup.task).items()}
         head = stage.method.load(asked.message, stage.setup.task, own)
         if not len(dataset.test):
-            return stage.figures.encode(0, 0, np.zeros(0), survivors)
+            nothing = tally_classes(np.zeros((0, len(head.bias))), np.zeros(0, np.int64))
+            return stage.figures.encode(0, 0, np.zeros(0), nothing, survivors)
         changes = not isinstance(stage.source, np.ndarray)
         features = stage.body.embedded("test") if changes else stage.body.features("test")
         scores, labels = head.scores(features), dataset.test.labels
         known = np.isfinite(scores[np.arange(len(labels)), labels])
         losses = -log_softmax(scores[known], axis=1)[np.arange(int(known.sum())), labels[known]]
         right = int(np.count_nonzero(scores.argmax(axis=1) == labels))
-        return stage.figures.encode(len(labels), right, losses, survivors)
+        return stage.figures.encode(len(labels), right, losses, tally_classes(scores, labels), survivors)
 
     def _load(self, asked: NodeRequest) -> _Stage:
         """The stage that is asked about; the one before it is forgotten."""
@@ -342,7 +344,7 @@ class Node:
             recipe = self.limits.applied(self.recipe) if self.alone else self.recipe
             method, channel = setup.method(recipe, body, None if self.alone else ())
             stage = self.recipe.stages[setup.number]
-            figures = FiguresChannel.of(stage, setup.clients, None)
+            figures = FiguresChannel.of(stage, setup.clients, None, setup.tasks[setup.task][1])
             changes = plan_of(stage, frozenset(setup.personal)).changes_features
             source: Any = body.inputs() if changes else body.features("train")
             self._stage = key, _Stage(stage, setup, ClientRuntime(method, channel), figures, body, source)

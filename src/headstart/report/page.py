@@ -19,7 +19,7 @@ from headstart.report.figures import (
     save,
     svg,
 )
-from headstart.report.tables import COST_COLUMNS, cost_rows, human_bytes, remarks, write_tables
+from headstart.report.tables import cost_table, human_bytes, remarks, write_tables
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1c2330; --paper: #fff; --line: #d8dde6; --soft: #f4f6fa; --accent: #2f7ed8; }
@@ -95,7 +95,7 @@ def write_folder(folder: Path, records: Sequence[Record]) -> list[str]:
     for name, figure in written.items():
         for ending in ("svg", "png"):
             save(figure, folder / "figures" / f"{name}.{ending}")
-    tables = write_tables(folder / "costs", COST_COLUMNS, cost_rows(groups))
+    tables = write_tables(folder / "costs", *cost_table(groups))
     write_report(folder / "report.html", records)
     figures = [f"figures/{name}.{ending}" for name in written for ending in ("svg", "png")]
     return ["report.html", *(table.name for table in tables), *figures]
@@ -112,12 +112,13 @@ def report_body(records: Sequence[Record]) -> str:
     parts = [f"<h1>{escape(_title(records))}</h1>"]
     if len(records) == 1:
         parts.append(_about(records[0]))
-    if rows := cost_rows(groups):
+    columns, rows = cost_table(groups)
+    if rows:
         parts.append("<h2>Accuracy and cost</h2>")
         if drawn:
             parts += [_legend([curve.label for curve in drawn]), _curves(drawn)]
         named = 0 if len(groups) > 1 else 1
-        parts.append(html_table(COST_COLUMNS[named:], [row[named:] for row in rows]))
+        parts.append(html_table(columns[named:], [row[named:] for row in rows]))
         parts.append(_formulas(records))
     parts += [_remarks(groups), _privacy(records), _clients(groups)]
     if len(records) == 1:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from headstart.config.recipe import Recipe
 from headstart.config.stage import Stage
 from headstart.core.ledger import peak_memory
+from headstart.core.metrics import SHOWN
 from headstart.core.progress import reported
 from headstart.data import Federation
 from headstart.engine.body import PRETRAINED, Body
@@ -220,7 +221,7 @@ class Run:
         summary = {
             "name": self.recipe.name,
             "stages": self.stages,
-            "accuracy": self.stages[-1]["accuracy"],
+            **{name: self.stages[-1][name] for name in SHOWN if name in self.stages[-1]},
             **{name: self.spent[name] for name in COSTS},
             "clients": federation.n_clients,
             "classes": len(federation.dataset.classes),

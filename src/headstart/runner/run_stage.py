@@ -227,7 +227,7 @@ class StageRun:
     @cached_property
     def figures(self) -> FiguresChannel:
         """What nodes tell of tests."""
-        return FiguresChannel.of(self.settings, self.federation.n_clients, self.noise)
+        return FiguresChannel.of(self.settings, self.federation.n_clients, self.noise, self.tasks[0].n_classes)
 
     @property
     def _tested_by_nodes(self) -> bool:
