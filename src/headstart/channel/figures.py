@@ -23,10 +23,11 @@ import numpy as np
 from headstart.channel.accounting import noise_multiplier
 from headstart.config.stage import ClosedForm, Privacy, Rounds
 from headstart.core.message import Array, Message
-from headstart.core.metrics import Metrics, Tally, class_metrics, class_shapes
+from headstart.core.metrics import Metrics, Tally, class_metrics, class_shapes, target_metrics
 from headstart.core.seeds import Seed, generator_of
 from headstart.core.statistics import Floats
-from headstart.errors import MessageError
+from headstart.core.target import Target
+from headstart.errors import HeadstartError, MessageError
 
 _LARGEST_LOSS = 10.0
 # Of whole numbers for 1, in a secure sum; rounding moves each figure by half of one at most.
@@ -39,7 +40,7 @@ _TEST = 0x7E57
 class FiguresChannel:
     """Figures of the tests of a stage between nodes and server.
 
-    times: tests in the stage; seed: what noise is drawn from; n_classes: C.
+    times: tests in the stage; seed: what noise is drawn from; n_classes: C, or how many targets there are.
     """
 
     privacy: Privacy | None
@@ -48,17 +49,22 @@ class FiguresChannel:
     times: int
     seed: Seed
     n_classes: int
+    target: Target = "classes"
 
     @classmethod
-    def of(cls, stage: ClosedForm | Rounds, clients: int, seed: Seed, n_classes: int) -> FiguresChannel:
+    def of(
+        cls, stage: ClosedForm | Rounds, clients: int, seed: Seed, n_classes: int, target: Target = "classes"
+    ) -> FiguresChannel:
         """That of a stage with so many clients and classes."""
         times = stage.rounds_for(clients) // stage.evaluate_every + 2  # before the first round, and after the last
-        return cls(stage.privacy, "client" if stage.trains else "example", times, seed, n_classes)
+        return cls(stage.privacy, "client" if stage.trains else "example", times, seed, n_classes, target)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Names and shapes of what a node tells; figures: examples, right answers, examples of classes that the head
         knows, and their loss."""
+        if self.target != "classes":
+            return {"figures": (4,), "outputs": (4, self.n_classes)}
         return {"figures": (4,), **({} if self.privacy else class_shapes(self.n_classes))}
 
     @cached_property
@@ -80,6 +86,12 @@ class FiguresChannel:
             figures += self.deviation / share * generator_of(None).standard_normal(4)
         return Message({"figures": figures, **({} if self.privacy else tally)})
 
+    def encode_targets(self, tally: Tally) -> Message:
+        """What a node tells of a test on targets that are no classes; without privacy, for errors have no bound."""
+        if self.privacy is not None:
+            raise HeadstartError(f"with privacy a node does not test {self.target}: its errors have no largest value")
+        return Message(tally)
+
     def to_sum(self, message: Message) -> dict[str, Array]:
         """What a node adds in a secure sum; with privacy whole numbers, whose sizes nobody is told beforehand."""
         arrays = {name: array.astype(np.float64) for name, array in message.arrays.items()}
@@ -94,7 +106,7 @@ class FiguresChannel:
     def read(self, message: Message) -> dict[str, Floats]:
         """What a node tells, checked."""
         found = {n: message.array(n, "float64", shape).astype(np.float64) for n, shape in self.shapes.items()}
-        if self.privacy is None and not _possible(found):
+        if self.privacy is None and not (_possible if self.target == "classes" else _possible_errors)(found):
             raise MessageError("its figures make no sense")
         return found
 
@@ -106,9 +118,13 @@ class FiguresChannel:
             figures = figures + self.deviation * generator_of(self.seed, _TEST, done).standard_normal(4)
         examples, right, known, loss = figures.tolist()
         scale = _LARGEST_LOSS if self.privacy else 1.0
-        accuracy = min(max(right / examples, 0.0), 1.0) if examples > 0 else None
-        more = class_metrics({} if self.privacy else total)
+        accuracy = min(max(right / examples, 0.0), 1.0) if examples > 0 and self.target != "regression" else None
+        more = self.metrics({} if self.privacy else total)
         return accuracy, max(scale * loss / known, 0.0) if known > 0 else None, more
+
+    def metrics(self, total: Tally) -> Metrics:
+        """The metrics beside accuracy and loss of what was added up; None for each of nothing."""
+        return class_metrics(total) if self.target == "classes" else target_metrics(total, self.target)
 
     @property
     def promise(self) -> dict[str, Any] | None:
@@ -135,3 +151,9 @@ def _possible(found: Tally) -> bool:
         and (both <= np.minimum(true, predicted)).all()
         and (np.maximum(hits, confidence) <= size * (1 + 1e-9)).all()
     )
+
+
+def _possible_errors(found: Tally) -> bool:
+    """Whether a test on targets that are no classes has these sums."""
+    (examples, right, known, loss), outputs = found["figures"], found["outputs"]
+    return bool(0 <= right <= examples <= 1e15 and known == examples and loss >= 0 and (outputs[1:] >= 0).all())

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headstart.core.statistics import Floats, Ints
+from headstart.core.target import Target
 
 Scores = npt.NDArray[np.floating]
 Tally = Mapping[str, Floats]
@@ -61,6 +62,61 @@ def class_metrics(tally: Tally) -> Metrics:
         "balanced_accuracy": _mean_ratio(right, true),
         "calibration_error": error,
     }
+
+
+def tally_targets(scores: Scores, targets: Floats, kind: Target) -> dict[str, Floats]:
+    """figures [4]: examples, of labels those with every label right, examples again, and the sum of their squared
+    errors; outputs [4, q]: Σ y, Σ y², squared and absolute errors, or, of labels, how many examples have each, are
+    predicted to, and both, and squared errors. scores, targets: [n, q]."""
+    values = scores.astype(np.float64)
+    if kind == "regression":
+        errors = values - targets
+        outputs = np.stack([targets.sum(0), (targets**2).sum(0), (errors**2).sum(0), np.abs(errors).sum(0)])
+        right = 0
+    else:
+        errors, predicted, has = label_shares(values) - targets, values > 0, targets > 0
+        outputs = np.stack([has.sum(0), predicted.sum(0), (has & predicted).sum(0), (errors**2).sum(0)])
+        right = int((has == predicted).all(axis=1).sum())
+    loss = float((errors**2).mean(axis=1).sum())
+    return {"figures": np.array([len(targets), right, len(targets), loss]), "outputs": outputs.astype(np.float64)}
+
+
+def target_metrics(tally: Tally, kind: Target) -> Metrics:
+    """R² and mean absolute error, averaged over the outputs, as in scikit-learn; of labels, macro-F1."""
+    if not tally:
+        return {"r2": None, "mae": None} if kind == "regression" else {"macro_f1": None}
+    examples, outputs = tally["figures"][0], tally["outputs"]
+    if kind == "multilabel":
+        true, predicted, right, _ = outputs
+        return {"macro_f1": _mean_ratio(2 * right, true + predicted)}
+    total, squares, squared, absolute = outputs
+    spread = squares - total**2 / max(examples, 1)
+    varies = spread > 1e-12 * squares  # of a constant nothing can be explained
+    r2 = float((1 - squared[varies] / spread[varies]).mean()) if varies.any() else None
+    return {"r2": r2, "mae": float(absolute.mean() / examples) if examples else None}
+
+
+def ranking_metrics(scores: Scores, targets: Floats) -> Metrics:
+    """Area under the ROC curve and average precision, averaged over the labels that some examples have and some have
+    not; they need all scores in one place."""
+    from sklearn.metrics import average_precision_score, roc_auc_score
+
+    both = (targets > 0).any(axis=0) & (targets <= 0).any(axis=0)
+    if not both.any() or not np.isfinite(scores).all():
+        return {"roc_auc": None, "average_precision": None}
+    has, given = targets[:, both] > 0, scores[:, both]
+    return {
+        "roc_auc": float(np.mean([roc_auc_score(has[:, c], given[:, c]) for c in range(has.shape[1])])),
+        "average_precision": float(
+            np.mean([average_precision_score(has[:, c], given[:, c]) for c in range(has.shape[1])])
+        ),
+    }
+
+
+def label_shares(scores: Scores) -> Floats:
+    """The share of examples with such scores [n, q] that have each label, as far as it is linear; a label is predicted
+    above one half."""
+    return np.asarray(np.clip((scores.astype(np.float64) + 1) / 2, 0, 1))
 
 
 def added(tallies: Sequence[Tally]) -> dict[str, Floats]:

@@ -19,7 +19,7 @@ from headstart.channel.figures import FiguresChannel
 from headstart.channel.shared_noise import SharedNoise, survivor_levels
 from headstart.config.stage import ClosedForm, Rounds
 from headstart.core.message import Message
-from headstart.core.metrics import Metrics, Tally, added, class_metrics
+from headstart.core.metrics import Metrics, Tally, added
 from headstart.core.reply import Failure, GroupReply, Reply
 from headstart.engine.client_states import ClientStates
 from headstart.engine.flower_messages import count_of, noise_keys, read_reply, reason_of
@@ -225,7 +225,7 @@ class FlowerClients:
 
     def judged(self, total: Tally) -> tuple[float | None, float | None, Metrics]:
         """Accuracy, loss and the other metrics of what was added up."""
-        return self.figures.finish(total, self._played) if total else (None, None, class_metrics({}))
+        return self.figures.finish(total, self._played) if total else (None, None, self.figures.metrics({}))
 
     def _request(
         self, client: int, message: Message, new: bool, kind: str = "answer", tell: bool = True

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -135,8 +136,14 @@ def _about(record: Record) -> str:
     unused = f", {summary['unused_examples']:,} left unused" if summary["unused_examples"] else ""
     return (
         f"<p>{told}: {summary['clients']:,} clients, {summary['examples']:,} training examples{unused}, "
-        f"{summary['classes']:,} classes. Peak memory {human_bytes(summary['peak_rss_bytes'])}.</p>"
+        f"{_learned(summary)}. Peak memory {human_bytes(summary['peak_rss_bytes'])}.</p>"
     )
+
+
+def _learned(summary: Mapping[str, Any]) -> str:
+    """How many of what is learned; runs of earlier versions had classes."""
+    what = {"regression": "targets", "multilabel": "labels"}.get(summary.get("target", "classes"), "classes")
+    return f"{summary['classes']:,} {what if summary['classes'] != 1 else what.removesuffix('s')}"
 
 
 def _legend(labels: Sequence[str]) -> str:

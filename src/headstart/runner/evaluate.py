@@ -11,9 +11,19 @@ import numpy as np
 import numpy.typing as npt
 from scipy.special import log_softmax
 
-from headstart.core.metrics import Metrics, added, class_metrics, spread, tally_classes
+from headstart.core.metrics import (
+    Metrics,
+    added,
+    class_metrics,
+    ranking_metrics,
+    spread,
+    tally_classes,
+    tally_targets,
+    target_metrics,
+)
 from headstart.core.statistics import Features, Floats, Ints, summarise
-from headstart.data import Federation
+from headstart.core.target import Target
+from headstart.data import Examples, Federation
 from headstart.engine.body import Body
 from headstart.engine.client_states import ClientStates
 from headstart.heads import LinearHead
@@ -69,6 +79,19 @@ def evaluate(
         by_client = _weighted(_rates(right, labels, counts.shape[1]), counts)
     more = class_metrics(tally_classes(scores, labels))
     return Evaluation(float(right.mean()), _mean(losses), by_client, (labels, answers), more)
+
+
+def evaluate_targets(head: LinearHead, features: Features, targets: Floats, kind: Target) -> Evaluation:
+    """Evaluate a head on features [n, d] with targets [n, q] that are no classes; of labels, the accuracy is the share
+    of examples with every label right, and the loss is the squared error of the share of each."""
+    scores = head.scores(features)
+    if not np.isfinite(scores).all():  # nobody was heard yet
+        return Evaluation(None, None, more=target_metrics({}, kind))
+    tally = tally_targets(scores, targets, kind)
+    examples, right, _, loss = tally["figures"]
+    ranking = ranking_metrics(scores, targets) if kind == "multilabel" else {}
+    accuracy = None if kind == "regression" else float(right / examples)
+    return Evaluation(accuracy, float(loss / examples), more={**target_metrics(tally, kind), **ranking})
 
 
 def evaluate_each(scorers: Iterable[Scorer], labels: Ints, owners: Ints | None, counts: Ints) -> Evaluation:
@@ -192,6 +215,8 @@ class NodeEvaluator:
         for client, tally in found.each.items():
             examples, right = tally["figures"][:2]
             by_client[client] = right / examples if examples else np.nan
+        if self.federation.dataset.target == "regression":
+            by_client = np.full_like(by_client, np.nan)
         accuracy, loss, more = self.clients.judged(found.total)
         whole = Evaluation(accuracy, loss, by_client, None, more, found.nbytes)
         return whole, {self.federation.tasks[0]: whole}
@@ -221,6 +246,11 @@ class LocalEvaluator:
     def __call__(self, state: Any, split: str) -> tuple[Evaluation, dict[str, Evaluation]]:
         """On a split: all tasks together, and each by its name."""
         found = {}
+        examples: Examples = getattr(self.federation.dataset, split)
+        if examples.targets is not None:
+            head, features = self._global(state, 0, split)
+            whole = evaluate_targets(head, features, examples.targets, self.federation.dataset.target)
+            return whole, {self.federation.tasks[0]: whole}
         for task, name in enumerate(self.federation.tasks):
             labels, owners, counts = self._facts(task, split)
             if self.method.personal:

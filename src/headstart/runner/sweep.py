@@ -19,7 +19,7 @@ from headstart.report import human_bytes, metric_cell, metric_heading, metrics_o
 from headstart.runner import run
 
 # Keys whose own value is a list: a sweep over one of them is a list of lists.
-_LISTS = ("classes", "label_words", "input_column")
+_LISTS = ("classes", "label_words", "input_column", "label_column")
 SEED = "seed"
 
 
