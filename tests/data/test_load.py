@@ -111,15 +111,15 @@ def changed(values: np.ndarray, row: int, value: float) -> np.ndarray:
         ({"X": X, "y": Y[:19]}, r"y must be whole numbers \[20\]; it is int64 \[19\]"),
         (
             {"X": X, "y": Y[:, None]},
-            "y holds whole numbers, as int64: where they are classes, write them as integers in",
+            "y holds whole numbers, as int64: where they are classes, write them as int",
         ),
         (
             {"X": X, "y": Y.astype(float)},
-            "y holds whole numbers, as float64: .* otherwise set data.target = 'regression'",
+            "y holds whole numbers, as float64: .*; otherwise set data.target =",
         ),
         (
             {"X": X, "y": np.where(Y == 0, np.nan, 0.5)},
-            "y holds NaN or infinity; every target of every example must be",
+            "y holds NaN or infinity; every target of every example",
         ),
         ({"X": X, "y": np.ones((20, 2, 2))}, r"y must be numbers \[n\] or \[n, q\]; it is float64 \[20, 2, 2\]"),
         ({"X": X, "y": Y.astype(str)}, "y must be whole numbers"),

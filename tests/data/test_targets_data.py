@@ -54,7 +54,8 @@ def csv(path: Path, **data: Any) -> Dataset:
 def test_a_column_of_numbers_and_several_columns_of_labels(tmp_path: Path) -> None:
     dose = csv(tmp_path, label_column="dose")
     assert (dose.target, dose.classes, dose.kind) == ("regression", ("dose",), "text")
-    assert dose.train.targets is not None and dose.test.targets is not None
+    assert dose.train.targets is not None
+    assert dose.test.targets is not None
     assert len(dose.test) == 4
     both = np.concatenate([dose.train.targets, dose.test.targets])[:, 0]
     np.testing.assert_array_equal(np.sort(both), np.arange(20) / 4)

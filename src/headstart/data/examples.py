@@ -245,8 +245,8 @@ def read_targets(
     rounded = all((values == np.rint(values)).all() for values in found.values())
     if asked is None and rounded and (flat or not binary):
         raise HeadstartError(
-            f"{where} holds whole numbers, as {next(iter(given.values())).dtype}: where they are classes, write them as "
-            "integers in one column; otherwise set data.target = 'regression'"
+            f"{where} holds whole numbers, as {next(iter(given.values())).dtype}: where they are classes, write them "
+            "as integers in one column; otherwise set data.target = 'regression'"
         )
     if asked == "multilabel" and not binary:
         raise HeadstartError(f"{where} must be 0 and 1, a column for each label; it holds other numbers")

@@ -36,7 +36,13 @@ def load_silo(data: Data, path: str, seed: int = 0) -> Dataset:
     may be empty."""
     if data.classes is None:
         raise HeadstartError("data.classes: name the classes: clients that hold their own data number them by it")
-    return load_dataset(data.model_copy(update={"dataset": path}), seed, alone=True)
+    dataset = load_dataset(data.model_copy(update={"dataset": path}), seed, alone=True)
+    if dataset.target != (data.target or "classes"):
+        raise HeadstartError(
+            f"data.target: {path} has {dataset.target} targets; where clients hold their own data, the recipe has to "
+            f"say so: set data.target = {dataset.target!r}"
+        )
+    return dataset
 
 
 def load_dataset(data: Data, seed: int = 0, alone: bool = False) -> Dataset:

@@ -153,6 +153,9 @@ def _targets(
         raise HeadstartError("data.label_column: a class is in one column; name one, or leave data.target out")
     for column in columns:
         _refuse_missing(tables, column)
+    feature = tables["train"].features[columns[0]]
+    if len(columns) == 1 and asked is None and not (isinstance(feature, datasets.Value) and "float" in feature.dtype):
+        return None
     where = f"data.label_column: {', '.join(columns)}"
     values = {split: [np.asarray(_values(table, column)) for column in columns] for split, table in tables.items()}
     if len(columns) == 1:
