@@ -277,15 +277,16 @@ class _Bench:
         """Linear probing from a head, with the learning rate that is best for choosing."""
         clients, found = self.whole.n_clients, []
         for rate in _RATES:
-            stage = {"method": "fedavg", "train": "head", "rounds": rounds, "lr": rate, "evaluate_every": rounds}
-            stage["clients_per_round"] = min(_PER_ROUND, self.federation.n_clients)
+            sampled = min(_PER_ROUND, self.federation.n_clients)
+            stage: dict[str, Any] = {"method": "fedavg", "train": "head", "rounds": rounds, "lr": rate}
+            stage |= {"clients_per_round": sampled, "evaluate_every": rounds}
             *_, last = self._run(*head.stages, stage)
             found.append((last["validation_accuracy"], last, stage))
             advance()
         chosen, shown, stage = max(found, key=lambda each: float(each[0]))
         stage = {**stage, "clients_per_round": min(_PER_ROUND, clients)}
-        asked = int(stage["rounds"]) * int(stage["clients_per_round"])
-        message = ceil(shown["bytes_up"] / (rounds * min(_PER_ROUND, self.federation.n_clients)))
+        asked = rounds * int(stage["clients_per_round"])
+        message = ceil(shown["bytes_up"] / (rounds * sampled))
         return Candidate(
             name, (*head.stages, stage), chosen, {name: shown[name] for name in SHOWN if name in shown},
             (head.per_client or 0) + rounds * message, (head.bytes_up or 0) + asked * message,
