@@ -10,14 +10,20 @@ if TYPE_CHECKING:
     from headstart.core.statistics import ClientStatistics
     from headstart.errors import HeadstartError
     from headstart.heads.estimators import Fed3R, FedCOF, FedNCM
+    from headstart.heads.target_estimators import Fed3RMultiLabel, Fed3RRegressor
     from headstart.methods import register
     from headstart.runner import Result, run
 
-__all__ = ["ClientStatistics", "Fed3R", "FedCOF", "FedNCM", "HeadstartError", "Recipe", "Result", "register", "run"]
+__all__ = [
+    "ClientStatistics", "Fed3R", "Fed3RMultiLabel", "Fed3RRegressor", "FedCOF", "FedNCM", "HeadstartError", "Recipe",
+    "Result", "register", "run",
+]  # fmt: skip
 
 _HOMES = {
     "ClientStatistics": "core.statistics",
     "Fed3R": "heads.estimators",
+    "Fed3RMultiLabel": "heads.target_estimators",
+    "Fed3RRegressor": "heads.target_estimators",
     "FedCOF": "heads.estimators",
     "FedNCM": "heads.estimators",
     "HeadstartError": "errors",

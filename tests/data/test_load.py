@@ -109,8 +109,19 @@ def changed(values: np.ndarray, row: int, value: float) -> np.ndarray:
         ({"X": changed(X, 3, -np.inf), "y": Y}, "first at row 3"),
         ({"X": changed(X, 9, 1e39), "y": Y}, "beyond float32, the first at row 9; clean them or scale them down"),
         ({"X": X, "y": Y[:19]}, r"y must be whole numbers \[20\]; it is int64 \[19\]"),
-        ({"X": X, "y": Y[:, None]}, r"y must be whole numbers \[20\]; it is int64 \[20, 1\]"),
-        ({"X": X, "y": Y.astype(float)}, "y must be whole numbers .* it is float64"),
+        (
+            {"X": X, "y": Y[:, None]},
+            "y holds whole numbers, as int64: where they are classes, write them as int",
+        ),
+        (
+            {"X": X, "y": Y.astype(float)},
+            "y holds whole numbers, as float64: .*; otherwise set data.target =",
+        ),
+        (
+            {"X": X, "y": np.where(Y == 0, np.nan, 0.5)},
+            "y holds NaN or infinity; every target of every example",
+        ),
+        ({"X": X, "y": np.ones((20, 2, 2))}, r"y must be numbers \[n\] or \[n, q\]; it is float64 \[20, 2, 2\]"),
         ({"X": X, "y": Y.astype(str)}, "y must be whole numbers"),
         ({"X": X, "y": Y - 1}, "label -1 at row 0 is out of range"),
         ({"X": X, "y": changed(Y, 5, 10**9)}, "label 1000000000 at row 5 is out of range; .* from 0 to 999"),

@@ -220,7 +220,7 @@ def test_an_unlabelled_test_without_validation_is_cut_from_training(tmp_path: Pa
 @pytest.mark.parametrize(
     ("labels", "sentence"),
     [
-        ([0.5, 1.5, 0.5], "train: labels in 'label' are float values; give text or whole numbers"),
+        ([1.0, 2.0, 1.0], "label holds whole numbers, as float64: where they are classes, write them as integers"),
         (["a", None, "b", None], "train: 2 examples have no 'label', the first at row 1"),
         ([0, 1, None], "train: 1 examples have no 'label', the first at row 2"),
         ([None, None], "no example has a label in column 'label'"),

@@ -10,9 +10,11 @@ import pytest
 pytest.importorskip("flwr")
 
 from flwr.supercore.task_identity import TaskIdentity
+from sklearn.metrics import balanced_accuracy_score, f1_score
 
 from headstart.config.node import NodeLimits
 from headstart.core.message import Message as Wire
+from headstart.data import Federation
 from headstart.engine.flower_messages import facts_of, recipe_digest
 from headstart.engine.node_ledger import NodeLedger
 from headstart.engine.respond import respond, run_of
@@ -21,6 +23,8 @@ from tests.channel.test_attacks import NCM, SGD, Silo, head, model, statistics
 from tests.engine.test_node import FOUR, LOCAL, NAMES, Grid, recipe_of, serve, silos
 
 __all__ = ["silos"]  # a fixture
+
+METRICS = ("accuracy", "loss", "macro_f1", "balanced_accuracy", "calibration_error")
 
 
 @pytest.fixture(autouse=True)
@@ -231,7 +235,16 @@ def test_figures_of_a_secure_test_are_those_of_an_open_one(silos: Path, tmp_path
     for secure in (False, True):
         grid = grid_of(silos, tmp_path / str(secure), {**stage, "secure": secure})
         result = serve(grid, tmp_path / f"out-{secure}")
-        found.append((result.summary["accuracy"], result.summary["stages"][0]["loss"]))
+        (line,) = result.summary["stages"]
+        found.append([line[name] for name in METRICS])
+        entries = [entry for name in FOUR for entry in NodeLedger(grid.folder(name)).entries()]
+        told = [entry["bytes"] for entry in entries if "test" in (entry["kind"], entry.get("of"))]
+        assert line["test_bytes_up"] == sum(told) > 0
+        tests = [Federation.silo(grid.recipe, str(silos / f"{name}.npz"), name).dataset.test for name in FOUR]
+        labels = np.concatenate([test.labels for test in tests])
+        answers = result.head.scores(np.concatenate([test.features() for test in tests])).argmax(axis=1)
+        assert line["macro_f1"] == pytest.approx(f1_score(labels, answers, average="macro"), rel=1e-5)
+        assert line["balanced_accuracy"] == pytest.approx(balanced_accuracy_score(labels, answers), rel=1e-5)
         assert (result.summary["stages"][0]["local_accuracy_mean"] is None) == secure
     assert found[1] == pytest.approx(found[0], rel=1e-5)
 

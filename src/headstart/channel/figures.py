@@ -1,5 +1,9 @@
 """What nodes tell of a test of the model: exact figures, or figures with noise that is accounted for.
 
+Without privacy nodes tell sums for every class and bin of confidence, too (`core.metrics`): macro-F1, balanced accuracy
+and calibration come of them. With privacy they do not: the sums of one example would grow from 2 to √10 in norm, which
+is 1.6 times the noise on the accuracy, and counts of classes with few examples would be noise alone.
+
 With privacy the unit is that of the stage. An example adds at most 1 to each of the four figures, its loss as a share
 of the largest that counts; where the unit is a client, it tells means over its examples instead of sums. Either way one
 unit moves the four by at most 2 in Euclidean norm, with rounding a little more. One Gaussian mechanism covers all tests
@@ -8,6 +12,7 @@ of the stage.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import sqrt
@@ -18,12 +23,11 @@ import numpy as np
 from headstart.channel.accounting import noise_multiplier
 from headstart.config.stage import ClosedForm, Privacy, Rounds
 from headstart.core.message import Array, Message
+from headstart.core.metrics import Metrics, Tally, class_metrics, class_shapes, target_metrics
 from headstart.core.seeds import Seed, generator_of
 from headstart.core.statistics import Floats
-from headstart.errors import MessageError
-
-SHAPES: dict[str, tuple[int, ...]] = {"figures": (4,)}
-"""Examples, right answers, examples of classes that the head knows, and their loss."""
+from headstart.core.target import Target
+from headstart.errors import HeadstartError, MessageError
 
 _LARGEST_LOSS = 10.0
 # Of whole numbers for 1, in a secure sum; rounding moves each figure by half of one at most.
@@ -36,7 +40,7 @@ _TEST = 0x7E57
 class FiguresChannel:
     """Figures of the tests of a stage between nodes and server.
 
-    times: tests in the stage; seed: what noise is drawn from.
+    times: tests in the stage; seed: what noise is drawn from; n_classes: C, or how many targets there are.
     """
 
     privacy: Privacy | None
@@ -44,12 +48,24 @@ class FiguresChannel:
     unit: str
     times: int
     seed: Seed
+    n_classes: int
+    target: Target = "classes"
 
     @classmethod
-    def of(cls, stage: ClosedForm | Rounds, clients: int, seed: Seed) -> FiguresChannel:
-        """That of a stage with so many clients."""
+    def of(
+        cls, stage: ClosedForm | Rounds, clients: int, seed: Seed, n_classes: int, target: Target = "classes"
+    ) -> FiguresChannel:
+        """That of a stage with so many clients and classes."""
         times = stage.rounds_for(clients) // stage.evaluate_every + 2  # before the first round, and after the last
-        return cls(stage.privacy, "client" if stage.trains else "example", times, seed)
+        return cls(stage.privacy, "client" if stage.trains else "example", times, seed, n_classes, target)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of what a node tells; figures: examples, right answers, examples of classes that the head
+        knows, and their loss."""
+        if self.target != "classes":
+            return {"figures": (4,), "outputs": (4, self.n_classes)}
+        return {"figures": (4,), **({} if self.privacy else class_shapes(self.n_classes))}
 
     @cached_property
     def deviation(self) -> float:
@@ -58,9 +74,9 @@ class FiguresChannel:
             return 0.0
         return _SENSITIVITY * noise_multiplier(self.privacy.test_epsilon, self.privacy.delta, self.times)
 
-    def encode(self, examples: int, right: int, losses: Floats, survivors: int = 1) -> Message:
-        """What a node tells; losses: of the examples whose class the head knows; survivors: of a secure sum, at least
-        so many clients share the noise."""
+    def encode(self, examples: int, right: int, losses: Floats, tally: Tally, survivors: int = 1) -> Message:
+        """What a node tells; losses: of the examples whose class the head knows; tally: of all, by class and by
+        confidence; survivors: of a secure sum, at least so many clients share the noise."""
         loss = float(np.minimum(losses, _LARGEST_LOSS).sum() / _LARGEST_LOSS) if self.privacy else float(losses.sum())
         figures = np.array([examples, right, len(losses), loss], np.float64)
         if self.privacy is not None and self.unit == "client":
@@ -68,33 +84,47 @@ class FiguresChannel:
         if self.privacy is not None and self.privacy.noise != "server":
             share = sqrt(survivors) if self.privacy.noise == "shared" else 1.0
             figures += self.deviation / share * generator_of(None).standard_normal(4)
-        return Message({"figures": figures})
+        return Message({"figures": figures, **({} if self.privacy else tally)})
+
+    def encode_targets(self, tally: Tally) -> Message:
+        """What a node tells of a test on targets that are no classes; without privacy, for errors have no bound."""
+        if self.privacy is not None:
+            raise HeadstartError(f"with privacy a node does not test {self.target}: its errors have no largest value")
+        return Message(tally)
 
     def to_sum(self, message: Message) -> dict[str, Array]:
         """What a node adds in a secure sum; with privacy whole numbers, whose sizes nobody is told beforehand."""
-        figures = message.arrays["figures"].astype(np.float64)
-        return {"figures": np.rint(_STEPS * figures).astype(np.int64) if self.privacy else figures}
+        arrays = {name: array.astype(np.float64) for name, array in message.arrays.items()}
+        if self.privacy is None:
+            return dict(arrays)
+        return {name: np.rint(_STEPS * array).astype(np.int64) for name, array in arrays.items()}
 
-    def of_sum(self, total: Array) -> Floats:
-        """The figures of a secure sum."""
-        return total.astype(np.float64) / (_STEPS if self.privacy else 1.0)
+    def of_sum(self, total: Mapping[str, Array]) -> dict[str, Floats]:
+        """What all told, of a secure sum."""
+        return {name: array.astype(np.float64) / (_STEPS if self.privacy else 1.0) for name, array in total.items()}
 
-    def read(self, message: Message) -> Floats:
-        """A node's figures, checked."""
-        figures = message.array("figures", "float64", (4,)).astype(np.float64)
-        examples, right, known, loss = figures
-        if self.privacy is None and not (0 <= right <= examples and 0 <= known <= examples <= 1e15 and loss >= 0):
+    def read(self, message: Message) -> dict[str, Floats]:
+        """What a node tells, checked."""
+        found = {n: message.array(n, "float64", shape).astype(np.float64) for n, shape in self.shapes.items()}
+        if self.privacy is None and not (_possible if self.target == "classes" else _possible_errors)(found):
             raise MessageError("its figures make no sense")
-        return figures
+        return found
 
-    def finish(self, total: Floats, done: int) -> tuple[float | None, float | None]:
-        """Accuracy and loss of everybody's figures, after so many rounds; with the server's noise where it adds it."""
+    def finish(self, total: Tally, done: int) -> tuple[float | None, float | None, Metrics]:
+        """Accuracy, loss and the other metrics of what everybody told, after so many rounds; with the server's noise
+        where it adds it."""
+        figures = total["figures"]
         if self.privacy is not None and self.privacy.noise == "server":
-            total = total + self.deviation * generator_of(self.seed, _TEST, done).standard_normal(4)
-        examples, right, known, loss = total.tolist()
+            figures = figures + self.deviation * generator_of(self.seed, _TEST, done).standard_normal(4)
+        examples, right, known, loss = figures.tolist()
         scale = _LARGEST_LOSS if self.privacy else 1.0
-        accuracy = min(max(right / examples, 0.0), 1.0) if examples > 0 else None
-        return accuracy, max(scale * loss / known, 0.0) if known > 0 else None
+        accuracy = min(max(right / examples, 0.0), 1.0) if examples > 0 and self.target != "regression" else None
+        more = self.metrics({} if self.privacy else total)
+        return accuracy, max(scale * loss / known, 0.0) if known > 0 else None, more
+
+    def metrics(self, total: Tally) -> Metrics:
+        """The metrics beside accuracy and loss of what was added up; None for each of nothing."""
+        return class_metrics(total) if self.target == "classes" else target_metrics(total, self.target)
 
     @property
     def promise(self) -> dict[str, Any] | None:
@@ -105,3 +135,25 @@ class FiguresChannel:
         return {
             "epsilon": privacy.test_epsilon, "delta": privacy.delta, "unit": self.unit, "noise": privacy.noise
         }  # fmt: skip
+
+
+def _possible(found: Tally) -> bool:
+    """Whether some test has these sums."""
+    (examples, right, known, loss), (true, predicted, both) = found["figures"], found["classes"]
+    size, confidence, hits = found["bins"]
+    whole = np.isclose([true.sum(), predicted.sum(), both.sum(), size.sum()], [examples, examples, right, examples])
+    return bool(
+        0 <= right <= examples <= 1e15
+        and 0 <= known <= examples
+        and loss >= 0
+        and (whole[:3].all() and (whole[3] or not size.any()))
+        and min(both.min(initial=0), hits.min(), confidence.min()) >= 0
+        and (both <= np.minimum(true, predicted)).all()
+        and (np.maximum(hits, confidence) <= size * (1 + 1e-9)).all()
+    )
+
+
+def _possible_errors(found: Tally) -> bool:
+    """Whether a test on targets that are no classes has these sums."""
+    (examples, right, known, loss), outputs = found["figures"], found["outputs"]
+    return bool(0 <= right <= examples <= 1e15 and known == examples and loss >= 0 and (outputs[1:] >= 0).all())

@@ -6,6 +6,7 @@ import sys
 
 import typer
 
+from headstart.cli.advise import advise
 from headstart.cli.deployment import deploy, node, server
 from headstart.cli.lists import backbones, datasets, methods
 from headstart.cli.models import export, predict, replay
@@ -19,8 +20,8 @@ app = typer.Typer(
 )  # fmt: skip
 
 _COMMANDS = (
-    run, compare, report, dashboard, reproduce, demo, replay, predict, export, partition, methods, backbones, datasets,
-    server,
+    run, compare, advise, report, dashboard, reproduce, demo, replay, predict, export, partition, methods, backbones,
+    datasets, server,
 )  # fmt: skip
 for _command in _COMMANDS:  # --help shows them in this order
     app.command()(_command)

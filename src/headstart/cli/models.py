@@ -38,17 +38,16 @@ def predict(
         Path | None, typer.Option(help="Another module file for the same backbone: it is used with the head in it.")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Also write a CSV file with the probabilities of all classes.")
+        Path | None, typer.Option(help="Also write a CSV file with the probabilities of all classes, or all numbers.")
     ] = None,
 ) -> None:
-    """The classes of new inputs, by the model of a finished run."""
+    """The classes, numbers or labels of new inputs, by the model of a finished run."""
     from headstart.export import Model
 
     check_new_file(out)
     found = Model.of(run, task, client, module).predict(inputs)
-    rows = found.best()
-    shown = [(_short(given), name, f"{probability:.4f}") for given, name, probability in rows[:_SHOWN]]
-    show_table(("input", "class", "probability"), shown)
+    columns, rows = found.table()
+    show_table(columns, [[_short(given), *said] for given, *said in rows[:_SHOWN]])
     if len(rows) > _SHOWN:
         print(f"and {len(rows) - _SHOWN:,} more" + ("" if out else "; --out FILE.csv writes all of them"))
     if out is not None:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from headstart.cli.shared import RecipeFile, Settings, check_new_file, console, free_path
+from headstart.cli.shared import RecipeFile, Settings, check_new_file, console, free_path, show_table
 from headstart.errors import HeadstartError
 
 
@@ -64,6 +64,12 @@ def partition(
     check_new_file(out)
     federation = Federation.of(Recipe.load(recipe, settings or ()))
     dataset = federation.dataset
+    if dataset.target != "classes":
+        if out is not None:
+            raise HeadstartError(f"--out {out}: a heat map is one of classes, and these data have none; leave it out")
+        show_table(("client", "training examples"), zip(federation.names, map(str, federation.sizes), strict=True))
+        print(f"{dataset.target}: {', '.join(dataset.classes)}")
+        return
     console().print(partition_table(federation.names, dataset.classes, federation.counts))
     if federation.unused:
         print(f"{federation.unused:,} of {len(federation.owners):,} training examples are held by nobody")

@@ -72,7 +72,7 @@ def compare(
     """
     from headstart.config.recipe import read_table
     from headstart.records import Record
-    from headstart.report import percent, write_report, write_tables
+    from headstart.report import score, write_report, write_tables
     from headstart.runner.sweep import compared, expand, refuse_other_tables, sweep
 
     points = expand([read_table(recipe, settings or ()) for recipe in recipes])
@@ -80,7 +80,7 @@ def compare(
     refuse_other_tables(points, where)
 
     def say(point: object, summary: dict[str, Any]) -> None:
-        print(f"{getattr(point, 'folder', '')}: {percent(summary['accuracy'])}", flush=True)
+        print(f"{getattr(point, 'folder', '')}: {score(summary)}", flush=True)
 
     with interruptible(where):
         columns, rows = compared(points, sweep(points, where, say))
@@ -136,7 +136,7 @@ def demo(
 def _run_and_show(
     recipe: Recipe, out: Path, resume: bool, engine: Engine = Engine.local, log: Sequence[Log] = ()
 ) -> None:
-    from headstart.report import remarks, summary_table
+    from headstart.report import quality, remarks, summary_table
     from headstart.runner import run
     from headstart.runner.trackers import trackers
 
@@ -149,8 +149,9 @@ def _run_and_show(
     if result.federation.unused:
         print(f"{result.federation.unused:,} training examples were held by nobody")
     for stage in result.summary["stages"]:
-        for remark in remarks(stage):
-            print(remark)
+        for remark in (quality(stage), *remarks(stage)):
+            if remark:
+                print(remark)
         for dropped in stage["dropped"]:
             print(f"left out of {stage['method']}, round {dropped['round']}: {dropped['clients']}: {dropped['why']}")
     print(f"run directory: {out} (open {out / 'report.html'})")

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from headstart.config.recipe import PARTITIONS, Data, Dirichlet, Model, Recipe, Task
+from headstart.config.recipe import PARTITIONS, WITHOUT_CLASSES, Data, Dirichlet, Model, Recipe, Task, by_classes
 from headstart.config.stage import STAGES, ClosedForm, CountNoise, Privacy
 from headstart.errors import nearest
 
@@ -48,7 +48,8 @@ def contradictions(table: Mapping[str, Any]) -> list[str]:
         problems.append("tasks: two have the same name")
     tables = {"data": table.get("data"), **{f"tasks.{number}": task for number, task in enumerate(given)}}
     for where, data in tables.items():
-        problems += [f"{where}.{problem}" for problem in _unread(data)] if isinstance(data, dict) else []
+        found = [*_unread(data), *_untargeted(data)] if isinstance(data, dict) else []
+        problems += [f"{where}.{problem}" for problem in found]
     model = table.get("model")
     if isinstance(model, dict) and tasks and "prompt" in model:
         problems.append("model.prompt: a prompt's label words are those of one task; give [data] instead of [[tasks]]")
@@ -57,7 +58,11 @@ def contradictions(table: Mapping[str, Any]) -> list[str]:
     if isinstance(model, dict) and isinstance(model.get("prompt"), str) and model["prompt"].count("{mask}") != 1:
         problems.append("model.prompt: write {mask} once, and {text} where the text goes")
     has_body = not isinstance(model, dict) or model.get("backbone") != "features"
+    data = table.get("data")
+    target = data.get("target") if isinstance(data, dict) else None
     for number, stage in enumerate(stages if isinstance(stages, list) else ()):
+        if isinstance(stage, dict) and target in ("regression", "multilabel"):
+            problems += [f"stages.{number}.{problem}" for problem in _without_classes(stage, target)]
         if isinstance(stage, dict):
             problems += [f"stages.{number}{problem}" for problem in _of_stage(number, stage, has_body, bool(tasks))]
     return problems
@@ -102,6 +107,27 @@ def _unread(data: Mapping[str, Any]) -> list[str]:
                 f"{column}: {data[column]!r} is read with partition.kind = {reader!r} only, and the kind is {kind!r}; "
                 f"set kind to {reader!r}, or leave {column} out"
             )
+    return problems
+
+
+def _untargeted(data: Mapping[str, Any]) -> list[str]:
+    """What does not go with the targets of a table of data."""
+    target, how, classes = data.get("target"), data.get("partition"), data.get("classes")
+    kind = how.get("kind") if isinstance(how, Mapping) else Dirichlet().kind
+    if target in ("regression", "multilabel"):
+        return [f"partition.{by_classes(str(kind))}"] if kind in PARTITIONS and kind not in WITHOUT_CLASSES else []
+    if isinstance(classes, list | tuple) and len(classes) == 1:
+        return ["classes: there is one; a classifier needs two classes"]
+    return []
+
+
+def _without_classes(stage: Mapping[str, Any], target: str) -> list[str]:
+    """What a stage does not do with targets that are no classes."""
+    problems, kind, privacy = [], STAGES.get(str(stage.get("method"))), stage.get("privacy")
+    if kind is not None and not kind.any_target:
+        problems.append(f"method: {stage['method']} learns classes, and data.target is {target!r}; use fed3r")
+    if isinstance(privacy, Mapping) and "test_epsilon" in privacy:
+        problems.append("privacy.test_epsilon: errors have no largest value for noise to hide; test on the server")
     return problems
 
 

@@ -11,6 +11,7 @@ import tomli_w
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
 
 from headstart.config.stage import STAGES, Stage, Table, load_plugins
+from headstart.core.target import Target
 from headstart.errors import RecipeError
 
 ONE_TASK = "default"
@@ -97,7 +98,8 @@ class Data(Table):
     """A known name (`headstart datasets`), a Hugging Face dataset id, or a path."""
     partition: Partition = Dirichlet()
     input_column: str | Annotated[tuple[str, str], Field(strict=False)] | None = None
-    label_column: str | None = None
+    label_column: str | Annotated[tuple[str, ...], Field(strict=False, min_length=1)] | None = None
+    """The column of the label; several columns for targets of several numbers or labels."""
     client_column: str | None = None
     domain_column: str | None = None
     train_examples: PositiveInt | None = None
@@ -105,8 +107,12 @@ class Data(Table):
     test_examples: PositiveInt | None = None
     test_fraction: float = Field(default=0.2, gt=0, lt=1)
     """Share held out for the test where the data come without a test split."""
-    classes: Annotated[tuple[int | str, ...], Field(strict=False, min_length=2)] | None = None
-    """Keep only these classes, by number or name, numbered in this order."""
+    classes: Annotated[tuple[int | str, ...], Field(strict=False, min_length=1)] | None = None
+    """Keep only these classes, by number or name, numbered in this order; of targets that are no classes, the names of
+    all of them."""
+    target: Target | None = None
+    """What is learned: the class of an example, numbers ("regression"), or which of several labels it has
+    ("multilabel"). None: what the data look like."""
     task: NonNegativeInt | None = None
     """Of a features file with several tasks, the one to take."""
 
@@ -213,6 +219,13 @@ PARTITIONS: dict[str, type[_Partition]] = {
     "natural": Natural,
     "domains": Domains,
 }
+WITHOUT_CLASSES = ("iid", "natural", "domains")
+"""Partitions that do not ask for the class of an example."""
+
+
+def by_classes(kind: str) -> str:
+    """What is wrong with a partition of targets that are no classes."""
+    return f"kind: {kind!r} deals examples out by their classes, and these have none; use {', '.join(WITHOUT_CLASSES)}"
 
 
 def _on_features(table: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -66,6 +66,8 @@ class _Stage(Table):
     """Whether one machine holds everybody's examples."""
     communicates: ClassVar[bool] = True
     """Whether anything travels from round to round."""
+    any_target: ClassVar[bool] = False
+    """Whether it learns numbers and labels, too, and not classes alone."""
     one_task: ClassVar[bool] = False
     """Whether the method is defined for a single task only."""
     personalises: ClassVar[bool] = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageOps, UnidentifiedImageError
 
+from headstart.core.target import Target
 from headstart.errors import HeadstartError
 
 Ints = npt.NDArray[np.int64]
@@ -34,6 +35,8 @@ class Examples:
     labels: Ints
     clients: Ints | None = None
     domains: Ints | None = None
+    targets: npt.NDArray[np.float64] | None = None
+    """[n, q] numbers, or 0 and 1 for labels, where these are learned and not classes; every label is then 0."""
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -46,6 +49,7 @@ class Examples:
             labels=self.labels[index],
             clients=None if self.clients is None else self.clients[index],
             domains=None if self.domains is None else self.domains[index],
+            targets=None if self.targets is None else self.targets[index],
         )
 
     def relabelled(self, labels: Ints) -> Examples:
@@ -113,6 +117,8 @@ class Dataset:
     validation: Examples | None = None
     clients: tuple[str, ...] = ()
     domains: tuple[str, ...] = ()
+    target: Target = "classes"
+    """What is learned; where it is no class, ``classes`` are the names of the q targets."""
 
     @property
     def kind(self) -> Kind:
@@ -215,3 +221,33 @@ def check_labels(labels: Ints, where: str, n_classes: int | None = None) -> None
 def numbered(n_classes: int) -> tuple[str, ...]:
     """Names of classes that have none: their numbers."""
     return tuple(str(label) for label in range(n_classes))
+
+
+def read_targets(
+    given: Mapping[str, npt.NDArray[Any]], asked: Target | None, where: str
+) -> tuple[Target, dict[str, npt.NDArray[np.float64]]] | None:
+    """The kind of some values [n] or [n, q] by split, and the values as targets [n, q]; None where they are classes.
+
+    Where nothing is asked for: several columns of 0 and 1 are labels, other numbers that are not whole are regressed.
+    """
+    flat = all(values.ndim == 1 for values in given.values())
+    numbers = all(values.dtype.kind in "fiub" for values in given.values())
+    whole = all(values.dtype.kind in "iub" for values in given.values())
+    if asked == "classes" or (asked is None and flat and (whole or not numbers)):
+        return None
+    if not numbers or any(values.ndim not in (1, 2) or 0 in values.shape[1:] for values in given.values()):
+        kinds = ", ".join(dict.fromkeys(f"{values.dtype} {list(values.shape)}" for values in given.values()))
+        raise HeadstartError(f"{where} must be numbers [n] or [n, q]; it is {kinds}")
+    found = {split: values.astype(np.float64).reshape(len(values), -1) for split, values in given.items()}
+    if not all(np.isfinite(values).all() for values in found.values()):
+        raise HeadstartError(f"{where} holds NaN or infinity; every target of every example must be known")
+    binary = all(np.isin(values, (0, 1)).all() for values in found.values())
+    rounded = all((values == np.rint(values)).all() for values in found.values())
+    if asked is None and rounded and (flat or not binary):
+        raise HeadstartError(
+            f"{where} holds whole numbers, as {next(iter(given.values())).dtype}: where they are classes, write them "
+            "as integers in one column; otherwise set data.target = 'regression'"
+        )
+    if asked == "multilabel" and not binary:
+        raise HeadstartError(f"{where} must be 0 and 1, a column for each label; it holds other numbers")
+    return asked or ("multilabel" if binary else "regression"), found

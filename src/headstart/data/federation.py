@@ -7,7 +7,7 @@ from functools import cached_property
 
 import numpy as np
 
-from headstart.config.recipe import ONE_TASK, Data, Domains, Natural, Recipe
+from headstart.config.recipe import ONE_TASK, WITHOUT_CLASSES, Data, Domains, Natural, Recipe, by_classes
 from headstart.data.examples import Dataset, Examples, Ints, Joined, Kind
 from headstart.data.load import load_dataset, load_silo
 from headstart.data.partition import UNUSED, follow, partition
@@ -45,6 +45,8 @@ class Federation:
         """The federation of one data set."""
         dataset = load_dataset(data, seed)
         how = data.partition
+        if dataset.target != "classes" and how.kind not in WITHOUT_CLASSES:
+            raise HeadstartError(f"data.partition.{by_classes(how.kind)}")
         train = dataset.train
         owners = partition(train, len(dataset.classes), how, seed)
         clients = int(owners.max()) + 1
@@ -82,8 +84,11 @@ class Federation:
             classes = tuple(map(str, data.classes or ()))
             kind: Kind = "features" if recipe.model.backbone == "features" else "image"
             source = np.zeros((0, dim), np.float32)
-            nothing = Examples(kind, source, (), np.zeros(0, np.int64), np.zeros(0, np.int64))
-            dataset = Dataset("the clients' own data", classes, nothing, nothing)
+            target = data.target or "classes"
+            values = None if target == "classes" else np.zeros((0, len(classes)))
+            none = np.zeros(0, np.int64)
+            nothing = Examples(kind, source, (), none, none, targets=values)
+            dataset = Dataset("the clients' own data", classes, nothing, nothing, target=target)
         nobody = np.full(len(dataset.train), UNUSED)
         return cls(dataset, nobody, None, names, remote_sizes=sizes)
 
@@ -94,6 +99,11 @@ class Federation:
         kinds = {task: dataset.kind for task, dataset in zip(tasks, datasets, strict=True)}
         if len(set(kinds.values())) > 1:
             raise HeadstartError(f"tasks: one backbone reads them all, and they are of several kinds: {kinds}")
+        others = [task for task, dataset in zip(tasks, datasets, strict=True) if dataset.target != "classes"]
+        if others:
+            raise HeadstartError(
+                f"tasks: {', '.join(others)} has no classes; targets of other kinds are for one [data]"
+            )
         lengths = {
             task: d.train.features().shape[1] for task, d in zip(tasks, datasets, strict=True) if d.kind == "features"
         }

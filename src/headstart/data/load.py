@@ -13,7 +13,17 @@ import numpy as np
 
 from headstart.config.recipe import Data
 from headstart.data.catalog import KNOWN, Known
-from headstart.data.examples import Dataset, Examples, Ints, balanced, check_labels, codes, held_out, numbered
+from headstart.data.examples import (
+    Dataset,
+    Examples,
+    Ints,
+    balanced,
+    check_labels,
+    codes,
+    held_out,
+    numbered,
+    read_targets,
+)
 from headstart.errors import HeadstartError, nearest
 
 _BUNDLED_SEED = 0  # the bundled sets have one split, whatever the run's seed
@@ -26,7 +36,13 @@ def load_silo(data: Data, path: str, seed: int = 0) -> Dataset:
     may be empty."""
     if data.classes is None:
         raise HeadstartError("data.classes: name the classes: clients that hold their own data number them by it")
-    return load_dataset(data.model_copy(update={"dataset": path}), seed, alone=True)
+    dataset = load_dataset(data.model_copy(update={"dataset": path}), seed, alone=True)
+    if dataset.target != (data.target or "classes"):
+        raise HeadstartError(
+            f"data.target: {path} has {dataset.target} targets; where clients hold their own data, the recipe has to "
+            f"say so: set data.target = {dataset.target!r}"
+        )
+    return dataset
 
 
 def load_dataset(data: Data, seed: int = 0, alone: bool = False) -> Dataset:
@@ -41,12 +57,16 @@ def load_dataset(data: Data, seed: int = 0, alone: bool = False) -> Dataset:
     elif data.dataset == "digits":
         dataset = _held_out(_digits(), 0.2, _BUNDLED_SEED)
     elif known is None and data.dataset.endswith(".npz"):
-        dataset = _from_npz(Path(os.path.expanduser(data.dataset)), data.task)
+        dataset = _from_npz(Path(os.path.expanduser(data.dataset)), data)
     else:
         dataset = _from_tables(data, known)
     if len(dataset.train) and not len(dataset.test):
         dataset = _held_out(dataset, data.test_fraction, seed)
-    if data.classes is not None:
+    if dataset.target != (data.target or dataset.target):
+        raise HeadstartError(f"data.target: {data.dataset} has classes, and no {data.target} targets; leave it out")
+    if data.classes is not None and dataset.target != "classes":
+        dataset = _named(dataset, data.classes)
+    elif data.classes is not None:
         dataset = _of_classes(dataset, data.classes, alone)
     if alone:
         return dataset
@@ -55,7 +75,7 @@ def load_dataset(data: Data, seed: int = 0, alone: bool = False) -> Dataset:
         if len(examples) == 0:
             raise HeadstartError(f"{dataset.name}: the {split} split has no examples")
     present = np.unique(dataset.train.labels)
-    if len(present) < 2:
+    if len(present) < 2 and dataset.target == "classes":
         only = dataset.classes[present[0]]
         raise HeadstartError(
             f"{dataset.name}: the training split holds one class only ({only}); at least two are needed"
@@ -113,8 +133,8 @@ def _from_tables(data: Data, known: Known | None) -> Dataset:
     return from_tables(data, known, tables)
 
 
-def _from_npz(path: Path, task: int | None) -> Dataset:
-    """X [N, d], y [N]; optionally split [N] (0 train, 1 validation, 2 test), client [N], domain [N], task [N].
+def _from_npz(path: Path, data: Data) -> Dataset:
+    """X [N, d], y [N] or [N, q]; optionally split [N] (0 train, 1 validation, 2 test), client, domain, task [N].
 
     Of a file with several tasks, the examples of one of them, or all.
     """
@@ -138,6 +158,11 @@ def _from_npz(path: Path, task: int | None) -> Dataset:
             f"{path}: {len(bad)} of {len(X)} rows of X hold NaN, infinity or values beyond float32, "
             f"the first at row {bad[0]}; clean them or scale them down"
         )
+    task, targets = data.task, None
+    if len(arrays["y"].shape) and len(arrays["y"]) == len(X):
+        targets = read_targets({"": arrays["y"]}, data.target, f"{path}: y")
+    if targets is not None:
+        arrays["y"] = np.zeros(len(X), np.int64)
     ids: dict[str, Ints] = {}
     for name in ("y", "split", "client", "domain", "task"):
         if name in arrays:
@@ -152,16 +177,22 @@ def _from_npz(path: Path, task: int | None) -> Dataset:
             raise HeadstartError(f"data.task: {path} has no task {task}; it has {there}")
         mine = np.flatnonzero(ids["task"] == task)
         X, ids = X[mine], {name: values[mine] for name, values in ids.items()}
+        targets = targets and (targets[0], {"": targets[1][""][mine]})
     check_labels(ids["y"], str(path))
     clients, client_names = codes(ids["client"]) if "client" in ids else (None, ())
     domains, domain_names = codes(ids["domain"]) if "domain" in ids else (None, ())
-    whole = Examples("features", X, (), np.arange(len(X)), ids["y"], clients, domains)
+    values = targets[1][""] if targets else None
+    whole = Examples("features", X, (), np.arange(len(X)), ids["y"], clients, domains, values)
     split = ids.get("split", np.zeros(len(X), np.int64))
     if split.min() < 0 or split.max() > 2:
         raise HeadstartError(f"{path}: split must be 0 (train), 1 (validation) or 2 (test)")
     train, validation, test = (whole.take(np.flatnonzero(split == number)) for number in range(3))
     classes = numbered(int(ids["y"].max()) + 1)
-    return Dataset(path.stem, classes, train, test, validation if len(validation) else None, client_names, domain_names)
+    if values is not None:
+        classes = ("y",) if values.shape[1] == 1 else tuple(f"y{number}" for number in range(values.shape[1]))
+    kept = validation if len(validation) else None
+    kind = targets[0] if targets else "classes"
+    return Dataset(path.stem, classes, train, test, kept, client_names, domain_names, kind)
 
 
 def _held_out(dataset: Dataset, fraction: float, seed: int) -> Dataset:
@@ -177,6 +208,15 @@ def _held_out(dataset: Dataset, fraction: float, seed: int) -> Dataset:
             f"{'lower' if mask.all() else 'raise'} it, or give a test split"
         )
     return replace(dataset, train=whole.take(np.flatnonzero(~mask)), test=whole.take(np.flatnonzero(mask)))
+
+
+def _named(dataset: Dataset, names: tuple[int | str, ...]) -> Dataset:
+    """The same under these names of its targets."""
+    if len(names) != len(dataset.classes):
+        raise HeadstartError(
+            f"data.classes: {len(names)} names for {len(dataset.classes)} targets of {dataset.name}; name each of them"
+        )
+    return replace(dataset, classes=tuple(map(str, names)))
 
 
 def _of_classes(dataset: Dataset, chosen: tuple[int | str, ...], alone: bool) -> Dataset:

@@ -8,15 +8,18 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import datasets
 import numpy as np
+import numpy.typing as npt
 
 from headstart.config.recipe import Data
+from headstart.core.target import Target
 from headstart.data.catalog import Known
-from headstart.data.examples import Dataset, Examples, Ints, Kind, check_labels, codes, numbered
+from headstart.data.examples import Dataset, Examples, Ints, Kind, check_labels, codes, numbered, read_targets
 from headstart.errors import HeadstartError, first_line
 
 Tables = dict[str, Any]
@@ -82,9 +85,13 @@ def from_tables(data: Data, known: Known | None, tables: Tables) -> Dataset:
     known = known or _USUAL
     columns = tables.get("train", next(iter(tables.values()))).column_names
     inputs = _column(data.input_column, known.inputs, columns, "input")
-    label = _column(data.label_column, known.labels, columns, "label")[0]
+    label = _column(data.label_column, known.labels, columns, "label")
     tables = _labelled_splits(tables, label)
-    classes, labels = _labels(tables, label)
+    found = _targets(tables, label, data.target)
+    if found is None:
+        classes, labels = _labels(tables, label[0])
+    else:
+        classes, labels = label, {split: np.zeros(len(table), np.int64) for split, table in tables.items()}
     clients, client_names = _ids(tables, data.client_column, known.client, "client")
     domains, domain_names = _ids(tables, data.domain_column, known.domain, "domain")
     is_image = _are_images(tables, inputs)
@@ -95,12 +102,15 @@ def from_tables(data: Data, known: Known | None, tables: Tables) -> Dataset:
         kind: Kind = "image" if is_image else "text"
         rows = np.arange(len(table))
         splits[split] = Examples(kind, source, inputs, rows, labels[split], clients.get(split), domains.get(split))
-    if known.only and set(known.only) <= set(classes):
+        if found is not None:
+            splits[split] = replace(splits[split], targets=found[1][split])
+    if found is None and known.only and set(known.only) <= set(classes):
         splits = {split: _keep(examples, classes, known.only) for split, examples in splits.items()}
         classes = known.only
     train = splits["train"]
     test = splits.get("test", train.take(np.zeros(0, np.int64)))
-    return Dataset(data.dataset, classes, train, test, splits.get("validation"), client_names, domain_names)
+    target = found[0] if found else "classes"
+    return Dataset(data.dataset, classes, train, test, splits.get("validation"), client_names, domain_names, target)
 
 
 def _split_in(name: str) -> str | None:
@@ -135,11 +145,30 @@ def _image_folders(path: Path) -> dict[str, list[str]]:
     return splits
 
 
-def _labelled_splits(tables: Tables, label: str) -> Tables:
+def _targets(
+    tables: Tables, columns: tuple[str, ...], asked: Target | None
+) -> tuple[Target, dict[str, npt.NDArray[np.float64]]] | None:
+    """Numbers or labels [n, q] by split, and which they are, from a column each; None where they are classes."""
+    if asked == "classes" and len(columns) > 1:
+        raise HeadstartError("data.label_column: a class is in one column; name one, or leave data.target out")
+    for column in columns:
+        _refuse_missing(tables, column)
+    feature = tables["train"].features[columns[0]]
+    if len(columns) == 1 and asked is None and not (isinstance(feature, datasets.Value) and "float" in feature.dtype):
+        return None
+    where = f"data.label_column: {', '.join(columns)}"
+    values = {split: [np.asarray(_values(table, column)) for column in columns] for split, table in tables.items()}
+    if len(columns) == 1:
+        return read_targets({split: part[0] for split, part in values.items()}, asked, where)
+    return read_targets({split: np.stack(part, axis=1) for split, part in values.items()}, asked, where)
+
+
+def _labelled_splits(tables: Tables, labels: tuple[str, ...]) -> Tables:
     """Splits under our names. A split without labels, as GLUE's tests, is left out; validation then serves as test."""
     splits: Tables = {}
+    label = labels[0]
     for name, table in tables.items():
-        if label not in table.column_names:
+        if not set(labels) <= set(table.column_names):
             continue
         if not isinstance(table.features[label], datasets.ClassLabel | datasets.Value):
             raise HeadstartError(f"labels in {label!r} are {table.features[label]}; give text or whole numbers")

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from headstart.channel.figures import SHAPES, FiguresChannel
+from headstart.channel.figures import FiguresChannel
 from headstart.channel.shared_noise import SharedNoise, survivor_levels
 from headstart.config.stage import ClosedForm, Rounds
 from headstart.core.message import Message
+from headstart.core.metrics import Metrics, Tally, added
 from headstart.core.reply import Failure, GroupReply, Reply
-from headstart.core.statistics import Floats
 from headstart.engine.client_states import ClientStates
 from headstart.engine.flower_messages import count_of, noise_keys, read_reply, reason_of
 from headstart.engine.grid import Nodes
@@ -184,48 +184,49 @@ class FlowerClients:
         for client in wrote:
             self.states.accept(client)
 
-    def evaluate(self, models: Sequence[Message]) -> tuple[Floats | None, dict[int, Floats]]:
-        """Figures of a model at all clients that are there, added up, and, where nothing hides them, of each.
-
-        models: of each task.
-        """
+    def evaluate(self, models: Sequence[Message]) -> Tested:
+        """A model at all clients that are there; models: of each task."""
         if not self.stage.tests_on_nodes:  # they would refuse
-            return None, {}
+            return Tested()
         if self.stage.secure:
-            return self._test_sum(models), {}
+            return self._test_sum(models)
         asked, clients = {}, {node: client for client, node in self.nodes.ids.items()}
         for client in self._testers():
             asked[self.nodes.ids[client]] = self._request(client, models[int(self.tasks[client])], True, "evaluate")
-        found = {}
+        found, up = {}, 0
+        down = sum(len(part) for _, parts in asked.values() for part in parts.values())
         for node, reply in self._send(asked):
             try:
                 _, data = self._said(clients[node], reply)
+                up += len(data)
                 found[clients[node]] = self.figures.read(Message.from_bytes(data))
             except MessageError as error:
                 log.warning("client %d does not test the model: %s", clients[node], error)
-        total = np.sum([found[client] for client in sorted(found)], axis=0) if found else None
-        return total, {} if self.stage.protected else found
+        total = added([found[client] for client in sorted(found)])
+        return Tested(total, {} if self.stage.protected else found, (up, down))
 
     def _testers(self) -> list[int]:
         """Clients that are asked to test a model: those that are there and have not missed a deadline lately."""
         present = self.nodes.available(1, self.stage.deadline)
         return sorted(self.nodes.rested(present) or present)
 
-    def _test_sum(self, models: Sequence[Message]) -> Floats | None:
-        """The figures of all clients that are there, as one secure sum."""
+    def _test_sum(self, models: Sequence[Message]) -> Tested:
+        """What all clients that are there tell, as one secure sum."""
         there = np.array(self._testers())
         messages = [models[int(self.tasks[client])] for client in there]
         new, threshold = np.ones(len(there), np.bool_), self.stage.survivors(len(there))
         request = Request(self._played, there, messages, np.full(len(there), -1), new, threshold)
         try:
-            return self.figures.of_sum(self._sum(request, "secure-test", SHAPES).values["figures"])
+            reply = self._sum(request, "secure-test", self.figures.shapes)
         except HeadstartError as error:
             log.warning("the model is not tested: %s", error)
-            return None
+            return Tested()
+        nbytes = int(reply.bytes_up.sum()), int(reply.bytes_down.sum())
+        return Tested(self.figures.of_sum(reply.values), {}, nbytes)
 
-    def judged(self, total: Floats | None) -> tuple[float | None, float | None]:
-        """Accuracy and loss of figures that were added up."""
-        return (None, None) if total is None else self.figures.finish(total, self._played)
+    def judged(self, total: Tally) -> tuple[float | None, float | None, Metrics]:
+        """Accuracy, loss and the other metrics of what was added up."""
+        return self.figures.finish(total, self._played) if total else (None, None, self.figures.metrics({}))
 
     def _send(
         self, asked: Mapping[int, Question], about: Mapping[str, Any] | None = None
@@ -272,6 +273,15 @@ class FlowerClients:
         state = WRITTEN if facts.get("kept") else {}
         sizes = np.array([len(data)]), np.array([passes])
         return Reply(who, message, *sizes, state, int(self.tasks[client]), seconds)
+
+
+@dataclass(frozen=True, eq=False)
+class Tested:
+    """What clients tell of a test: added up, each where nothing hides them, and the bytes of it, up and down."""
+
+    total: Tally = field(default_factory=dict)
+    each: Mapping[int, Tally] = field(default_factory=dict)
+    nbytes: tuple[int, int] = (0, 0)
 
 
 @dataclass

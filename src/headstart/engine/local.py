@@ -115,9 +115,11 @@ class LocalClients:
             part = clients[first:last]
             rows, owners = self.federation.rows_of(part)
             task = int(tasks[first])
-            labels = self.federation.dataset.train.labels[rows] - self.federation.class_starts[task]
-            read = partial(self.states.read, clients=part)
-            yield first, last, Cohort(part, self.source, rows, labels, owners, request.new[first:last], read, task)
+            train = self.federation.dataset.train
+            labels = train.labels[rows] - self.federation.class_starts[task]
+            read, new = partial(self.states.read, clients=part), request.new[first:last]
+            cohort = Cohort(part, self.source, rows, labels, owners, new, read, task, targets=train.targets)
+            yield first, last, cohort
 
 
 def shared_examples(share: float, federation: Federation, source: Source, seed: tuple[int, ...]) -> Cohort:

@@ -27,6 +27,7 @@ from headstart.config.recipe import Recipe
 from headstart.config.stage import ClosedForm, Rounds
 from headstart.core.files import write_atomically, write_json
 from headstart.core.message import Message, Scalar
+from headstart.core.metrics import tally_classes, tally_targets
 from headstart.core.reply import ClientState, Reply
 from headstart.core.statistics import Ints
 from headstart.data import Federation
@@ -248,11 +249,14 @@ class Node:
         if not len(rows):
             raise HeadstartError("there are no training examples here")
         first = 0 if self.alone else self.federation.class_starts[stage.setup.task]
-        labels = self.federation.dataset.train.labels[rows] - first
+        train = self.federation.dataset.train
+        labels = train.labels[rows] - first
         states = self._states(asked)
         read = partial(states.read, clients=np.array([here]))
         owners = np.full(len(rows), asked.client)
-        cohort = Cohort(number, stage.source, rows, labels, owners, np.array([asked.new]), read, stage.setup.task)
+        self._refuse_single_labels(stage.stage)
+        new, task = np.array([asked.new]), stage.setup.task
+        cohort = Cohort(number, stage.source, rows, labels, owners, new, read, task, targets=train.targets)
         message = self._caught_up(stage, asked) if stage.method.replays else asked.message
         (reply,) = stage.runtime.answer(cohort, message)
         if reply.state:
@@ -313,7 +317,7 @@ class Node:
         elif record.scalars["question"] != asked.digest:
             last = record.scalars["done"]
             raise HeadstartError(f"the node has tested another model after round {last} of this stage")
-        return Message({"figures": record.arrays["figures"]})
+        return Message(record.arrays)
 
     def _evaluate(self, asked: NodeRequest, survivors: int) -> Message:
         """The model that the server shows, with what is the client's own, on the client's test examples."""
@@ -321,15 +325,28 @@ class Node:
         read = partial(self._states(asked).read, clients=np.array([0 if self.alone else asked.client]))
         own = {name: values[0] for name, values in stage.method.own(read, stage.setup.task).items()}
         head = stage.method.load(asked.message, stage.setup.task, own)
+        if dataset.test.targets is not None:
+            scores = head.scores(stage.body.features("test") if len(dataset.test) else np.zeros((0, stage.body.dim)))
+            return stage.figures.encode_targets(tally_targets(scores, dataset.test.targets, dataset.target))
         if not len(dataset.test):
-            return stage.figures.encode(0, 0, np.zeros(0), survivors)
+            nothing = tally_classes(np.zeros((0, len(head.bias))), np.zeros(0, np.int64))
+            return stage.figures.encode(0, 0, np.zeros(0), nothing, survivors)
         changes = not isinstance(stage.source, np.ndarray)
         features = stage.body.embedded("test") if changes else stage.body.features("test")
         scores, labels = head.scores(features), dataset.test.labels
         known = np.isfinite(scores[np.arange(len(labels)), labels])
         losses = -log_softmax(scores[known], axis=1)[np.arange(int(known.sum())), labels[known]]
         right = int(np.count_nonzero(scores.argmax(axis=1) == labels))
-        return stage.figures.encode(len(labels), right, losses, survivors)
+        return stage.figures.encode(len(labels), right, losses, tally_classes(scores, labels), survivors)
+
+    def _refuse_single_labels(self, stage: ClosedForm | Rounds) -> None:
+        """Sums of the features with each label are told beside how many examples two labels share: where one has an
+        example more than another, their sums differ by that example."""
+        if self.alone and self.federation.dataset.target == "multilabel" and not stage.protected:
+            raise HeadstartError(
+                "sums of features by label can show single examples, where two labels differ by one; set secure = true "
+                "or privacy in the stage"
+            )
 
     def _load(self, asked: NodeRequest) -> _Stage:
         """The stage that is asked about; the one before it is forgotten."""
@@ -340,9 +357,9 @@ class Node:
             owners = {"train": self.federation.owners, "test": self.federation.test_owners}
             body = Body(self.recipe.model, self.federation.dataset, owners=owners)
             recipe = self.limits.applied(self.recipe) if self.alone else self.recipe
-            method, channel = setup.method(recipe, body, None if self.alone else ())
-            stage = self.recipe.stages[setup.number]
-            figures = FiguresChannel.of(stage, setup.clients, None)
+            target, stage = self.federation.dataset.target, self.recipe.stages[setup.number]
+            method, channel = setup.method(recipe, body, None if self.alone else (), target)
+            figures = FiguresChannel.of(stage, setup.clients, None, setup.tasks[setup.task][1], target)
             changes = plan_of(stage, frozenset(setup.personal)).changes_features
             source: Any = body.inputs() if changes else body.features("train")
             self._stage = key, _Stage(stage, setup, ClientRuntime(method, channel), figures, body, source)

@@ -16,6 +16,7 @@ from headstart.config.stage import ClosedForm, Rounds
 from headstart.core.message import Array, Message
 from headstart.core.plan import Plan
 from headstart.core.seeds import Seed
+from headstart.core.target import Target
 from headstart.engine.body import Body, Module, Version
 from headstart.errors import MessageError
 from headstart.heads import LinearHead
@@ -141,12 +142,15 @@ class StageSetup:
         except (KeyError, TypeError, ValueError) as error:
             raise MessageError(f"the server tells of a stage in an unknown way: {error!r}") from None
 
-    def method(self, recipe: Recipe, body: Body, noise: Seed) -> tuple[Method[Any], Channel]:
-        """The method and the channel of the stage on a pre-trained body, which takes on what earlier stages made."""
+    def method(
+        self, recipe: Recipe, body: Body, noise: Seed, target: Target = "classes"
+    ) -> tuple[Method[Any], Channel]:
+        """The method and the channel of the stage on a pre-trained body, which takes on what earlier stages made;
+        target: what the client's examples are to teach."""
         stage = recipe.stages[self.number]
         self._load(body)
         plan = plan_of(stage, frozenset(self.personal))
-        return method_of(stage, plan, (recipe.seed, self.number), body, self._tasks(), noise)
+        return method_of(stage, plan, (recipe.seed, self.number), body, self._tasks(target), noise)
 
     def _under(self, prefix: str) -> dict[str, np.ndarray]:
         return {name.removeprefix(prefix): a for name, a in self.arrays.items() if name.startswith(prefix)}
@@ -162,14 +166,14 @@ class StageSetup:
         body.remember(_EARLIER, Version(_EARLIER, self.norm_statistics, arrays, module))
         body.load(_EARLIER)
 
-    def _tasks(self) -> tuple[Task, ...]:
+    def _tasks(self, target: Target) -> tuple[Task, ...]:
         tasks, values = [], self._under("module.")
         for number, ((name, classes, clients, examples), shapes) in enumerate(zip(self.tasks, self.heads, strict=True)):
             head = None
             if shapes is not None:  # what is not told is another task's, or comes with every message
                 zeros = {n: np.zeros(shape, np.float32) for n, shape in shapes.items()}
                 head = LinearHead.of_arrays(zeros | (self._under("head.") if number == self.task else {}))
-            tasks.append(Task(name, classes, Population(clients, examples), head, values or None))
+            tasks.append(Task(name, classes, Population(clients, examples), head, values or None, target))
         return tuple(tasks)
 
 

@@ -120,6 +120,8 @@ def _save_body(model: Model, merge: bool, folder: Path) -> str:
     return _readme(model, files, code, table)
 
 
+# As `transformers` calls them: its pipelines then take no softmax of what is none.
+_PROBLEMS = {"classes": None, "regression": "regression", "multilabel": "multi_label_classification"}
 _AUTO = {"text": "AutoModelForSequenceClassification", "image": "AutoModelForImageClassification"}
 
 
@@ -143,6 +145,7 @@ def _save_whole(model: Model, folder: Path, shown: str) -> str:
         waves=head.widths[0] if head.waves else 0,
         hidden=head.widths[1:],
         longest=head.longest,
+        problem_type=_PROBLEMS[model.target],
         id2label=dict(enumerate(model.classes)),
         label2id={name: number for number, name in enumerate(model.classes)},
         auto_map={"AutoConfig": f"{code}.HeadstartConfig", _AUTO[backbone.kind]: f"{code}.HeadstartForClassification"},
@@ -222,11 +225,18 @@ def _readme(model: Model, files: list[str], code: list[str], table: dict[str, An
         'classes = json.loads(Path("classes.json").read_text(encoding="utf-8"))',
         "```",
         "",
-        f"`head.scores(features)` is [n, C]; the features are {reads}.",
+        f"`head.scores(features)` is [n, C]; the features are {reads}.{_SCORES[model.target]}",
     ]
     if table is not None:
         lines += ["As the model of a recipe:", "", "```toml", tomli_w.dumps({"model": table}).rstrip(), "```"]
     return "\n".join(lines) + "\n"
+
+
+_SCORES = {
+    "classes": "",
+    "regression": " The scores are the numbers themselves, and C is how many there are.",
+    "multilabel": " An example has the labels whose score is above 0, and C is how many there are.",
+}
 
 
 def _merge(core: Any) -> None:

@@ -90,6 +90,11 @@ def check_installed(form: Format) -> None:
 def save_graph(model: Model, form: Format, folder: Path) -> str:
     """Write the graph, and the tokenizer of texts, to ``folder``; the README for it."""
     backbone = model.body.backbone
+    if model.target != "classes":
+        raise HeadstartError(
+            f"--format {form}: a graph ends in probabilities of classes, and the run's targets are none "
+            f"({model.target}); leave --format out"
+        )
     if backbone and backbone.by_batch:
         raise HeadstartError(
             f"--format {form}: batch norm of this body goes by each batch's own statistics, so that a prediction "

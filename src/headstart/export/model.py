@@ -18,7 +18,9 @@ from scipy.special import softmax
 
 from headstart.config.recipe import Data, Recipe
 from headstart.core.files import csv_text, write_text
+from headstart.core.metrics import label_shares
 from headstart.core.statistics import Ints
+from headstart.core.target import Target
 from headstart.data.examples import Examples, Kind, numbered
 from headstart.engine.body import PRETRAINED, Body, Module, Version
 from headstart.errors import HeadstartError, nearest
@@ -33,12 +35,34 @@ _FEW = 256  # a compiled body, a cache and a progress bar do not pay for fewer e
 
 @dataclass(frozen=True, eq=False)
 class Predictions:
-    """What a model says of some inputs: the class [n] with the highest score, and all probabilities [n, C]."""
+    """What a model says of some inputs: the class [n] with the highest score, and all probabilities [n, C].
+
+    Of targets that are no classes: the numbers themselves [n, q], or the share of examples like it that have each label
+    [n, q], in the place of probabilities.
+    """
 
     inputs: list[str]
     classes: tuple[str, ...]
     labels: Ints
     probabilities: npt.NDArray[np.float64]
+    target: Target = "classes"
+
+    def table(self) -> tuple[list[str], list[list[str]]]:
+        """Columns and rows for a reader: each input with its class and the probability of that, with its numbers, or
+        with its labels."""
+        if self.target == "classes":
+            return ["input", "class", "probability"], [[given, name, f"{p:.4f}"] for given, name, p in self.best()]
+        if self.target == "multilabel":
+            return ["input", "labels"], [[given, names] for given, names in zip(self.inputs, self._has(), strict=True)]
+        found = zip(self.inputs, self.probabilities, strict=True)
+        return ["input", *self.classes], [[given, *(f"{value:.6g}" for value in row)] for given, row in found]
+
+    def _has(self) -> list[str]:
+        """The labels of each input, one after the other."""
+        return [
+            "; ".join(name for name, share in zip(self.classes, row, strict=True) if share > 0.5)
+            for row in self.probabilities
+        ]
 
     def best(self) -> list[tuple[str, str, float]]:
         """Each input with its class and the probability of that."""
@@ -46,11 +70,14 @@ class Predictions:
         return [(each, self.classes[label], float(row[label])) for each, label, row in found]
 
     def write(self, path: Path) -> None:
-        """A CSV file: the input, the class, and a column of probabilities for every class."""
-        found = zip(self.best(), self.probabilities, strict=True)
-        rows = [[each, name, *(f"{value:.6g}" for value in row)] for (each, name, _), row in found]
+        """A CSV file: the input, the class or the labels, and a column for every class, label or number."""
+        named = {"classes": [name for _, name, _ in self.best()], "multilabel": self._has()}.get(self.target)
+        columns = ["input", *(["predicted"] if named else []), *self.classes]
+        rows = []
+        for place, (each, row) in enumerate(zip(self.inputs, self.probabilities, strict=True)):
+            rows.append([each, *([named[place]] if named else []), *(f"{value:.6g}" for value in row)])
         try:
-            write_text(path, csv_text([["input", "predicted", *self.classes], *rows]))
+            write_text(path, csv_text([columns, *rows]))
         except OSError as error:
             raise HeadstartError(f"--out {path}: cannot write there: {error.strerror or error}") from None
 
@@ -67,6 +94,7 @@ class Model:
     body: Body
     retrained: bool
     """Whether the body has other weights than those that the backbone's name stands for."""
+    target: Target = "classes"
 
     @classmethod
     def of(cls, run: Path, task: str | None = None, client: str | None = None, module: Path | None = None) -> Model:
@@ -105,7 +133,8 @@ class Model:
         _build(body, version, file, width_of(head))
         data = recipe.data or next(each for each in recipe.tasks if each.name == task)
         retrained = bool(weights) or recipe.model.weights is not None
-        return cls(recipe, data, classes, LinearHead.of_arrays(parts["head"]), body, retrained)
+        target = _json(run / "summary.json").get("target", "classes")
+        return cls(recipe, data, classes, LinearHead.of_arrays(parts["head"]), body, retrained, target)
 
     @property
     def kind(self) -> Kind:
@@ -129,8 +158,10 @@ class Model:
     def predict(self, paths: Sequence[Path]) -> Predictions:
         """The classes of what is in files and folders."""
         inputs, examples = self.read(paths)
-        scores = self.scores(examples)
-        return Predictions(inputs, self.classes, scores.argmax(axis=1), softmax(scores.astype(np.float64), axis=1))
+        scores = self.scores(examples).astype(np.float64)
+        values = {"regression": scores, "multilabel": label_shares(scores)}.get(self.target)
+        shown = softmax(scores, axis=1) if values is None else values
+        return Predictions(inputs, self.classes, scores.argmax(axis=1), shown, self.target)
 
     def read(self, paths: Sequence[Path]) -> tuple[list[str], Examples]:
         """Inputs from files and folders: how each is to be shown, and all as examples."""

@@ -12,7 +12,7 @@ from headstart.errors import HeadstartError
 from headstart.heads.linear import LinearHead, unit_rows
 
 # Of the mean eigenvalue of the Gram matrix: a ridge that makes it regular and no difference otherwise.
-_LEAST_RIDGE = 1e-6
+LEAST_RIDGE = 1e-6
 
 
 def ridge_head(statistics: ClientStatistics, ridge: float | Literal["auto"], bias: bool) -> LinearHead:
@@ -39,7 +39,7 @@ def ridge_head(statistics: ClientStatistics, ridge: float | Literal["auto"], bia
         gram = np.block([[gram, column], [column.T, size**2 * count]])
         targets = np.vstack([targets, size * total.counts[None, :]])
     if ridge == "auto" and not total.counted:
-        ridge = _LEAST_RIDGE * float(np.trace(gram)) / total.dim
+        ridge = LEAST_RIDGE * float(np.trace(gram)) / total.dim
     if ridge == "auto":
         weight, chosen = cross_validated(gram, targets, int(total.counts.sum()))
     else:
@@ -53,14 +53,15 @@ def ridge_head(statistics: ClientStatistics, ridge: float | Literal["auto"], bia
     )
 
 
-def cross_validated(gram: Floats, targets: Floats, examples: int) -> tuple[Floats, float]:
+def cross_validated(gram: Floats, targets: Floats, examples: int, squares: float | None = None) -> tuple[Floats, float]:
     """The ridge solution [d, C] whose λ has the least generalised cross-validation error, and that λ.
 
-    With the nonzero eigenvalues e and eigenvectors U of the Gram matrix, q = ‖UᵀB‖²/e is the part of the one-hot labels
-    (‖Y‖² = N) along each direction of the examples. Of the labels, a ridge leaves
-    residual(λ) = Σ q (λ/(e+λ))² + (N − Σ q), with N − Σ e/(e+λ) = Σ λ/(e+λ) + (N − rank) degrees of freedom to spare;
-    the criterion is residual/(freedom to spare)² (Golub, Heath, Wahba 1979). Written so, nothing cancels when there are
-    fewer examples than dimensions. One eigendecomposition; each λ then costs O(d). The clients send nothing more.
+    With the nonzero eigenvalues e and eigenvectors U of the Gram matrix, q = ‖UᵀB‖²/e is the part of the targets along
+    each direction of the examples; squares: ‖Y‖², which is N for one-hot labels. Of the targets, a ridge leaves
+    residual(λ) = Σ q (λ/(e+λ))² + (‖Y‖² − Σ q), with N − Σ e/(e+λ) = Σ λ/(e+λ) + (N − rank) degrees of freedom to
+    spare; the criterion is residual/(freedom to spare)² (Golub, Heath, Wahba 1979). Written so, nothing cancels when
+    there are fewer examples than dimensions. One eigendecomposition; each λ then costs O(d). The clients send nothing
+    more.
     """
     values, vectors = linalg.eigh(gram, check_finite=False)
     if values[-1] <= 0:
@@ -72,7 +73,7 @@ def cross_validated(gram: Floats, targets: Floats, examples: int) -> tuple[Float
     projected = vectors.T @ targets
     explained = np.einsum("dc,dc->d", projected, projected) / values
     spare = examples - len(values)
-    unexplained = max(examples - explained.sum(), 0.0) if spare else 0.0
+    unexplained = max((examples if squares is None else squares) - explained.sum(), 0.0) if spare else 0.0
 
     def criterion(ridge: float) -> float:
         left = ridge / (values + ridge)

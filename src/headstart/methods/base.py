@@ -16,6 +16,7 @@ from headstart.core.params import Params
 from headstart.core.plan import Plan
 from headstart.core.reply import ClientResult, StatisticsResult
 from headstart.core.seeds import Seed, extended
+from headstart.core.target import Target
 from headstart.core.update import Blocks
 from headstart.heads import LinearHead
 from headstart.solvers.cohort import Cohort, ReadState
@@ -46,6 +47,8 @@ class Task:
     """The head that an earlier stage has made; None where there is none."""
     module: Arrays | None = None
     """Values of the module that an earlier stage has made; None where it is new."""
+    target: Target = "classes"
+    """What is learned; of targets that are no classes, ``n_classes`` is how many there are."""
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,7 @@ class ClosedForm(Method[ClosedFormState]):
     def client_update(self, cohort: Cohort, received: Received) -> StatisticsResult:
         """Statistics of each client's classes."""
         statistics, owners = summarise(
-            cohort.features,
+            self.vectors(cohort),
             cohort.labels,
             self.summary.n_classes,
             clients=cohort.owners,
@@ -81,6 +81,10 @@ class ClosedForm(Method[ClosedFormState]):
             transform=self._transform(cohort.clip),
         )
         return StatisticsResult(statistics, owners, cohort.sizes)
+
+    def vectors(self, cohort: Cohort) -> Features:
+        """What is summed [N, …]: the features."""
+        return cohort.features
 
     def parts(self, cohort: Cohort) -> Ints | None:
         """Random parts of a client's class, where each part is to speak for itself."""
@@ -112,7 +116,8 @@ class ClosedForm(Method[ClosedFormState]):
     def _head(self, state: ClosedFormState) -> LinearHead:
         if not state.rows:
             none = np.zeros(0, np.int64)
-            return LinearHead.from_classes(self.summary.n_classes, none, np.zeros((0, self.context.dim)), np.zeros(0))
+            classes = self.context.task.n_classes
+            return LinearHead.from_classes(classes, none, np.zeros((0, self.context.dim)), np.zeros(0))
         return self.solve(state.parts[0].merge(*state.parts[1:]).solvable())
 
     def model(self, state: ClosedFormState, task: int = 0) -> Message:

@@ -5,27 +5,34 @@ Travels up: the Gram matrix of the client's features (upper triangle), the sum o
 client has, and how many there were, where the bias or the choice of λ needs it. The server adds them up and solves
 (G + λI) W = B. Who holds which example does not change the result. With ``random_features`` the client first maps its
 features through random cosines that the run's seed determines.
+
+Numbers and labels in the place of classes: what travels is the Gram matrix of the features with the targets beside
+them, of which B = XᵀY is a part, and the head is their regression (`heads.targets`).
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 from math import sqrt
-from typing import Literal
+from typing import Literal, cast
 
+import numpy as np
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat
 
 from headstart.config.stage import Auto, ClosedFormStage
-from headstart.core.statistics import ClientStatistics, Summary
-from headstart.heads import LinearHead, RandomFeatures, ridge_head
+from headstart.core.statistics import ClientStatistics, Features, Summary
+from headstart.heads import LinearHead, RandomFeatures, ridge_head, target_head
+from headstart.heads.targets import Beside, encoded
 from headstart.methods.base import StageContext
 from headstart.methods.closed_form import ClosedForm
 from headstart.methods.registry import register
+from headstart.solvers.cohort import Cohort
 
 
 class Fed3RStage(ClosedFormStage):
     """Federated recursive ridge regression (Fanì et al., ICML 2024)."""
 
+    any_target = True
     method: Literal["fed3r"]
     ridge: NonNegativeFloat | Auto = "auto"
     """"auto": generalised cross-validation on the server; with privacy next to none, since eigenvalues below the noise
@@ -47,10 +54,13 @@ class Fed3R(ClosedForm):
     def __init__(self, stage: Fed3RStage, context: StageContext) -> None:
         super().__init__(stage, context)
         self.random: RandomFeatures | None = None
+        self.target = context.task.target
         if stage.random_features:
             self.random = self.transform = RandomFeatures.draw(
                 context.dim, stage.random_features, stage.random_features_width, context.seed[0]
             )
+        if self.random is not None and self.target != "classes":
+            self.transform = self._mapped
 
     @property
     def summary(self) -> Summary:
@@ -59,6 +69,9 @@ class Fed3R(ClosedForm):
         Counts are for the bias and for the choice of λ: with privacy there is no bias, and the noise is its own ridge.
         """
         summary = replace(super().summary, counts=self.stage.privacy is None or self._bias)
+        if self.target != "classes":
+            dim = (self.stage.random_features or self.context.dim) + self.context.task.n_classes
+            return replace(summary, n_classes=1, dim=dim)
         return replace(summary, dim=self.stage.random_features, longest=sqrt(2)) if self.transform else summary
 
     def solve(self, total: ClientStatistics) -> LinearHead:
@@ -66,11 +79,27 @@ class Fed3R(ClosedForm):
 
         Features that are clipped in training are not when the head is used; without a bias, their length is no matter.
         """
+        if self.target != "classes":
+            outputs = self.context.task.n_classes
+            return target_head(total, outputs, self.stage.ridge, self._bias).behind(self.random)
         return ridge_head(total, self.stage.ridge, self._bias).behind(self.random)
+
+    def vectors(self, cohort: Cohort) -> Features:
+        """The features, with the targets beside them where these are no classes."""
+        if cohort.targets is None:
+            return cohort.features
+        return cast(Features, Beside(cohort.features, encoded(cohort.targets, self.target)))
+
+    def _mapped(self, vectors: Features) -> Features:
+        """Random features, with the targets beside them."""
+        assert self.random is not None
+        dim = self.context.dim
+        return np.concatenate([self.random(vectors[:, :dim]), vectors[:, dim:]], axis=1, dtype=np.float64)
 
     @property
     def _bias(self) -> bool:
-        return bool(self.stage.bias and (self.stage.privacy is None or self.random is not None))
+        bounded = self.random is not None and self.target == "classes"
+        return bool(self.stage.bias and (self.stage.privacy is None or bounded))
 
 
 register(Fed3RStage, Fed3R)

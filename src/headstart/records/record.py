@@ -239,9 +239,10 @@ class Curve:
     costs: dict[str, npt.NDArray[np.float64]]
     """[n] for each of `AXES`."""
     accuracy: Floats
-    """[n] between 0 and 1."""
+    """[n] between 0 and 1, or R² where there are no classes."""
     deviation: Floats
     """[n] over the seeds; 0 where there is one."""
+    has_classes: bool = True
 
 
 def curves(groups: Sequence[Group]) -> list[Curve]:
@@ -268,18 +269,25 @@ def _curves(group: Group) -> list[Curve]:
         costs = {name: np.array([np.mean([c[name] for c, _ in step]) for step in steps]) for name in AXES}
         accuracy = np.array([np.mean([a for _, a in step]) for step in steps])
         deviation = np.array([np.std([a for _, a in step], ddof=len(step) > 1) for step in steps])
-        found.append(Curve(chain(first, stage), costs, accuracy, deviation))
+        has_classes = all(line.get("r2") is None for record in group.runs for line in record.metrics)
+        found.append(Curve(chain(first, stage), costs, accuracy, deviation, has_classes))
     return found
 
 
 def _evaluations(record: Record, stage: int) -> list[tuple[dict[str, float], float]]:
-    """Costs and accuracy of a stage's evaluations, after the one that it goes on from."""
+    """Costs and accuracy (or R²) of a stage's evaluations, after the one that it goes on from."""
     mine = [number for number, line in enumerate(record.metrics) if line["stage"] == stage]
     before = record.builds_on(stage)
     if before is not None and mine and record.metrics[mine[0]]["round"] > 0:
         mine = [number for number in [record._ends.get(before)] if number is not None] + mine
-    known = [number for number in mine if record.metrics[number]["accuracy"] is not None]
-    return [(record.costs(number), float(record.metrics[number]["accuracy"])) for number in known]
+    scores = {number: score_of(record.metrics[number]) for number in mine}
+    return [(record.costs(number), score) for number, score in scores.items() if score is not None]
+
+
+def score_of(line: Mapping[str, Any]) -> float | None:
+    """How good a model is, in one number: its accuracy, or R² where it has no classes."""
+    score: float | None = line["accuracy"] if line.get("r2") is None else line["r2"]
+    return score
 
 
 def chain(record: Record, stage: int) -> str:

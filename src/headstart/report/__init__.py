@@ -3,11 +3,15 @@
 from headstart.report.figures import partition_figure, save
 from headstart.report.page import STYLE, html_page, html_table, report_body, write_folder, write_report
 from headstart.report.tables import (
-    accuracy_cell,
     human_bytes,
+    metric_cell,
+    metric_heading,
+    metrics_of,
     partition_table,
     percent,
+    quality,
     remarks,
+    score,
     summary_table,
     table_files,
     write_tables,
@@ -15,16 +19,20 @@ from headstart.report.tables import (
 
 __all__ = [
     "STYLE",
-    "accuracy_cell",
     "html_page",
     "html_table",
     "human_bytes",
+    "metric_cell",
+    "metric_heading",
+    "metrics_of",
     "partition_figure",
     "partition_table",
     "percent",
+    "quality",
     "remarks",
     "report_body",
     "save",
+    "score",
     "summary_table",
     "table_files",
     "write_folder",

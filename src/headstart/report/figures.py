@@ -62,7 +62,8 @@ def curve_figure(curves: Sequence[Curve], against: str, legend: bool = True) -> 
         axes.set_xlim(left=0, right=None if drawn.size and drawn.max() > 1 else 2)
     else:
         axes.xaxis.set_major_formatter(EngFormatter("B" if against == "bytes" else "", sep=" "))
-    axes.set(xlabel=AXES[against], ylabel="test accuracy (%)")
+    what = "test accuracy (%)" if all(curve.has_classes for curve in curves) else "variance explained, R² (%)"
+    axes.set(xlabel=AXES[against], ylabel=what)
     axes.margins(x=0.08, y=0.12)
     axes.grid(alpha=0.25)
     if legend and curves:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -19,7 +20,7 @@ from headstart.report.figures import (
     save,
     svg,
 )
-from headstart.report.tables import COST_COLUMNS, cost_rows, human_bytes, remarks, write_tables
+from headstart.report.tables import cost_table, human_bytes, remarks, write_tables
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1c2330; --paper: #fff; --line: #d8dde6; --soft: #f4f6fa; --accent: #2f7ed8; }
@@ -95,7 +96,7 @@ def write_folder(folder: Path, records: Sequence[Record]) -> list[str]:
     for name, figure in written.items():
         for ending in ("svg", "png"):
             save(figure, folder / "figures" / f"{name}.{ending}")
-    tables = write_tables(folder / "costs", COST_COLUMNS, cost_rows(groups))
+    tables = write_tables(folder / "costs", *cost_table(groups))
     write_report(folder / "report.html", records)
     figures = [f"figures/{name}.{ending}" for name in written for ending in ("svg", "png")]
     return ["report.html", *(table.name for table in tables), *figures]
@@ -112,12 +113,13 @@ def report_body(records: Sequence[Record]) -> str:
     parts = [f"<h1>{escape(_title(records))}</h1>"]
     if len(records) == 1:
         parts.append(_about(records[0]))
-    if rows := cost_rows(groups):
+    columns, rows = cost_table(groups)
+    if rows:
         parts.append("<h2>Accuracy and cost</h2>")
         if drawn:
             parts += [_legend([curve.label for curve in drawn]), _curves(drawn)]
         named = 0 if len(groups) > 1 else 1
-        parts.append(html_table(COST_COLUMNS[named:], [row[named:] for row in rows]))
+        parts.append(html_table(columns[named:], [row[named:] for row in rows]))
         parts.append(_formulas(records))
     parts += [_remarks(groups), _privacy(records), _clients(groups)]
     if len(records) == 1:
@@ -134,8 +136,14 @@ def _about(record: Record) -> str:
     unused = f", {summary['unused_examples']:,} left unused" if summary["unused_examples"] else ""
     return (
         f"<p>{told}: {summary['clients']:,} clients, {summary['examples']:,} training examples{unused}, "
-        f"{summary['classes']:,} classes. Peak memory {human_bytes(summary['peak_rss_bytes'])}.</p>"
+        f"{_learned(summary)}. Peak memory {human_bytes(summary['peak_rss_bytes'])}.</p>"
     )
+
+
+def _learned(summary: Mapping[str, Any]) -> str:
+    """How many of what is learned; runs of earlier versions had classes."""
+    what = {"regression": "targets", "multilabel": "labels"}.get(summary.get("target", "classes"), "classes")
+    return f"{summary['classes']:,} {what if summary['classes'] != 1 else what.removesuffix('s')}"
 
 
 def _legend(labels: Sequence[str]) -> str:

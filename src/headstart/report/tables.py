@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -13,10 +13,16 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from headstart.core.files import csv_text, write_text
+from headstart.core.metrics import SHOWN
 from headstart.records.record import Group
 
 # As the papers write them.
 _SYMBOLS = {"ridge": "λ", "shrinkage": "γ"}
+_METRICS = {
+    "accuracy": "accuracy, %", "r2": "R²", "mae": "mean absolute error", "macro_f1": "macro-F1, %",
+    "balanced_accuracy": "balanced accuracy, %", "roc_auc": "ROC AUC", "average_precision": "average precision",
+    "calibration_error": "calibration error", "local_accuracy_worst_tenth": "worst tenth of clients, %",
+}  # fmt: skip
 _NOISE = {"server": "by the server", "client": "by the client", "shared": "shared by the clients"}
 
 
@@ -33,7 +39,7 @@ def stage_cells(stage: dict[str, Any]) -> list[str]:
     """One row of the summary table."""
     return [
         stage["method"] + _chosen(stage),
-        percent(stage["accuracy"]),
+        score(stage),
         str(stage["rounds"]),
         human_bytes(stage["bytes_up"]),
         human_bytes(stage["bytes_down"]),
@@ -46,6 +52,41 @@ def stage_cells(stage: dict[str, Any]) -> list[str]:
 def percent(accuracy: float | None) -> str:
     """An accuracy, where it is known."""
     return "not tested" if accuracy is None else f"{100 * accuracy:.2f} %"
+
+
+def score(stage: Mapping[str, Any]) -> str:
+    """How good a stage or a run is, in one figure: its accuracy, or R² where it has no classes."""
+    return percent(stage["accuracy"]) if stage.get("r2") is None else f"R² {stage['r2']:.4f}"
+
+
+def metrics_of(stages: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The metrics that some of these stages have; an accuracy that nobody has measured, too."""
+    there = [name for name in SHOWN if any(stage.get(name) is not None for stage in stages)]
+    return there if {"accuracy", "r2"} & {*there} else ["accuracy", *there]
+
+
+def metric_heading(name: str) -> str:
+    """What a column of a metric is called, with its unit."""
+    return _METRICS[name]
+
+
+def metric_cell(name: str, stages: Sequence[Mapping[str, Any]]) -> str:
+    """The mean of a metric over runs, with the standard deviation where there are several."""
+    known = [value for stage in stages if (value := stage.get(name)) is not None]
+    if not known:
+        return percent(None) if name == "accuracy" else ""
+    scale, form = (100, ".2f") if _METRICS[name].endswith("%") else (1, ".4g")
+    return f"{scale * mean(known):{form}}" + (f" ± {scale * stdev(known):{form}}" if len(known) > 1 else "")
+
+
+def quality(stage: Mapping[str, Any]) -> str | None:
+    """The metrics of a stage beside the one in its table, in one line."""
+    first = "accuracy" if stage.get("r2") is None else "r2"
+    said = []
+    for name in [name for name in SHOWN if name != first and stage.get(name) is not None]:
+        what, _, unit = _METRICS[name].partition(", ")
+        said.append(f"{what} {metric_cell(name, [stage])}{f' {unit}' if unit else ''}")
+    return f"{stage['method']}: {', '.join(said)}" if said else None
 
 
 def _chosen(stage: dict[str, Any]) -> str:
@@ -114,15 +155,9 @@ def _spread(stage: dict[str, Any], name: str) -> str:
     return f"{100 * stage[f'{name}_mean']:.2f} ± {100 * stage[f'{name}_std']:.2f} %"
 
 
-COST_COLUMNS = (
-    "run", "method", "accuracy, %", "runs", "rounds", "bytes up", "bytes down", "bytes (paper)", "forward passes",
-    "forward passes (paper)", "seconds",
-)  # fmt: skip
-
-
-def cost_rows(groups: Sequence[Group]) -> list[list[str]]:
-    """Accuracy and cost of every stage of every group of runs, under `COST_COLUMNS`: means over the seeds."""
-    rows = []
+def cost_table(groups: Sequence[Group]) -> tuple[list[str], list[list[str]]]:
+    """Columns and rows: metrics and cost of every stage of every group of runs, means over the seeds."""
+    rows, shown = [], metrics_of([stage for group in groups for record in group.runs for stage in record.stages])
     for group in groups:
         for number in range(max(len(record.stages) for record in group.runs)):
             stages = [record.stages[number] for record in group.runs if number < len(record.stages)]
@@ -132,26 +167,18 @@ def cost_rows(groups: Sequence[Group]) -> list[list[str]]:
                 [
                     group.label,
                     stages[0]["method"] + chosen,
-                    accuracy_cell([each["accuracy"] for each in stages]),
+                    *(metric_cell(name, stages) for name in shown),
                     str(len(stages)),
                     *(_count(means[name], name) for name in _COUNTED),
                 ]
             )
-    return rows
+    return ["run", "method", *map(metric_heading, shown), "runs", *_COUNTED.values()], rows
 
 
-_COUNTED = (
-    "rounds", "bytes_up", "bytes_down", "published_bytes", "forward_passes", "published_compute", "seconds"
-)  # fmt: skip
-
-
-def accuracy_cell(accuracies: Sequence[float | None]) -> str:
-    """The mean in percent, with the standard deviation where there are several."""
-    known = [accuracy for accuracy in accuracies if accuracy is not None]
-    if not known:
-        return percent(None)
-    spread = f" ± {100 * stdev(known):.2f}" if len(known) > 1 else ""
-    return f"{100 * mean(known):.2f}{spread}"
+_COUNTED = {
+    "rounds": "rounds", "bytes_up": "bytes up", "bytes_down": "bytes down", "published_bytes": "bytes (paper)",
+    "forward_passes": "forward passes", "published_compute": "forward passes (paper)", "seconds": "seconds",
+}  # fmt: skip
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
@@ -196,6 +223,7 @@ def latex(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 COLUMNS = ("method", "accuracy", "rounds", "bytes up", "bytes down", "bytes (paper)", "forward passes", "seconds")
+_WITHOUT_CLASSES = ("method", "score", *COLUMNS[2:])
 
 
 def summary_table(summary: dict[str, Any]) -> Table:
@@ -205,7 +233,7 @@ def summary_table(summary: dict[str, Any]) -> Table:
     title = f"{summary['name']}: {clients}, {summary['examples']:,} training examples"
     # Narrow enough for a terminal of 80 columns: headings may wrap, figures may not.
     table = Table(title=title, box=SIMPLE_HEAD, padding=0, show_edge=False)
-    for column in COLUMNS:
+    for column in COLUMNS if all(stage.get("r2") is None for stage in summary["stages"]) else _WITHOUT_CLASSES:
         table.add_column(column.replace(" ", "\n"), justify="left" if column == "method" else "right", no_wrap=True)
     for stage in summary["stages"]:
         table.add_row(*stage_cells(stage))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -11,8 +11,19 @@ import numpy as np
 import numpy.typing as npt
 from scipy.special import log_softmax
 
+from headstart.core.metrics import (
+    Metrics,
+    added,
+    class_metrics,
+    ranking_metrics,
+    spread,
+    tally_classes,
+    tally_targets,
+    target_metrics,
+)
 from headstart.core.statistics import Features, Floats, Ints, summarise
-from headstart.data import Federation
+from headstart.core.target import Target
+from headstart.data import Examples, Federation
 from headstart.engine.body import Body
 from headstart.engine.client_states import ClientStates
 from headstart.heads import LinearHead
@@ -38,20 +49,17 @@ class Evaluation:
     """[K], NaN for a client without test examples of its classes."""
     answers: tuple[Ints, Ints] | None = None
     """Labels [n] and what the model takes each example for [n], where both are known here."""
+    more: Mapping[str, float | None] = field(default_factory=lambda: class_metrics({}))
+    """The other metrics of the model by their names, None where they are not known."""
+    nbytes: tuple[int, int] | None = None
+    """Bytes up and down, where nodes were asked."""
 
-    def metrics(self) -> dict[str, float | None]:
-        """The figures under the names of the metrics."""
-        figures: dict[str, float | None] = {"accuracy": self.accuracy, "loss": self.loss}
+    def metrics(self) -> Metrics:
+        """All of them under their names."""
+        figures: Metrics = {"accuracy": self.accuracy, "loss": self.loss, **self.more}
         if self.client_accuracy is not None:
             figures |= spread("local_accuracy", self.client_accuracy)
         return figures
-
-
-def spread(name: str, values: Floats) -> dict[str, float | None]:
-    """Mean and standard deviation over the clients that have a value."""
-    there = values[np.isfinite(values)]
-    mean, std = (float(there.mean()), float(there.std())) if len(there) else (None, None)
-    return {f"{name}_mean": mean, f"{name}_std": std}
 
 
 def evaluate(
@@ -69,22 +77,39 @@ def evaluate(
         by_client = _rates(right, owners, len(counts))
     elif counts is not None:
         by_client = _weighted(_rates(right, labels, counts.shape[1]), counts)
-    return Evaluation(float(right.mean()), _mean(losses), by_client, (labels, answers))
+    more = class_metrics(tally_classes(scores, labels))
+    return Evaluation(float(right.mean()), _mean(losses), by_client, (labels, answers), more)
+
+
+def evaluate_targets(head: LinearHead, features: Features, targets: Floats, kind: Target) -> Evaluation:
+    """Evaluate a head on features [n, d] with targets [n, q] that are no classes; of labels, the accuracy is the share
+    of examples with every label right, and the loss is the squared error of the share of each."""
+    scores = head.scores(features)
+    if not np.isfinite(scores).all():  # nobody was heard yet
+        return Evaluation(None, None, more=target_metrics({}, kind))
+    tally = tally_targets(scores, targets, kind)
+    examples, right, _, loss = tally["figures"]
+    ranking = ranking_metrics(scores, targets) if kind == "multilabel" else {}
+    accuracy = None if kind == "regression" else float(right / examples)
+    return Evaluation(accuracy, float(loss / examples), more={**target_metrics(tally, kind), **ranking})
 
 
 def evaluate_each(scorers: Iterable[Scorer], labels: Ints, owners: Ints | None, counts: Ints) -> Evaluation:
     """Evaluate a model for each client, on its own examples or, where the split is shared, on those of its classes.
 
     The accuracy is the share of right answers over all clients; where the split is shared, clients count by their
-    training examples.
+    training examples: each answer of a client on a class by its examples of it, over those of the split.
     """
     by_client, right_answers, losses = np.full(len(counts), np.nan), [], []
-    asked, answered = [], []
+    asked, answered, tallies = [], [], []
+    share = counts / np.maximum(np.bincount(labels, minlength=counts.shape[1]), 1)
     for client, scorer in enumerate(scorers):
         rows = np.flatnonzero(counts[client][labels] > 0 if owners is None else owners == client)
         if not len(rows):
             continue
-        answers, loss = _judged(scorer(rows), labels[rows])
+        scores, weights = scorer(rows), None if owners is not None else share[client][labels[rows]]
+        answers, loss = _judged(scores, labels[rows])
+        tallies.append(tally_classes(scores, labels[rows], weights))
         right = answers == labels[rows]
         losses.append(loss)
         asked.append(labels[rows])
@@ -98,21 +123,24 @@ def evaluate_each(scorers: Iterable[Scorer], labels: Ints, owners: Ints | None, 
     sizes = counts.sum(axis=1)[there]
     pooled = np.concatenate(right_answers).mean() if right_answers else np.average(by_client[there], weights=sizes)
     pairs = (np.concatenate(asked), np.concatenate(answered))
-    return Evaluation(float(pooled), _mean(np.concatenate(losses)), by_client, pairs)
+    more = class_metrics(added(tallies))
+    return Evaluation(float(pooled), _mean(np.concatenate(losses)), by_client, pairs, more)
 
 
 def combined(parts: list[Evaluation], starts: Sequence[int]) -> Evaluation:
-    """Several tasks as one: the mean of their accuracies, all their clients, and answers in the classes of all tasks,
+    """Several tasks as one: the mean of their metrics, all their clients, and answers in the classes of all tasks,
     where each task's begin at a number of ``starts``."""
     losses = [part.loss for part in parts if part.loss is not None]
     clients = [part.client_accuracy for part in parts if part.client_accuracy is not None]
     pairs = [np.stack(part.answers) + start for part, start in zip(parts, starts, strict=True) if part.answers]
     labels, answers = np.concatenate(pairs, axis=1)
+    known = {name: [value for part in parts if (value := part.more[name]) is not None] for name in parts[0].more}
     return Evaluation(
         float(np.mean([part.accuracy for part in parts if part.accuracy is not None])),
         float(np.mean(losses)) if losses else None,
         np.concatenate(clients) if clients else None,
         (labels, answers),
+        {name: float(np.mean(values)) if values else None for name, values in known.items()},
     )
 
 
@@ -182,12 +210,15 @@ class NodeEvaluator:
     def __call__(self, state: Any, split: str) -> tuple[Evaluation, dict[str, Evaluation]]:
         """On the clients' test examples, whichever they are."""
         tasks = range(len(self.federation.tasks))
-        total, each = self.clients.evaluate([self.method.model(state, task) for task in tasks])
+        found = self.clients.evaluate([self.method.model(state, task) for task in tasks])
         by_client = np.full(self.federation.n_clients, np.nan)
-        for client, (examples, right, *_) in each.items():
+        for client, tally in found.each.items():
+            examples, right = tally["figures"][:2]
             by_client[client] = right / examples if examples else np.nan
-        accuracy, loss = self.clients.judged(total)
-        whole = Evaluation(accuracy, loss, by_client)
+        if self.federation.dataset.target == "regression":
+            by_client = np.full_like(by_client, np.nan)
+        accuracy, loss, more = self.clients.judged(found.total)
+        whole = Evaluation(accuracy, loss, by_client, None, more, found.nbytes)
         return whole, {self.federation.tasks[0]: whole}
 
     def features(self, state: Any, split: str) -> Features:
@@ -215,6 +246,11 @@ class LocalEvaluator:
     def __call__(self, state: Any, split: str) -> tuple[Evaluation, dict[str, Evaluation]]:
         """On a split: all tasks together, and each by its name."""
         found = {}
+        examples: Examples = getattr(self.federation.dataset, split)
+        if examples.targets is not None:
+            head, features = self._global(state, 0, split)
+            whole = evaluate_targets(head, features, examples.targets, self.federation.dataset.target)
+            return whole, {self.federation.tasks[0]: whole}
         for task, name in enumerate(self.federation.tasks):
             labels, owners, counts = self._facts(task, split)
             if self.method.personal:

@@ -91,6 +91,8 @@ class Observers:
         settings, metrics, evaluator = self.settings, self.record.metrics, self.stage.evaluator
         found, by_task = evaluator(state, settings.eval_split)
         metrics.update(found.metrics())
+        for name, count in zip(("test_bytes_up", "test_bytes_down"), found.nbytes or (), strict=False):
+            metrics[name] = metrics.get(name, 0) + count
         if len(by_task) > 1:
             metrics["tasks"] = {name: part.metrics() for name, part in by_task.items()}
         if settings.personalises:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from headstart.config.recipe import Recipe
 from headstart.config.stage import Stage
 from headstart.core.ledger import peak_memory
+from headstart.core.metrics import SHOWN
 from headstart.core.progress import reported
 from headstart.data import Federation
 from headstart.engine.body import PRETRAINED, Body
@@ -111,8 +112,18 @@ def _check(recipe: Recipe, federation: Federation) -> None:
                 raise HeadstartError(f"stages.{number}: keep = 'best' and patience need a validation split in the data")
         if len(federation.tasks) > 1 and stage.one_task:
             raise HeadstartError(f"stages.{number}.method: {stage.method} is for one task; give [data] instead")
+        if (target := federation.dataset.target) != "classes" and not stage.any_target:
+            raise HeadstartError(
+                f"stages.{number}.method: {stage.method} learns classes, and the targets of the data are "
+                f"{'numbers' if target == 'regression' else 'labels'} ({target}); use fed3r"
+            )
         if federation.remote_sizes is not None:
             _check_remote(number, stage, federation.n_clients)
+            if target == "multilabel" and not stage.protected:
+                raise HeadstartError(
+                    f"stages.{number}: sums of features by label can show single examples, and nodes do not tell them; "
+                    "set secure = true, or privacy"
+                )
     words, classes = recipe.model.label_words, federation.dataset.classes
     if words is not None and len(words) != len(classes):
         raise HeadstartError(f"model.label_words: {len(words)} words for {len(classes)} classes; give one for each")
@@ -165,7 +176,8 @@ class Run:
         start = self._restore(saved) if saved is not None else 0
         if self.federation.remote_sizes is None:
             federation = self.federation
-            self.directory.write_holdings(federation.names, federation.dataset.classes, federation.counts)
+            if federation.dataset.target == "classes":
+                self.directory.write_holdings(federation.names, federation.dataset.classes, federation.counts)
         for number in range(start, len(self.recipe.stages)):
             within = saved if saved is not None and number == start and saved.stage is not None else None
             run_stage(self, number, within)
@@ -219,9 +231,10 @@ class Run:
         summary = {
             "name": self.recipe.name,
             "stages": self.stages,
-            "accuracy": self.stages[-1]["accuracy"],
+            **{name: self.stages[-1][name] for name in SHOWN if name in self.stages[-1]},
             **{name: self.spent[name] for name in COSTS},
             "clients": federation.n_clients,
+            "target": federation.dataset.target,
             "classes": len(federation.dataset.classes),
             "examples": int(federation.sizes.sum()),
             "unused_examples": federation.unused,

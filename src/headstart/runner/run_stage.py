@@ -131,7 +131,8 @@ class StageRun:
             classes, clients = federation.classes_of(number), federation.clients_of(number)
             population = Population(clients.stop - clients.start, int(federation.sizes[clients].sum()))
             values = module.values[number] if module and module.values else None
-            tasks.append(Task(name, classes.stop - classes.start, population, self.begin.heads[number], values))
+            head, target = self.begin.heads[number], federation.dataset.target
+            tasks.append(Task(name, classes.stop - classes.start, population, head, values, target))
         return tuple(tasks)
 
     def _weights(self) -> Mapping[str, Array]:
@@ -227,7 +228,8 @@ class StageRun:
     @cached_property
     def figures(self) -> FiguresChannel:
         """What nodes tell of tests."""
-        return FiguresChannel.of(self.settings, self.federation.n_clients, self.noise)
+        task = self.tasks[0]
+        return FiguresChannel.of(self.settings, self.federation.n_clients, self.noise, task.n_classes, task.target)
 
     @property
     def _tested_by_nodes(self) -> bool:

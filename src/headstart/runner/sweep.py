@@ -15,11 +15,11 @@ from typing import Any
 from headstart.config.recipe import Recipe
 from headstart.errors import HeadstartError, RecipeError
 from headstart.records import RunDirectory
-from headstart.report import accuracy_cell, human_bytes
+from headstart.report import human_bytes, metric_cell, metric_heading, metrics_of
 from headstart.runner import run
 
 # Keys whose own value is a list: a sweep over one of them is a list of lists.
-_LISTS = ("classes", "label_words", "input_column")
+_LISTS = ("classes", "label_words", "input_column", "label_column")
 SEED = "seed"
 
 
@@ -122,7 +122,7 @@ def compared(points: Sequence[Point], summaries: Sequence[dict[str, Any]]) -> tu
     groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for point, summary in zip(points, summaries, strict=True):
         groups.setdefault(tuple(str(point.values.get(key, "")) for key in keys), []).append(summary)
-    rows = []
+    rows, shown = [], metrics_of([stage for each in summaries for stage in each["stages"]])
     for values, runs in groups.items():
         for number in range(max(len(each["stages"]) for each in runs)):
             stages = [each["stages"][number] for each in runs if number < len(each["stages"])]
@@ -130,14 +130,15 @@ def compared(points: Sequence[Point], summaries: Sequence[dict[str, Any]]) -> tu
                 [
                     *values,
                     stages[0]["method"],
-                    accuracy_cell([stage["accuracy"] for stage in stages]),
+                    *(metric_cell(name, stages) for name in shown),
                     str(len(stages)),
                     human_bytes(mean(stage["bytes_up"] for stage in stages)),
                     f"{mean(stage['forward_passes'] for stage in stages):,.0f}",
                     f"{mean(stage['seconds'] for stage in stages):.2f}",
                 ]
             )
-    return [*keys, "method", "accuracy, %", "runs", "bytes up", "forward passes", "seconds"], rows
+    metrics = map(metric_heading, shown)
+    return [*keys, "method", *metrics, "runs", "bytes up", "forward passes", "seconds"], rows
 
 
 def refuse_other_tables(points: Sequence[Point], out: Path) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from headstart.core.statistics import Features, Ints
+from headstart.core.statistics import Features, Floats, Ints
 
 if TYPE_CHECKING:  # closed-form methods do not wait for torch
     from headstart.backbones.inputs import Inputs
@@ -38,6 +38,8 @@ class Cohort:
     """The number of the task; labels are those of its own classes."""
     clip: float | None = None
     """Features longer than this are clipped to it before they are summed."""
+    targets: Floats | None = None
+    """[N, q] of all clients and never copied, where no classes are learned."""
 
     @property
     def sizes(self) -> Ints:

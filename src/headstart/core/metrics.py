@@ -1,0 +1,140 @@
+"""Metrics of a test beside accuracy and loss, each from sums that add up over clients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import ceil
+
+import numpy as np
+import numpy.typing as npt
+
+from headstart.core.statistics import Floats, Ints
+from headstart.core.target import Target
+
+Scores = npt.NDArray[np.floating]
+Tally = Mapping[str, Floats]
+"""Sums over examples, by name."""
+Metrics = dict[str, float | None]
+
+BINS = 15
+"""Of equal width, in which confidence is compared with accuracy (Guo et al., ICML 2017)."""
+CLASSIFICATION = ("macro_f1", "balanced_accuracy", "calibration_error")
+SHOWN = (
+    "accuracy", "r2", "mae", "macro_f1", "balanced_accuracy", "roc_auc", "average_precision", "calibration_error",
+    "local_accuracy_worst_tenth",
+)  # fmt: skip
+"""Metrics of a model that are shown of every stage, as far as it has them."""
+
+
+def class_shapes(n_classes: int) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of what `tally_classes` makes."""
+    return {"classes": (3, n_classes), "bins": (3, BINS)}
+
+
+def tally_classes(scores: Scores, labels: Ints, weights: Floats | None = None) -> dict[str, Floats]:
+    """classes [3, C]: examples of each class, examples predicted as it, and both; bins [3, BINS]: examples by their
+    confidence, the sum of it, and how many are right. scores: [n, C]; labels, weights: [n]."""
+    n_classes, weights = scores.shape[1], np.ones(len(labels)) if weights is None else weights
+    predicted = scores.argmax(axis=1)
+    right = weights * (predicted == labels)
+    classes = [(labels, weights), (predicted, weights), (labels, right)]
+    best = scores.max(axis=1, initial=-np.inf)
+    sure = np.isfinite(best)  # a head that knows no class is confident of nothing
+    confidence = 1 / np.exp(scores[sure] - best[sure, None]).sum(axis=1, dtype=np.float64)
+    place = np.clip(np.ceil(BINS * confidence).astype(np.int64) - 1, 0, BINS - 1)
+    bins = (weights[sure], weights[sure] * confidence, right[sure])
+    return {
+        "classes": np.stack([np.bincount(which, each, n_classes) for which, each in classes]),
+        "bins": np.stack([np.bincount(place, each, BINS) for each in bins]),
+    }
+
+
+def class_metrics(tally: Tally) -> Metrics:
+    """Macro-F1 over the classes that occur or are predicted, the mean recall of those that occur, as in scikit-learn,
+    and the expected calibration error."""
+    if not tally:
+        return dict.fromkeys(CLASSIFICATION)
+    true, predicted, right = tally["classes"]
+    examples, confidence, hits = tally["bins"]
+    error = float(np.abs(confidence - hits).sum() / examples.sum()) if examples.sum() > 0 else None
+    return {
+        "macro_f1": _mean_ratio(2 * right, true + predicted),
+        "balanced_accuracy": _mean_ratio(right, true),
+        "calibration_error": error,
+    }
+
+
+def tally_targets(scores: Scores, targets: Floats, kind: Target) -> dict[str, Floats]:
+    """figures [4]: examples, of labels those with every label right, examples again, and the sum of their squared
+    errors; outputs [4, q]: Σ y, Σ y², squared and absolute errors, or, of labels, how many examples have each, are
+    predicted to, and both, and squared errors. scores, targets: [n, q]."""
+    values = scores.astype(np.float64)
+    if kind == "regression":
+        errors = values - targets
+        outputs = np.stack([targets.sum(0), (targets**2).sum(0), (errors**2).sum(0), np.abs(errors).sum(0)])
+        right = 0
+    else:
+        errors, predicted, has = label_shares(values) - targets, values > 0, targets > 0
+        outputs = np.stack([has.sum(0), predicted.sum(0), (has & predicted).sum(0), (errors**2).sum(0)])
+        right = int((has == predicted).all(axis=1).sum())
+    loss = float((errors**2).mean(axis=1).sum())
+    return {"figures": np.array([len(targets), right, len(targets), loss]), "outputs": outputs.astype(np.float64)}
+
+
+def target_metrics(tally: Tally, kind: Target) -> Metrics:
+    """R² and mean absolute error, averaged over the outputs, as in scikit-learn; of labels, macro-F1."""
+    if not tally:
+        return {"r2": None, "mae": None} if kind == "regression" else {"macro_f1": None}
+    examples, outputs = tally["figures"][0], tally["outputs"]
+    if kind == "multilabel":
+        true, predicted, right, _ = outputs
+        return {"macro_f1": _mean_ratio(2 * right, true + predicted)}
+    total, squares, squared, absolute = outputs
+    spread = squares - total**2 / max(examples, 1)
+    varies = spread > 1e-12 * squares  # of a constant nothing can be explained
+    r2 = float((1 - squared[varies] / spread[varies]).mean()) if varies.any() else None
+    return {"r2": r2, "mae": float(absolute.mean() / examples) if examples else None}
+
+
+def ranking_metrics(scores: Scores, targets: Floats) -> Metrics:
+    """Area under the ROC curve and average precision, averaged over the labels that some examples have and some have
+    not; they need all scores in one place."""
+    from sklearn.metrics import average_precision_score, roc_auc_score
+
+    both = (targets > 0).any(axis=0) & (targets <= 0).any(axis=0)
+    if not both.any() or not np.isfinite(scores).all():
+        return {"roc_auc": None, "average_precision": None}
+    has, given = targets[:, both] > 0, scores[:, both]
+    return {
+        "roc_auc": float(np.mean([roc_auc_score(has[:, c], given[:, c]) for c in range(has.shape[1])])),
+        "average_precision": float(
+            np.mean([average_precision_score(has[:, c], given[:, c]) for c in range(has.shape[1])])
+        ),
+    }
+
+
+def label_shares(scores: Scores) -> Floats:
+    """The share of examples with such scores [n, q] that have each label, as far as it is linear; a label is predicted
+    above one half."""
+    return np.asarray(np.clip((scores.astype(np.float64) + 1) / 2, 0, 1))
+
+
+def added(tallies: Sequence[Tally]) -> dict[str, Floats]:
+    """The tally of all examples together."""
+    return {name: np.sum([each[name] for each in tallies], axis=0) for name in tallies[0]} if tallies else {}
+
+
+def spread(name: str, values: Floats) -> Metrics:
+    """Mean and standard deviation over the clients that have a value, and the mean of the lowest tenth of them, at
+    least one."""
+    there = np.sort(values[np.isfinite(values)])
+    worst = there[: ceil(len(there) / 10)]
+    found = (there.mean(), there.std(), worst.mean()) if len(there) else (None, None, None)
+    names = (f"{name}_mean", f"{name}_std", f"{name}_worst_tenth")
+    return {key: None if value is None else float(value) for key, value in zip(names, found, strict=True)}
+
+
+def _mean_ratio(part: Floats, whole: Floats) -> float | None:
+    """The mean of part/whole [C] over those that have a whole."""
+    there = whole > 0
+    return float((part[there] / whole[there]).mean()) if there.any() else None
