@@ -11,7 +11,7 @@ data sets are neighbours depends on the sampling:
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, lru_cache
 from math import inf, sqrt
 from typing import Any
 
@@ -103,12 +103,19 @@ def large_delta(delta: float, unit: str, units: int) -> str | None:
 
 def _sampled(multiplier: float, delta: float, rounds: int, sampled: int, clients: int) -> float:
     """The bound of Rényi accounting for rounds that draw without replacement."""
+    with np.errstate(all="ignore"):  # orders whose bound overflows are infinite, and are not the least
+        one_round = _sampled_rdp(multiplier, sampled, clients)
+        return float(_library().rdp.compute_epsilon(_ORDERS, rounds * one_round, delta)[0])
+
+
+@lru_cache(maxsize=8)
+def _sampled_rdp(multiplier: float, sampled: int, clients: int) -> Any:
+    """Rényi differential privacy of one such round, by order; it adds up over the rounds."""
     dp = _library()
 
     accountant = dp.rdp.RdpAccountant(_ORDERS, neighboring_relation=dp.NeighboringRelation.REPLACE_ONE)
     event = dp.SampledWithoutReplacementDpEvent(clients, sampled, dp.GaussianDpEvent(multiplier))
-    with np.errstate(all="ignore"):  # orders whose bound overflows are infinite, and are not the least
-        return float(accountant.compose(event, rounds).get_epsilon(delta))
+    return accountant.compose(event).rdp
 
 
 def _samples(sampled: int | None, clients: int | None) -> bool:
