@@ -371,7 +371,7 @@ def execute(words: list[str], here: Path, world: World) -> None:
         prepare(rest, here, world)
         if rest[0] == "dashboard":
             return serve(rest, here)
-        if rest[0] == "server" or rest[:2] == ["node", "run"]:
+        if rest[0] == "server" or rest[:2] in (["node", "run"], ["node", "check"]):
             return known(rest)
         result = CliRunner().invoke(cli.app, rest)
         if result.exception and not isinstance(result.exception, SystemExit):
@@ -400,8 +400,8 @@ def execute(words: list[str], here: Path, world: World) -> None:
 
 
 def known(words: list[str]) -> None:
-    """A command of a deployment that does not end by itself: its options exist, and another test runs it."""
-    name = words[0] if words[0] == "server" else "node run"
+    """A command of a deployment that does not end by itself, or needs one: its options exist, and a test runs it."""
+    name = words[0] if words[0] == "server" else " ".join(words[:2])
     options = CliRunner().invoke(cli.app, [*name.split(), "--help"], env={"COLUMNS": "200"}).output
     assert all(word in options for word in words if word.startswith("--"))
     assert '"' + name.replace(" ", '", "') + '"' in (ROOT / "tests/deploy/test_server.py").read_text(encoding="utf-8")

@@ -32,6 +32,7 @@ from headstart.deploy.folder import init
 from headstart.deploy.guard import app_digest
 from headstart.engine.flower_messages import recipe_digest
 from headstart.engine.node_ledger import NodeLedger
+from headstart.engine.server_log import ServerLog
 from headstart.runner import run
 
 pytestmark = [
@@ -242,7 +243,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def machines(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Iterator[Machines]:
     """A SuperLink and three nodes."""
-    federation = Machines(tmp_path_factory.mktemp("deployment") / "federation", recipe_of(data, {"method": "fedncm"}))
+    federation = Machines(tmp_path_factory.mktemp("o'brien") / "federation", recipe_of(data, {"method": "fedncm"}))
     for name in NODES:
         set_variables(federation.folder / f"node-{name}.sh", data=str(data / f"{name}.npz"))
     try:
@@ -421,6 +422,12 @@ def test_secure_sums_are_those_of_the_same_run_in_process(machines: Machines, da
         assert [entry["kind"] for entry in left] == 2 * ["keys", "masked"]
         told = [int(line[heads.index("bytes_up")]) for line in lines if line[1] == name]
         assert sum(entry["bytes"] for entry in left) == sum(told)
+        log = ServerLog(machines.folder / "state" / "log.jsonl").entries()
+        mine = [e for e in log if (e["node"], e["event"], e["recipe"]) == (name, "replied", recipe_digest(recipe))]
+        same = ("run", "kind", "stage", "round", "of", "answer", "bytes")
+        assert [[e[key] for key in same] for e in mine if e["kind"] != "join"] == [
+            [e[key] for key in same] for e in left
+        ]
 
 
 SHIM = """

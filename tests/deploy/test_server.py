@@ -42,7 +42,7 @@ class Commands:
         add(Server.load(self.server), [init_node(home / name, name) for name in NODES])
         self.environment = {
             **os.environ,
-            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+            "PATH": "/usr/bin:/bin",  # as a service manager has it, without Flower's commands
             "HEADSTART_CACHE": str(home / "cache"),
             "OMP_NUM_THREADS": "1",
         }

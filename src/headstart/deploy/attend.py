@@ -118,7 +118,9 @@ def flower_environment(home: Path) -> dict[str, str]:
         "FLWR_DISABLE_UPDATE_CHECK": "1",
         "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2",
     }
-    return {**os.environ, **quiet, "FLWR_HOME": str(home), "PYTHONUNBUFFERED": "1"}
+    # Flower starts its own commands by name, which a service manager that starts this one by its path does not know.
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    return {**os.environ, **quiet, "PATH": path, "FLWR_HOME": str(home), "PYTHONUNBUFFERED": "1"}
 
 
 def _attempt(kit: Kit, folder: Path, say: Say) -> int:
