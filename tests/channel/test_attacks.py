@@ -330,6 +330,19 @@ def test_figures_of_a_private_test_have_noise_that_no_question_removes(tmp_path:
     assert spread == pytest.approx(deviation, rel=0.3)
 
 
+def test_a_model_with_more_classes_does_not_sort_the_test_examples(tmp_path: Path) -> None:
+    """The attack: a head of a thousand rows, and counts of what was predicted as each."""
+    silo = Silo(tmp_path / "a", {"method": "fedncm"})
+    many = Wire({"weight": np.ones((1000, DIM), np.float32), "bias": np.zeros(1000, np.float32)})
+    facts, said = silo.ask("evaluate", many, done=1)
+    assert facts["error"] == f"the model to be tested has 1000 classes, and not {CLASSES}"
+    assert not said.arrays
+    facts, said = silo.ask("evaluate", head(0), done=1)
+    assert {name: array.shape for name, array in said.arrays.items()} == {
+        "figures": (4,), "classes": (3, CLASSES), "bins": (3, 15)
+    }  # fmt: skip
+
+
 def test_a_node_tests_one_model_after_each_round(tmp_path: Path) -> None:
     """132 heads of the server's choice give the class sums of the test examples; three rounds give four figures."""
     silo = Silo(tmp_path / "a", {**SGD, "rounds": 3})

@@ -325,6 +325,8 @@ class Node:
         read = partial(self._states(asked).read, clients=np.array([0 if self.alone else asked.client]))
         own = {name: values[0] for name, values in stage.method.own(read, stage.setup.task).items()}
         head = stage.method.load(asked.message, stage.setup.task, own)
+        if self.alone and len(head.bias) != len(dataset.classes):  # more would sort examples as finely as anybody likes
+            raise HeadstartError(f"the model to be tested has {len(head.bias)} classes, and not {len(dataset.classes)}")
         if dataset.test.targets is not None:
             scores = head.scores(stage.body.features("test") if len(dataset.test) else np.zeros((0, stage.body.dim)))
             return stage.figures.encode_targets(tally_targets(scores, dataset.test.targets, dataset.target))
