@@ -25,7 +25,7 @@ def told_directions(examples: Ints, rows: Ints, rank: int, dim: int, min_example
     Around R means n examples have n − R directions at most. All of them would tell the examples themselves: of
     ``min_examples`` directions a client tells one.
     """
-    return np.minimum(min(rank, dim), (examples - rows) // min_examples)
+    return np.asarray(np.minimum(min(rank, dim), (examples - rows) // min_examples))
 
 
 def directions_by_client(
@@ -51,22 +51,27 @@ def directions_by_client(
 
 
 def largest_directions(blocks: Blocks, dim: int, count: int, seed: tuple[int, ...]) -> Floats:
-    """Rows √λ v [count, d] of the largest eigenvalues λ and eigenvectors v of ZᵀZ, Z [n, d] block by block.
+    """Rows √λ v [count, d] of the largest eigenvalues λ and eigenvectors v of A = ZᵀZ, Z [n, d] block by block.
 
     By randomised subspace iteration: a few passes over Z, and never more than a block of it, or a matrix
-    [d, count + 10], in memory. What it finds is never larger than ZᵀZ along any direction.
+    [d, count + 10], in memory. The last pass is Nyström's, A Q (QᵀAQ)⁻¹ QᵀA: never larger than A along any direction.
     """
 
     def product(basis: Floats) -> Floats:
         return np.asarray(sum((block.T @ (block @ basis) for block in blocks()), np.zeros_like(basis)))
 
     width = min(count + _MORE, dim)
-    basis = np.eye(dim, width)
+    basis: Floats = np.eye(dim, width)
     if width < dim:
         basis = np.random.default_rng(seed).standard_normal((dim, width))
         for _ in range(_PASSES):
             basis, _ = linalg.qr(product(basis), mode="economic", check_finite=False)
-    inner = basis.T @ product(basis)
+    last = product(basis)
+    inner = basis.T @ last
     values, vectors = linalg.eigh((inner + inner.T) / 2, check_finite=False)
-    values, vectors = values[::-1][:count], vectors[:, ::-1][:, :count]
-    return np.asarray(np.sqrt(np.maximum(values, 0.0))[:, None] * (basis @ vectors).T)
+    kept = values > width * np.finfo(np.float64).eps * values[-1]
+    found = np.zeros((count, dim))
+    if kept.any():
+        left, sizes, _ = linalg.svd(last @ vectors[:, kept] / np.sqrt(values[kept]), False, check_finite=False)
+        found[: len(sizes)] = (left * sizes).T[:count]
+    return found

@@ -1,4 +1,4 @@
-"""What a client may say about its features: class counts, class sums and, where asked, second moments and directions."""
+"""What a client may say about its features: class counts and sums; where asked, second moments and directions."""
 
 from __future__ import annotations
 
@@ -69,13 +69,13 @@ class ClientStatistics:
         """Feature dimension d."""
         return int(self.sums.shape[1])
 
-    def around_means(self, sums: Features | None = None) -> Floats:
+    def around_means(self) -> Floats:
         """Second moments [d] or [1] around the means of the rows, from a diagonal or a trace around zero.
 
-        sums: [R, d] those of the rows, where they were rounded. Rounding and noise may leave them below zero.
+        Rounding and noise may leave them below zero.
         """
-        assert self.moments is not None and self.moments.ndim == 1
-        sums = (self.sums if sums is None else sums).astype(np.float64, copy=False)
+        assert self.moments is not None
+        sums = self.sums.astype(np.float64, copy=False)
         return self.moments - self.folded(np.einsum("rd,rd->d", sums, sums / np.maximum(self.counts, 1)[:, None]))
 
     def folded(self, squares: Floats) -> Floats:
@@ -171,8 +171,7 @@ class ClientStatistics:
         A Gram matrix travels in float64, and so do its sums, as its upper triangle: the solve subtracts them from each
         other, so that rounding to float32 makes a badly conditioned Gram matrix indefinite. A triangle in float64 costs
         what the papers count for the full square in float32. A diagonal or a trace travels as what it is around the
-        means of the sums that are sent, from which nothing is subtracted any more; below zero it is rounding, unless
-        it is ``noisy``.
+        means, from which nothing is subtracted any more; below zero it is rounding, unless it is ``noisy``.
         """
         full = self.moments is not None and self.moments.ndim == 2
         precision = _sums_dtype(precise or full)
@@ -188,7 +187,7 @@ class ClientStatistics:
         if self.moments is not None and full:
             arrays["moments"] = self.moments[np.triu_indices(self.dim)]
         elif self.moments is not None:
-            around = self.around_means(sums)
+            around = self.around_means()
             arrays["within"] = (around if noisy else np.maximum(around, 0)).astype(precision)
         if self.directions is not None:
             arrays["directions"] = self.directions.astype(np.float32)
@@ -254,13 +253,13 @@ class ClientStatistics:
 
     def _with_directions(self, message: Message, most: int) -> ClientStatistics:
         """With the directions of a message; more than were asked for, or larger ones than the scatter, are refused."""
-        found = message.array("directions", "float32", (None, self.dim))
+        found = message.array("directions", "float32", (None, self.dim)).astype(np.float32, copy=False)
         if len(found) > (most := min(most, int(self.counts.sum()) - len(self.labels))):
             raise MessageError(f"{len(found)} directions are sent, more than {most}")
-        wide = found.astype(np.float64)
-        within = self.around_means()
-        rounding = 1e-9 * (self.moments - within) + np.finfo(np.float32).tiny
-        if (self.folded(np.einsum("qd,qd->d", wide, wide)) > (1 + _ROUNDING) * within + rounding).any():
+        within, squares = self.around_means(), self.folded(np.square(found, dtype=np.float64).sum(axis=0))
+        # Of the sums, too, and of the largest direction: features that do not vary have a scatter of rounding.
+        rounding = _ROUNDING * within + 1e-9 * (self.moments + within.sum()) + np.finfo(np.float32).tiny
+        if (squares > within + rounding).any():
             raise MessageError("the directions are larger than the scatter that they are a part of")
         return replace(self, directions=found)
 
