@@ -171,7 +171,8 @@ class ClientStatistics:
         A Gram matrix travels in float64, and so do its sums, as its upper triangle: the solve subtracts them from each
         other, so that rounding to float32 makes a badly conditioned Gram matrix indefinite. A triangle in float64 costs
         what the papers count for the full square in float32. A diagonal or a trace travels as what it is around the
-        means, from which nothing is subtracted any more; below zero it is rounding, unless it is ``noisy``.
+        means, from which nothing is subtracted any more (below zero it is rounding, unless it is ``noisy``), and in
+        float64, since those of clients that answer together are added before they are rounded.
         """
         full = self.moments is not None and self.moments.ndim == 2
         precision = _sums_dtype(precise or full)
@@ -188,7 +189,7 @@ class ClientStatistics:
             arrays["moments"] = self.moments[np.triu_indices(self.dim)]
         elif self.moments is not None:
             around = self.around_means()
-            arrays["within"] = (around if noisy else np.maximum(around, 0)).astype(precision)
+            arrays["within"] = around if noisy else np.maximum(around, 0)
         if self.directions is not None:
             arrays["directions"] = self.directions.astype(np.float32)
         return Message(arrays)
@@ -235,8 +236,8 @@ class ClientStatistics:
             raise MessageError(f"a class sum is larger than features of {_LARGEST_FEATURE:.0e} make it")
         second = None
         if moments is not None:
-            name, dtype = ("moments", "float64") if moments == "full" else ("within", _sums_dtype(precise))
-            second = message.array(name, dtype, (_moments_length(dim, moments),)).astype(np.float64)
+            name = "moments" if moments == "full" else "within"
+            second = message.array(name, "float64", (_moments_length(dim, moments),)).astype(np.float64)
             if np.abs(second).max(initial=0) > _LARGEST_FEATURE**2 * examples.sum() * dim:
                 raise MessageError(f"a sum of squares is larger than features of {_LARGEST_FEATURE:.0e} make it")
         received = cls(n_classes, labels, counts, sums.astype(sums.dtype, copy=False), second, counted=counted)
@@ -408,8 +409,7 @@ def message_nbytes(
         "sums": (_sums_dtype(moments == "full"), (rows, dim)),
     }
     if moments is not None:
-        name = "moments" if moments == "full" else "within"
-        layout[name] = (_sums_dtype(moments == "full"), (_moments_length(dim, moments),))
+        layout["moments" if moments == "full" else "within"] = ("float64", (_moments_length(dim, moments),))
     if directions is not None:
         layout["directions"] = ("float32", (directions, dim))
     return layout_nbytes(layout)
