@@ -11,6 +11,7 @@ NAMES = (
     "clients",
     "closed_form",
     "regularisation",
+    "heads",
     "training",
     "finetuning",
     "mezo",

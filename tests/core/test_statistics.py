@@ -94,7 +94,7 @@ def test_nothing_heard_is_neutral() -> None:
     assert len(ClientStatistics.empty(C, D).pooled().labels) == 0
 
 
-@pytest.mark.parametrize("moments", [None, "diagonal", "full"])
+@pytest.mark.parametrize("moments", [None, "trace", "diagonal", "full"])
 def test_what_travels(moments: str | None) -> None:
     sent, _ = summarise(X[WHO == 2], Y[WHO == 2], C, moments=moments)
     message = sent.to_message()
@@ -102,11 +102,13 @@ def test_what_travels(moments: str | None) -> None:
     assert len(message.to_bytes()) == message.nbytes
     got = ClientStatistics.from_message(Message.from_bytes(message.to_bytes()), C, D, moments)
     assert got.labels.tolist() == sent.labels.tolist()  # only classes that are there
-    if moments is None:
-        np.testing.assert_array_equal(got.sums, sent.sums.astype(np.float32))
-    else:
+    if moments == "full":
         np.testing.assert_array_equal(got.sums, sent.sums)
         np.testing.assert_array_equal(got.moments, sent.moments)
+    else:
+        np.testing.assert_array_equal(got.sums, sent.sums.astype(np.float32))
+    if moments in ("trace", "diagonal"):
+        np.testing.assert_allclose(got.around_means(), sent.around_means(), rtol=1e-9)
 
 
 def test_a_gram_matrix_travels_in_the_precision_that_a_small_ridge_needs() -> None:
@@ -155,9 +157,11 @@ def test_bad_statistics_are_refused(bad: Message, why: str) -> None:
 
 
 def test_negative_squares_are_refused() -> None:
-    sent = message(sums=np.ones((2, D)), moments=np.full(D, -1.0))
-    with pytest.raises(MessageError, match="negative"):
-        ClientStatistics.from_message(sent, C, D, "diagonal")
+    for moments, size in (("diagonal", D), ("trace", 1)):
+        sent = message(within=np.full(size, -1.0))
+        with pytest.raises(MessageError, match="negative"):
+            ClientStatistics.from_message(sent, C, D, moments)
+        ClientStatistics.from_message(sent, C, D, moments, noisy=True)
 
 
 @st.composite
@@ -178,18 +182,21 @@ def honest_clients(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
     return (x * scale).astype(dtype), rng.integers(0, draw(st.integers(1, C)), n)
 
 
-@given(honest_clients(), st.sampled_from([None, "diagonal", "full"]), st.sampled_from([inf, 1e-6, 1.0, 1e6]))
+@given(honest_clients(), st.sampled_from([None, "trace", "diagonal", "full"]), st.sampled_from([inf, 1e-6, 1.0, 1e6]))
 @settings(deadline=None, max_examples=300, derandomize=True)
 def test_an_honest_client_is_never_refused(client: tuple[np.ndarray, np.ndarray], moments: Any, longest: float) -> None:
     x, y = client
     private = longest < inf
-    found, owners = summarise(shorten(x, longest) if private else x, y, C, moments=moments)
+    rank = 0 if private or moments in (None, "full") else 2
+    found, owners = summarise(shorten(x, longest) if private else x, y, C, moments=moments, rank=rank)
     if private:  # noise by the server: exact statistics of every class
         found = every_class(found, owners, np.array([0]))
     message = Message.from_bytes(found.to_message().to_bytes())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        got = ClientStatistics.from_message(message, C, x.shape[1], moments, every_class=private, longest=longest)
+        got = ClientStatistics.from_message(
+            message, C, x.shape[1], moments, every_class=private, longest=longest, directions=rank
+        )
     np.testing.assert_array_equal(got.counts, found.counts)
 
 

@@ -8,7 +8,7 @@ import pytest
 from headstart.core.statistics import ClientStatistics, summarise
 from headstart.errors import HeadstartError
 from headstart.heads import LinearHead, RandomFeatures, cof_head, ncm_head, ridge_head
-from headstart.heads.cof import MOMENTS_FOR, _estimated_scatter
+from headstart.heads.cof import _told_scatter, moments_for
 from headstart.heads.ridge import cross_validated, solve
 
 RNG = np.random.default_rng(0)
@@ -258,7 +258,7 @@ def test_cof_oracles_by_hand(covariance: str) -> None:
         kept = {"full": exact, "diagonal": np.diag(np.diag(exact)), "spherical": np.diag(exact).mean() * np.eye(D)}
         gram += ((Y == c).sum() - 1) * (kept[covariance] + 0.2 * np.eye(D))
     targets = np.stack([X[Y == c].sum(axis=0) for c in range(C)])
-    head = cof_head(statistics(MOMENTS_FOR[covariance]), 0.2, covariance)
+    head = cof_head(statistics(moments_for(covariance, "estimated")), 0.2, covariance)
     np.testing.assert_allclose(head.weight, unit(np.linalg.solve(gram, targets.T).T), rtol=1e-4, atol=1e-6)
     # A Gram matrix has the squares on its diagonal.
     np.testing.assert_allclose(cof_head(statistics("full"), 0.2, covariance).weight, head.weight, rtol=1e-5, atol=1e-6)
@@ -274,7 +274,7 @@ def test_cof_estimate_is_unbiased() -> None:
         x = rng.normal(size=(60, 3)) @ factor.T
         rows, _ = summarise(x, np.zeros(60, np.int64), 1, clients=rng.integers(0, 12, 60))
         pooled = rows.pooled()
-        total += _estimated_scatter(rows, pooled, pooled.sums / 60)[0] / 59
+        total += _told_scatter(rows, pooled, pooled.sums / 60, "estimated").factor / 59
     np.testing.assert_allclose(total / 400, truth, atol=0.12 * np.abs(truth).max())
 
 
@@ -327,14 +327,18 @@ def test_cof_one_example_in_a_class_counts_nothing() -> None:
 def test_cof_without_any_covariance_has_the_class_means(shrinkage: float | str, covariance: str) -> None:
     """One example of each class, or examples of one class alone: nothing tells the spread of the classes."""
     for y in ([0, 1, 3], [2, 2, 2]):
-        total = statistics(MOMENTS_FOR[covariance], X[:3], np.array(y), np.zeros(3, np.int64))
+        total = statistics(moments_for(covariance, "estimated"), X[:3], np.array(y), np.zeros(3, np.int64))
         head = cof_head(total, shrinkage, covariance)
         means = np.stack([X[:3][np.array(y) == c].mean(axis=0) for c in np.unique(y)])
         np.testing.assert_allclose(head.weight[np.unique(y)], unit(means), rtol=1e-6)
         assert np.flatnonzero(head.bias == 0).tolist() == np.unique(y).tolist()
         assert "shrinkage" not in head.notes
     with pytest.raises(HeadstartError, match="every class mean is zero"):
-        cof_head(statistics(MOMENTS_FOR[covariance], 0 * X[:2], np.array([0, 1]), np.zeros(2)), shrinkage, covariance)
+        cof_head(
+            statistics(moments_for(covariance, "estimated"), 0 * X[:2], np.array([0, 1]), np.zeros(2)),
+            shrinkage,
+            covariance,
+        )
 
 
 @pytest.mark.parametrize("covariance", ["estimated", "full", "diagonal", "spherical"])
@@ -345,7 +349,7 @@ def test_auto_shrinkage_of_classes_that_do_not_vary(covariance: str, dim: int, n
     rng = np.random.default_rng(0)
     y, who = np.repeat([0, 1], 20), np.arange(40) % 4
     x = (rng.normal(size=(2, dim)) + 0.1)[y] + noise * rng.normal(size=(40, dim))
-    total = summarise(x, y, 2, clients=who, moments=MOMENTS_FOR[covariance])[0]
+    total = summarise(x, y, 2, clients=who, moments=moments_for(covariance, "estimated"))[0]
     head = cof_head(total, "auto", covariance)
     assert (head.scores(x).argmax(axis=1) == y).all()
     means = x[[0, 20]]
@@ -357,7 +361,7 @@ def test_auto_shrinkage_of_classes_that_do_not_vary(covariance: str, dim: int, n
 def test_auto_shrinkage_never_advises_itself(covariance: str) -> None:
     y, who = np.repeat([0, 1], 20), np.arange(40) % 4
     for x in (np.full((40, D), np.pi), 1e8 + RNG.normal(size=(40, D))):
-        total = summarise(x, y, 2, clients=who, moments=MOMENTS_FOR[covariance])[0]
+        total = summarise(x, y, 2, clients=who, moments=moments_for(covariance, "estimated"))[0]
         with pytest.raises(HeadstartError, match="do not vary beside their size") as refusal:
             cof_head(total, "auto", covariance)
         assert "set it to 'auto'" not in str(refusal.value)

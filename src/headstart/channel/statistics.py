@@ -20,6 +20,7 @@ from headstart.channel.accounting import noise_multiplier
 from headstart.channel.noise import StatisticsNoise, blur_counts, every_class, generators_of, scaled, unscaled
 from headstart.channel.shared_noise import SharedNoise
 from headstart.config.stage import CountNoise, Privacy
+from headstart.core.directions import told_directions
 from headstart.core.reply import Reply, Sender, StatisticsResult
 from headstart.core.seeds import Seed
 from headstart.core.statistics import ClientStatistics, Floats, Ints, Summary, message_nbytes
@@ -77,8 +78,9 @@ class StatisticsChannel:
 
     @property
     def memory_per_client(self) -> int:
-        """With privacy, a row for every class, and room to add noise to it."""
-        return 4 * 8 * self.summary.n_classes * (self.summary.dim + 1) if self.private else 0
+        """With privacy, a row for every class, and room to add noise to it; otherwise the directions told."""
+        summary = self.summary
+        return 4 * 8 * (summary.n_classes * (summary.dim + 1) if self.private else summary.rank * summary.dim)
 
     # ----------------------------------------------------------------------------------------------- on the clients
 
@@ -97,12 +99,17 @@ class StatisticsChannel:
         """What clients say, all of a cohort in one reply: with privacy, of every class."""
         counted = replace(result.statistics, counted=self.summary.counts)
         statistics, owners = self._said(counted, result.owners, cohort.clients)
-        rows = np.bincount(np.searchsorted(cohort.clients, owners), minlength=len(cohort.clients))
-        layout = self.summary.dim, self.summary.moments, self.summary.counts
-        nbytes = np.array([message_nbytes(int(n), *layout) for n in rows])
+        places, everybody = np.searchsorted(cohort.clients, owners), len(cohort.clients)
+        rows = np.bincount(places, minlength=everybody)
+        layout, rank = (self.summary.dim, self.summary.moments, self.summary.counts), self.summary.rank
+        told: list[int | None] = [None] * len(rows)
+        if rank:
+            examples = np.bincount(places, statistics.counts, everybody).astype(np.int64)
+            told = told_directions(examples, rows, rank, self.summary.dim, self.min_examples).tolist()
+        nbytes = np.array([message_nbytes(n, *layout, some) for n, some in zip(rows.tolist(), told, strict=True)])
         hidden = self.privacy is not None and self.privacy.from_server  # how many examples they have
         passes = np.zeros_like(result.passes) if hidden else result.passes
-        message = statistics.to_message(precise=self.shared is not None)
+        message = statistics.to_message(precise=self.shared is not None, noisy=self.by_client)
         return [Reply(cohort.clients, message, nbytes, passes, task=cohort.task)]
 
     def _said(self, statistics: ClientStatistics, owners: Ints, clients: Ints) -> tuple[ClientStatistics, Ints]:
@@ -150,6 +157,7 @@ class StatisticsChannel:
             longest=inf if self.noise is None else self.noise.bound,
             counted=summary.counts,
             precise=self.shared is not None,
+            directions=summary.rank * len(reply.clients),
         )
         return self._marked(statistics)
 

@@ -91,7 +91,7 @@ def _of_stage(number: int, stage: dict[str, Any], has_body: bool, tasks: bool) -
     if stage.get("secure") and kind and "secure" in kind.model_fields:
         problems += [f".{problem}" for problem in _unsummed(stage, kind, tasks)]
     if kind and issubclass(kind, ClosedForm):
-        problems += [f".{problem}" for problem in _unhidden(stage)]
+        problems += [f".{problem}" for problem in (*_unhidden(stage), *_untold(stage))]
     if kind and "privacy" in kind.model_fields and _noise(stage) == "shared":
         problems += [f".privacy.noise: {problem}" for problem in _unshared(stage, kind, tasks)]
     return problems
@@ -209,6 +209,24 @@ def _unhidden(stage: Mapping[str, Any]) -> list[str]:
         problems.append("count_noise: privacy puts noise on the counts already; set one of the two")
     if "count_noise" in stage and not estimated:
         problems.append("count_noise: second moments do not fit noisy counts; use covariance = 'estimated'")
+    if "count_noise" in stage and stage.get("within", "auto") in ("trace", "diagonal"):
+        problems.append("count_noise: second moments do not fit noisy counts; use within = 'estimated'")
+    return problems
+
+
+def _untold(stage: Mapping[str, Any]) -> list[str]:
+    """Why clients of FedCOF cannot tell what they are asked to of their scatter."""
+    problems = []
+    within, rank = stage.get("within", "auto"), stage.get("rank", 0)
+    if stage.get("covariance", "estimated") != "estimated":
+        given = [key for key, other in (("within", within != "auto"), ("rank", rank)) if other]
+        return [f"{key}: covariance = {stage['covariance']!r} is exact already; leave {key} out" for key in given]
+    if rank and within == "estimated":
+        problems.append("rank: directions are told beside a trace or a diagonal; use within = 'auto', or rank = 0")
+    if rank and stage.get("secure"):
+        problems.append("rank: directions of two clients do not add up in a secure sum; use rank = 0")
+    if rank and ("privacy" in stage or "count_noise" in stage):
+        problems.append("rank: noise on counts and sums does not hide directions; use rank = 0")
     return problems
 
 

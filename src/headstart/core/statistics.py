@@ -1,4 +1,4 @@
-"""What a client may say about its features: class counts, class sums and, where a method asks, second moments."""
+"""What a client may say about its features: class counts and sums; where asked, second moments and directions."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ import numpy as np
 import numpy.typing as npt
 from scipy import linalg, sparse
 
+from headstart.core.directions import directions_by_client, told_directions
 from headstart.core.message import Message, layout_nbytes
 from headstart.errors import HeadstartError, MessageError
 
 Floats = npt.NDArray[np.float64]
 Features = npt.NDArray[np.floating]
 Ints = npt.NDArray[np.int64]
-Moments = Literal["full", "diagonal"]
+Moments = Literal["full", "diagonal", "trace"]
 Transform = Callable[[Features], Features]
 
 # Sums alone are fastest in blocks that stay in the processor's cache; products of matrices want larger ones.
@@ -37,7 +38,8 @@ class ClientStatistics:
     A row is what one client (or one random part of a client's class) says about one class.
 
     labels: [R] the class of each row; counts: [R] examples behind it; sums: [R, d] sum of their features;
-    moments: the Gram matrix XᵀX [d, d], or its diagonal [d], of all the examples; None where no method asked.
+    moments: the Gram matrix XᵀX [d, d], its diagonal [d] or its trace [1], of all the examples; None where no method
+    asked. directions: [Q, d] the largest of each client's scatter around its rows' means, UᵀU; None likewise.
     longest: no feature vector behind them is longer, where they were clipped. noise_floor: the largest eigenvalue that
     noise alone gives the Gram matrix, where there is noise. counted: whether clients say their counts; where they do
     not, every row counts 1.
@@ -51,17 +53,34 @@ class ClientStatistics:
     longest: float | None = None
     noise_floor: float | None = None
     counted: bool = True
+    directions: Features | None = None
 
     @classmethod
-    def empty(cls, n_classes: int, dim: int, moments: Moments | None = None, counted: bool = True) -> ClientStatistics:
+    def empty(
+        cls, n_classes: int, dim: int, moments: Moments | None = None, counted: bool = True, rank: int = 0
+    ) -> ClientStatistics:
         """Nothing heard yet."""
-        none = np.zeros(0, np.int64)
-        return cls(n_classes, none, none, np.zeros((0, dim)), _zero_moments(dim, moments), counted=counted)
+        none, nothing = np.zeros(0, np.int64), np.zeros((0, dim))
+        second, directions = _zero_moments(dim, moments), nothing if rank else None
+        return cls(n_classes, none, none, nothing, second, counted=counted, directions=directions)
 
     @property
     def dim(self) -> int:
         """Feature dimension d."""
         return int(self.sums.shape[1])
+
+    def around_means(self) -> Floats:
+        """Second moments [d] or [1] around the means of the rows, from a diagonal or a trace around zero.
+
+        Rounding and noise may leave them below zero.
+        """
+        assert self.moments is not None
+        sums = self.sums.astype(np.float64, copy=False)
+        return self.moments - self.folded(np.einsum("rd,rd->d", sums, sums / np.maximum(self.counts, 1)[:, None]))
+
+    def folded(self, squares: Floats) -> Floats:
+        """Squares [d], one for each dimension, as the second moments have them: a trace is their sum."""
+        return squares.sum(keepdims=True) if self.moments is not None and len(self.moments) == 1 else squares
 
     def merge(self, *others: ClientStatistics) -> ClientStatistics:
         """All rows side by side, moments added: associative, and commutative up to the order of the rows."""
@@ -69,6 +88,7 @@ class ClientStatistics:
             return self
         everyone = (self, *others)
         moments = [each.moments for each in everyone if each.moments is not None]
+        directions = [each.directions for each in everyone if each.directions is not None]
         return ClientStatistics(
             self.n_classes,
             np.concatenate([each.labels for each in everyone]),
@@ -78,6 +98,7 @@ class ClientStatistics:
             everyone[-1].longest,
             everyone[-1].noise_floor,
             everyone[-1].counted,
+            np.concatenate(directions) if directions else None,
         )
 
     def pooled(self) -> ClientStatistics:
@@ -144,14 +165,17 @@ class ClientStatistics:
             second = unpacked(second, sums.shape[1])
         return cls(len(counts), labels, counts[labels], sums[labels], second, counted=counted)
 
-    def to_message(self, precise: bool = False) -> Message:
+    def to_message(self, precise: bool = False, noisy: bool = False) -> Message:
         """What travels: present classes only; class sums in float32, or in float64 where they are to be precise.
 
-        Statistics with second moments travel in float64, the Gram matrix as its upper triangle: the solve subtracts
-        them from each other, so that rounding to float32 makes a badly conditioned Gram matrix indefinite. A triangle
-        in float64 costs what the papers count for the full square in float32.
+        A Gram matrix travels in float64, and so do its sums, as its upper triangle: the solve subtracts them from each
+        other, so that rounding to float32 makes a badly conditioned Gram matrix indefinite. A triangle in float64 costs
+        what the papers count for the full square in float32. A diagonal or a trace travels as what it is around the
+        means, from which nothing is subtracted any more (below zero it is rounding, unless it is ``noisy``), and in
+        float64, since those of clients that answer together are added before they are rounded.
         """
-        precision = _sums_dtype(precise or self.moments is not None)
+        full = self.moments is not None and self.moments.ndim == 2
+        precision = _sums_dtype(precise or full)
         with np.errstate(over="ignore"):  # checked below, with a sentence
             sums = self.sums.astype(precision)
         if not np.isfinite(sums).all():
@@ -161,9 +185,13 @@ class ClientStatistics:
             **({"counts": self.counts.astype(np.int32)} if self.counted else {}),
             "sums": sums,
         }
-        if self.moments is not None:
-            full = self.moments.ndim == 2
-            arrays["moments"] = self.moments[np.triu_indices(self.dim)] if full else self.moments
+        if self.moments is not None and full:
+            arrays["moments"] = self.moments[np.triu_indices(self.dim)]
+        elif self.moments is not None:
+            around = self.around_means()
+            arrays["within"] = around if noisy else np.maximum(around, 0)
+        if self.directions is not None:
+            arrays["directions"] = self.directions.astype(np.float32)
         return Message(arrays)
 
     @classmethod
@@ -180,18 +208,20 @@ class ClientStatistics:
         longest: float = inf,
         counted: bool = True,
         precise: bool = False,
+        directions: int = 0,
     ) -> ClientStatistics:
         """Read and check what a client sent, or raise `MessageError` with what is wrong.
 
         ``every_class``: there is a row for every class, present or not. ``noisy``: clients added noise, and nothing is
         impossible. ``rows_per_class``: rows that a class may have. ``longest``: no feature vector is longer.
-        ``counted``: the counts are sent. ``precise``: in float64.
+        ``counted``: the counts are sent. ``precise``: in float64. ``directions``: how many there may be; none are read
+        where there may be none.
         """
         labels = message.array("labels", "int32", (None,)).astype(np.int64)
         counts = np.ones(len(labels), np.int64)
         if counted:
             counts = message.array("counts", "int32", (len(labels),)).astype(np.int64)
-        sums = message.array("sums", _sums_dtype(precise or moments is not None), (len(labels), dim))
+        sums = message.array("sums", _sums_dtype(precise or moments == "full"), (len(labels), dim))
         if len(labels) and (labels.min() < 0 or labels.max() >= n_classes):
             raise MessageError(f"class labels must lie between 0 and {n_classes - 1}")
         if (often := np.bincount(labels, minlength=1)).max() > rows_per_class:
@@ -206,14 +236,33 @@ class ClientStatistics:
             raise MessageError(f"a class sum is larger than features of {_LARGEST_FEATURE:.0e} make it")
         second = None
         if moments is not None:
-            values = message.array("moments", "float64", (_moments_length(dim, moments),))
-            if np.abs(values).max(initial=0) > _LARGEST_FEATURE**2 * examples.sum():
+            name = "moments" if moments == "full" else "within"
+            second = message.array(name, "float64", (_moments_length(dim, moments),)).astype(np.float64)
+            if np.abs(second).max(initial=0) > _LARGEST_FEATURE**2 * examples.sum() * dim:
                 raise MessageError(f"a sum of squares is larger than features of {_LARGEST_FEATURE:.0e} make it")
-            second = unpacked(values.astype(np.float64), dim) if moments == "full" else values.astype(np.float64)
         received = cls(n_classes, labels, counts, sums.astype(sums.dtype, copy=False), second, counted=counted)
+        if second is not None and moments == "full":
+            received = replace(received, moments=unpacked(second, dim))
+        elif second is not None:
+            if not noisy and second.min(initial=0.0) < 0:
+                raise MessageError("a sum of squares is negative")
+            around_zero = second - received.around_means()  # of the means themselves
+            received = replace(received, moments=second + around_zero)
         if not noisy:
             received._refuse_impossible(longest)
-        return received
+        return received._with_directions(message, directions) if directions else received
+
+    def _with_directions(self, message: Message, most: int) -> ClientStatistics:
+        """With the directions of a message; more than were asked for, or larger ones than the scatter, are refused."""
+        found = message.array("directions", "float32", (None, self.dim)).astype(np.float32, copy=False)
+        if len(found) > (most := min(most, int(self.counts.sum()) - len(self.labels))):
+            raise MessageError(f"{len(found)} directions are sent, more than {most}")
+        within, squares = self.around_means(), self.folded(np.square(found, dtype=np.float64).sum(axis=0))
+        # Of the sums, too, and of the largest direction: features that do not vary have a scatter of rounding.
+        rounding = _ROUNDING * within + 1e-9 * (self.moments + within.sum()) + np.finfo(np.float32).tiny
+        if (squares > within + rounding).any():
+            raise MessageError("the directions are larger than the scatter that they are a part of")
+        return replace(self, directions=found)
 
     def _refuse_impossible(self, longest: float) -> None:
         """Raise `MessageError` where no feature vectors of at most this length have such statistics.
@@ -234,7 +283,7 @@ class ClientStatistics:
                 )
             if squares is not None and squares.sum() > examples * room**2:
                 raise MessageError(f"the sums of squares are larger than examples no longer than {longest:g} make them")
-        if self.moments is None or squares is None:
+        if self.moments is None or squares is None or self.moments.ndim == 1:
             return
         if squares.min(initial=0.0) < 0:
             raise MessageError("a sum of squares is negative")
@@ -244,7 +293,7 @@ class ClientStatistics:
         if self.counted and (least > squares).any():
             raise MessageError("the class sums are larger than the sums of squares allow: no features have both")
         roots = np.sqrt(squares)
-        if self.moments.ndim == 2 and (np.abs(self.moments) > np.outer(roots, roots)).any():
+        if (np.abs(self.moments) > np.outer(roots, roots)).any():
             raise MessageError("the Gram matrix has an entry larger than its diagonal allows: no features have it")
 
 
@@ -266,10 +315,12 @@ class Summary:
     """No vector that is summed is longer, whatever the features."""
     counts: bool = True
     """Whether clients say how many examples of a class they have."""
+    rank: int = 0
+    """Directions of its scatter that a client may send."""
 
     def empty(self) -> ClientStatistics:
         """Nothing heard yet."""
-        return ClientStatistics.empty(self.n_classes, self.dim, self.moments, self.counts)
+        return ClientStatistics.empty(self.n_classes, self.dim, self.moments, self.counts, self.rank)
 
 
 def summarise(
@@ -282,13 +333,17 @@ def summarise(
     moments: Moments | None = None,
     rows: Ints | None = None,
     transform: Transform | None = None,
+    rank: int = 0,
+    seed: tuple[int, ...] = (),
+    min_examples: int = 1,
 ) -> tuple[ClientStatistics, Ints]:
     """Statistics of many clients at once, and the client [R] behind each row; rows are in client, class, part order.
 
     features: [n, d]; labels, clients, parts: [m], about ``features[rows]``; by default all rows belong to client 0.
     ``parts`` numbers random parts of a client's class, each of which speaks for itself; ``transform`` is a map
     [n, d] → [n, D] applied to the features first. Accumulates in float64, in blocks, so that memory does not grow with
-    the examples.
+    the examples. Of each client's scatter around its rows' means, the largest ``rank`` directions are told, one for
+    ``min_examples`` at most; they depend on the seed and on the client alone.
     """
     rows = np.arange(len(features)) if rows is None else rows
     clients = np.zeros(len(rows), np.int64) if clients is None else clients
@@ -304,18 +359,32 @@ def summarise(
         if values is not None and not np.isfinite(values).all():
             raise HeadstartError(f"the {name} hold NaN, infinity or values too large to add up; clean or scale them")
     who, what = np.divmod(keys // width, n_classes)
-    return ClientStatistics(n_classes, what, counts.astype(np.int64), sums, second), who
+    found = ClientStatistics(n_classes, what, counts.astype(np.int64), sums, second)
+    if not rank:
+        return found, who
+    means, change = sums / counts[:, None], transform or (lambda values: values)
+
+    def deviations(part: slice) -> Floats:
+        return np.asarray(change(features[rows[order[part]]]) - means[segments[order[part]]])
+
+    holders, starts = np.unique(who, return_index=True)
+    examples, dim = np.add.reduceat(counts, starts), sums.shape[1]
+    told = told_directions(examples, np.diff(np.append(starts, len(who))), rank, dim, min_examples)
+    return replace(found, directions=directions_by_client(deviations, holders, examples, told, dim, seed)), who
 
 
-def random_parts(labels: Ints, clients: Ints, means_per_client: int, seed: tuple[int, ...]) -> Ints | None:
+def random_parts(
+    labels: Ints, clients: Ints, means_per_client: int, seed: tuple[int, ...], min_examples: int = 1
+) -> Ints | None:
     """Part [n] of each example: up to ``means_per_client`` random parts of each client's class; None for one part.
 
-    As in FedCOF's code: a class of fewer than four examples stays whole, a part has at least two examples, and the
-    last part takes the remainder. A client's parts depend on the seed and on the client alone.
+    As in FedCOF's code: a class of fewer than four examples stays whole, a part has at least two examples (or
+    ``min_examples``), and the last part takes the remainder. A client's parts depend on the seed and on the client
+    alone.
     """
     if means_per_client == 1:
         return None
-    parts = np.zeros(len(labels), np.int64)
+    parts, least = np.zeros(len(labels), np.int64), max(2, min_examples)
     by_client = np.argsort(clients, kind="stable")
     bounds = np.flatnonzero(np.diff(clients[by_client])) + 1
     for members in np.split(by_client, bounds):
@@ -324,21 +393,25 @@ def random_parts(labels: Ints, clients: Ints, means_per_client: int, seed: tuple
         shuffled = shuffled[np.argsort(labels[shuffled], kind="stable")]
         sizes = np.bincount(labels[shuffled])[labels[shuffled]]
         rank = np.arange(len(shuffled)) - np.searchsorted(labels[shuffled], labels[shuffled])
-        wanted = np.where(sizes >= 4, np.minimum(means_per_client, sizes // 2), 1)
+        wanted = np.maximum(np.minimum(means_per_client, sizes // least), 1)
         parts[shuffled] = np.minimum(rank // (sizes // wanted), wanted - 1)
     return parts
 
 
 @cache
-def message_nbytes(rows: int, dim: int, moments: Moments | None, counted: bool = True) -> int:
+def message_nbytes(
+    rows: int, dim: int, moments: Moments | None, counted: bool = True, directions: int | None = None
+) -> int:
     """Bytes of the message of a client that speaks of so many rows."""
     layout: dict[str, tuple[str, tuple[int, ...]]] = {
         "labels": ("int32", (rows,)),
         **({"counts": ("int32", (rows,))} if counted else {}),
-        "sums": (_sums_dtype(moments is not None), (rows, dim)),
+        "sums": (_sums_dtype(moments == "full"), (rows, dim)),
     }
     if moments is not None:
-        layout["moments"] = ("float64", (_moments_length(dim, moments),))
+        layout["moments" if moments == "full" else "within"] = ("float64", (_moments_length(dim, moments),))
+    if directions is not None:
+        layout["directions"] = ("float32", (directions, dim))
     return layout_nbytes(layout)
 
 
@@ -359,7 +432,7 @@ def _segment_sums(
     dim = transform(features[:1]).shape[1]
     sums = np.zeros((n_segments, dim))
     second = _zero_moments(dim, moments)
-    step = max(1, (_BLOCK_BYTES if moments is None else _BLOCK_BYTES_OF_MOMENTS) // (8 * dim))
+    step = max(1, (_BLOCK_BYTES_OF_MOMENTS if moments == "full" else _BLOCK_BYTES) // (8 * dim))
     # One for all blocks: large memory that is asked for anew is cleared by the operating system each time.
     room = np.empty((min(step, len(rows)) + 1, dim))
     for start in range(0, len(rows), step):
@@ -375,16 +448,17 @@ def _segment_sums(
         sums[first : last + 1] = gather @ block
         if second is not None:
             values = block[1:]
-            second += values.T @ values if moments == "full" else np.einsum("nd,nd->d", values, values)
+            squares = values.T @ values if moments == "full" else np.einsum("nd,nd->d", values, values)
+            second += squares.sum() if moments == "trace" else squares
     return sums, second
 
 
 def _zero_moments(dim: int, moments: Moments | None) -> Floats | None:
-    return None if moments is None else np.zeros((dim, dim) if moments == "full" else dim)
+    return None if moments is None else np.zeros((dim, dim) if moments == "full" else _moments_length(dim, moments))
 
 
 def _moments_length(dim: int, moments: Moments) -> int:
-    return dim * (dim + 1) // 2 if moments == "full" else dim
+    return {"full": dim * (dim + 1) // 2, "diagonal": dim, "trace": 1}[moments]
 
 
 def _sums_dtype(precise: bool) -> str:

@@ -1,34 +1,56 @@
-"""Covariances from class means: the head of FedCOF (Goswami et al., 2025, equations 7 to 11)."""
+"""Covariances from class means, and from what clients tell besides: the head of FedCOF (Goswami et al., 2025, equations
+7 to 11)."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import chain
 from typing import Literal
 
 import numpy as np
 from scipy import linalg
 
-from headstart.core.statistics import ClientStatistics, Floats, Moments
+from headstart.core.statistics import ClientStatistics, Floats, Ints, Moments
 from headstart.errors import HeadstartError
 from headstart.heads.linear import LinearHead, unit_rows
 from headstart.heads.ridge import solve
 
 Covariance = Literal["estimated", "full", "diagonal", "spherical"]
 
-MOMENTS_FOR: dict[Covariance, Moments | None] = {
+Within = Literal["estimated", "trace", "diagonal", "auto"]
+
+_MOMENTS: dict[str, Moments | None] = {
     "estimated": None,
     "full": "full",
     "diagonal": "diagonal",
     "spherical": "diagonal",
+    "trace": "trace",
+    "auto": "trace",
 }
-"""The second moments that clients must send for each kind of covariance."""
+
+
+def moments_for(covariance: Covariance, within: Within) -> Moments | None:
+    """The second moments that clients must send for a kind of covariance."""
+    return _MOMENTS[within if covariance == "estimated" else covariance]
+
 
 _BLOCK = 4096
+# On PACS, and on EuroSAT in five looks, the shape of an estimate that is up to 15 times too large is as good as an even
+# one, or better, and from 45 times on worse (benchmarks/heads.py).
+_TRUSTED = 16.0
 
 
-def cof_head(statistics: ClientStatistics, shrinkage: float | Literal["auto"], covariance: Covariance) -> LinearHead:
+def cof_head(
+    statistics: ClientStatistics,
+    shrinkage: float | Literal["auto"],
+    covariance: Covariance = "estimated",
+    within: Within = "estimated",
+) -> LinearHead:
     """W = Ĝ⁻¹ B, rows scaled to length one, with Ĝ = Σ_c (N_c − 1)(Σ̂_c + γI) + N μ_g μ_gᵀ and B = [N_c μ_c].
 
-    "estimated": Σ̂_c = 1/(K_c − 1) Σ_k n_kc (μ_kc − μ_c)(μ_kc − μ_c)ᵀ from the means of the K_c rows of class c.
+    "estimated": Σ̂_c = 1/(K_c − 1) Σ_k n_kc (μ_kc − μ_c)(μ_kc − μ_c)ᵀ from the means of the K_c rows of class c, or,
+    by ``within``, from these and what clients tell of the scatter around them (`_told_scatter`).
     All classes together are one matrix product of scaled deviations; no d × d matrix per class is ever held.
     The oracles need second moments: Σ_c (N_c − 1) S_c = XᵀX − Σ_c N_c μ_c μ_cᵀ ("full"), its diagonal ("diagonal"),
     or the mean of its diagonal ("spherical").
@@ -37,13 +59,12 @@ def cof_head(statistics: ClientStatistics, shrinkage: float | Literal["auto"], c
     which W tends to as γ grows, and later rounds may bring more.
     """
     total = statistics.pooled()
-    freedom = int(total.counts.sum()) - len(total.labels)
     means = total.sums / total.counts[:, None]
-    notes = {}
-    if freedom == 0 or len(total.labels) == 1:
+    notes: dict[str, float] = {}
+    if total.counts.sum() == len(total.labels) or len(total.labels) == 1:
         weight = means.T
     else:
-        weight, notes["shrinkage"] = _solved(statistics, total, means, freedom, shrinkage, covariance)
+        weight, notes = _solved(statistics, total, means, shrinkage, covariance, within)
     rows, directed, _ = unit_rows(np.ascontiguousarray(weight.T))
     if not directed.any():
         raise HeadstartError("every class mean is zero; there is nothing to tell the classes apart by")
@@ -51,56 +72,117 @@ def cof_head(statistics: ClientStatistics, shrinkage: float | Literal["auto"], c
     return LinearHead.from_classes(total.n_classes, present, rows[directed], np.zeros(len(present)), **notes)
 
 
+@dataclass(frozen=True, eq=False)
+class _Scatter:
+    """The scatter within the classes, FᵀF + diag(rest), as far as it is known."""
+
+    factor: Floats
+    """F [Q, d], or, where Q is d or more, FᵀF [d, d]."""
+    spread: float
+    """What the within-class variance is taken from: a trace."""
+    known: int
+    """The number of examples beyond one per class behind it."""
+    rest: Floats = field(default_factory=lambda: np.zeros(1))
+    """[1] or [d]."""
+    notes: dict[str, float] = field(default_factory=dict)
+
+
 def _solved(
     statistics: ClientStatistics,
     total: ClientStatistics,
     means: Floats,
-    freedom: int,
     shrinkage: float | Literal["auto"],
     covariance: Covariance,
-) -> tuple[Floats, float]:
-    """Ĝ⁻¹ B [d, C] and γ; means: [C, d], freedom: N − C."""
-    scatter, known = (
-        _estimated_scatter(statistics, total, means)
-        if covariance == "estimated"
-        else (_exact_scatter(total, means, covariance), freedom)
-    )
-    centre = total.sums.sum(axis=0, keepdims=True) / np.sqrt(total.counts.sum())
-    chosen = _auto(scatter, known, means, centre, freedom) if shrinkage == "auto" else float(shrinkage)
-    targets = total.sums.T.astype(np.float64)
-    if scatter.shape[0] == scatter.shape[1]:
-        weight = solve(scatter + centre.T @ centre, targets, chosen * freedom, "shrinkage × (examples − classes)")
+    within: Within,
+) -> tuple[Floats, dict[str, float]]:
+    """Ĝ⁻¹ B [d, C] and what was chosen; means: [C, d]."""
+    freedom = int(total.counts.sum()) - len(total.labels)
+    if covariance == "estimated":
+        scatter = _told_scatter(statistics, total, means, within)
     else:
-        weight = _solve_dual(np.vstack([scatter, centre]), targets, chosen * freedom)
-    return weight, chosen
+        exact = _exact_scatter(total, means, covariance)
+        scatter = _Scatter(exact, float(np.trace(exact)), freedom)
+    centre = total.sums.sum(axis=0, keepdims=True) / np.sqrt(total.counts.sum())
+    chosen = _auto(scatter, means, centre, freedom) if shrinkage == "auto" else float(shrinkage)
+    targets = total.sums.T.astype(np.float64)
+    ridge, rest, factor = chosen * freedom, scatter.rest, scatter.factor
+    if len(factor) == total.dim:
+        gram = factor + centre.T @ centre
+        gram[np.diag_indices(total.dim)] += rest
+        weight = solve(gram, targets, ridge, "shrinkage × (examples − classes)")
+    else:
+        weight = _solve_dual(np.vstack([factor, centre]), targets, rest + ridge)
+    return weight, {"shrinkage": chosen, **scatter.notes}
 
 
-def _estimated_scatter(statistics: ClientStatistics, total: ClientStatistics, means: Floats) -> tuple[Floats, int]:
-    """Σ_c (N_c − 1) Σ̂_c, and the number of examples beyond one per class behind it.
+def _told_scatter(statistics: ClientStatistics, total: ClientStatistics, means: Floats, within: Within) -> _Scatter:
+    """Σ_c f_c B_c, the directions that clients told, and what they told of the rest, by the kind of `within`.
 
-    The scatter is ZᵀZ of the rows z_p = √(n_p (N_c − 1)/(K_c − 1)) (μ_p − μ_c). With fewer rows than dimensions the
-    factor Z [P, d] itself is returned, otherwise ZᵀZ [d, d], added up in blocks so that Z is never held.
-    A class that a single row speaks of has no spread to estimate and adds nothing.
+    B_c = Σ_k n_kc (μ_kc − μ_c)(μ_kc − μ_c)ᵀ. "estimated": f_c = (N_c − 1)/(K_c − 1). The others have f_c = 1, which is
+    exact, and add the scatter within clients of trace T: the directions that they told, and the rest, of trace R,
+    spread over all dimensions ("trace"), as its diagonal ("diagonal"), or ("auto") the share a in the shape of the
+    estimate E, and the others evenly. Where clients differ by chance alone, E has in expectation the trace of the whole
+    scatter. Where it has ratio times that, a = min(1, 16/ratio) · R/T: beyond 16 most of E is how clients' features
+    differ, and of R/T because what was told in directions has its shape already.
     """
     classes = np.searchsorted(total.labels, statistics.labels)
     holders = np.bincount(classes, minlength=len(total.labels))
-    scale = (total.counts - 1) / np.maximum(holders - 1, 1)
-    weights = np.sqrt(statistics.counts * scale[classes])
-    known = int((total.counts - 1)[holders > 1].sum())
+    inflation = np.where(holders > 1, (total.counts - 1) / np.maximum(holders - 1, 1), 0.0)
+    known, freedom = int((total.counts - 1)[holders > 1].sum()), int((total.counts - 1).sum())
+    if within == "estimated":
+        factor = _factor(statistics, means, classes, inflation)
+        spread = np.trace(factor) if len(factor) == total.dim else np.vdot(factor, factor)
+        return _Scatter(factor, float(spread), known)
+    inside = _told(statistics, within)
+    between = np.zeros(len(means))
+    for part, block in _deviations(statistics, means, classes, np.sqrt(statistics.counts)):
+        np.add.at(between, classes[part], np.einsum("pd,pd->p", block, block))
+    spread, whole = float(between.sum() + inside.sum()), float(inside.sum())
+    if statistics.directions is not None:
+        squares = np.square(statistics.directions, dtype=np.float64).sum(axis=0)
+        inside = np.maximum(inside - statistics.folded(squares), 0.0)
+    if within != "auto":
+        rest = inside if within == "diagonal" else inside / total.dim
+        return _Scatter(_factor(statistics, means, classes, np.ones(len(means))), spread, freedom, rest)
+    estimate, left = float(inflation @ between), float(inside.sum())
+    notes = {"means_share": min(1.0, _TRUSTED * spread / freedom * known / estimate) if estimate > 0 else 0.0}
+    share = notes["means_share"] * left / whole if whole > 0 else 0.0
+    factors = np.ones(len(means)) + (share * left / estimate * inflation if share else 0.0)
+    rest = np.array([(1 - share) * left / total.dim])
+    return _Scatter(_factor(statistics, means, classes, factors), spread, freedom, rest, notes)
 
-    def rows(start: int, stop: int) -> Floats:
-        block = statistics.sums[start:stop] / statistics.counts[start:stop, None]
-        block -= means[classes[start:stop]]
-        block *= weights[start:stop, None]
-        return np.asarray(block)
 
-    if len(classes) + 1 < total.dim:
-        return rows(0, len(classes)), known
-    scatter = np.zeros((total.dim, total.dim))
+def _told(statistics: ClientStatistics, within: Within) -> Floats:
+    """The trace [1] or the diagonal [d] of the scatter around the rows' means."""
+    moments = statistics.moments
+    if moments is None or moments.shape != (statistics.dim if within == "diagonal" else 1,):
+        raise HeadstartError(f"within = {within!r} needs second moments of the features; these have none")
+    return np.maximum(statistics.around_means(), 0.0)
+
+
+def _deviations(
+    statistics: ClientStatistics, means: Floats, classes: Ints, weights: Floats
+) -> Iterator[tuple[slice, Floats]]:
+    """w_p (μ_p − μ_c) of the rows p, some at a time, so that they are never all held; weights: [P]."""
     for start in range(0, len(classes), _BLOCK):
-        block = rows(start, start + _BLOCK)
+        part = slice(start, start + _BLOCK)
+        block = statistics.sums[part] / statistics.counts[part, None]
+        block -= means[classes[part]]
+        block *= weights[part, None]
+        yield part, np.asarray(block)
+
+
+def _factor(statistics: ClientStatistics, means: Floats, classes: Ints, factors: Floats) -> Floats:
+    """F [Q, d] with FᵀF = Σ_c f_c B_c and the directions told; where Q is not below d, FᵀF [d, d]."""
+    told = () if statistics.directions is None else (statistics.directions.astype(np.float64),)
+    weights = np.sqrt(statistics.counts * factors[classes])
+    blocks = chain((block for _, block in _deviations(statistics, means, classes, weights)), told)
+    if len(classes) + sum(map(len, told)) + 1 < statistics.dim:
+        return np.concatenate(list(blocks))
+    scatter = np.zeros((statistics.dim, statistics.dim))
+    for block in blocks:
         scatter += block.T @ block
-    return scatter, known
+    return scatter
 
 
 def _exact_scatter(total: ClientStatistics, means: Floats, covariance: Covariance) -> Floats:
@@ -115,17 +197,16 @@ def _exact_scatter(total: ClientStatistics, means: Floats, covariance: Covarianc
     return np.diag(diagonal if covariance == "diagonal" else np.full(len(diagonal), diagonal.mean()))
 
 
-def _auto(scatter: Floats, known: int, means: Floats, centre: Floats, freedom: int) -> float:
+def _auto(scatter: _Scatter, means: Floats, centre: Floats, freedom: int) -> float:
     """Half the mean within-class variance per dimension, so that the shrinkage follows the scale of the features.
 
     Where no class is held twice, or none varies, the spread of the class means is the only scale there is.
     """
-    spread = np.trace(scatter) if scatter.shape[0] == scatter.shape[1] else np.vdot(scatter, scatter)
     between = means - means.mean(axis=0)
     dim = means.shape[1]
     # What rounding leaves of classes that do not vary: less shrinkage than this leaves the Gram matrix singular.
-    least = 4 * dim * np.finfo(np.float64).eps * (spread + np.vdot(centre, centre)) / freedom
-    for variance, count in ((spread, known), (np.vdot(between, between), len(means))):
+    least = 4 * dim * np.finfo(np.float64).eps * (scatter.spread + np.vdot(centre, centre)) / freedom
+    for variance, count in ((scatter.spread, scatter.known), (np.vdot(between, between), len(means))):
         if count and (chosen := 0.5 * variance / (dim * count)) > least:
             return float(chosen)
     raise HeadstartError(
@@ -133,18 +214,21 @@ def _auto(scatter: Floats, known: int, means: Floats, centre: Floats, freedom: i
     )
 
 
-def _solve_dual(factor: Floats, targets: Floats, ridge: float) -> Floats:
-    """(ZᵀZ + aI)⁻¹ B through the smaller matrix ZZᵀ + aI (Woodbury)."""
-    if ridge <= 0:
+def _solve_dual(factor: Floats, targets: Floats, ridge: Floats) -> Floats:
+    """(ZᵀZ + D)⁻¹ B through the smaller matrix ZZᵀ + aI (Woodbury); ridge: [1] for D = aI, or [d] its diagonal."""
+    if ridge.min() <= 0:
         raise HeadstartError(
             f"shrinkage = 0 leaves the Gram matrix singular: {len(factor) - 1} means do not span "
             f"{factor.shape[1]} dimensions; raise it, or set it to 'auto'"
         )
+    if len(ridge) > 1:  # in units in which D is one
+        scale = 1 / np.sqrt(ridge)
+        return scale[:, None] * _solve_dual(factor * scale, scale[:, None] * targets, np.ones(1))
     try:
         inner = linalg.cho_factor(factor @ factor.T + ridge * np.eye(len(factor)), check_finite=False)
     except linalg.LinAlgError:
         raise HeadstartError(
-            f"shrinkage × (examples − classes) = {ridge:g} is nothing beside the spread of the class means, and leaves "
-            "the Gram matrix singular; raise it, or set it to 'auto'"
+            f"shrinkage × (examples − classes) = {ridge[0]:g} is nothing beside the spread of the class means, and "
+            "leaves the Gram matrix singular; raise it, or set it to 'auto'"
         ) from None
     return np.asarray((targets - factor.T @ linalg.cho_solve(inner, factor @ targets)) / ridge)

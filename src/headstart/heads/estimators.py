@@ -14,7 +14,7 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 
 from headstart.core.statistics import Features, Ints, random_parts, summarise
 from headstart.errors import HeadstartError
-from headstart.heads.cof import MOMENTS_FOR, Covariance, cof_head
+from headstart.heads.cof import Covariance, Within, cof_head, moments_for
 from headstart.heads.linear import LinearHead, RandomFeatures
 from headstart.heads.ncm import ncm_head
 from headstart.heads.ridge import ridge_head
@@ -114,15 +114,23 @@ class FedCOF(_ClosedFormClassifier):
         means_per_client: int = 1,
         covariance: Covariance = "estimated",
         random_state: int = 0,
+        within: Within = "auto",
+        rank: int = 0,
     ) -> None:
         self.shrinkage = shrinkage
         self.means_per_client = means_per_client
         self.covariance = covariance
         self.random_state = random_state
+        self.within = within
+        self.rank = rank
 
     def _solve(self, X: Features, labels: Ints, clients: Ints | None) -> LinearHead:
         clients = np.arange(len(labels)) if clients is None else clients
         parts = random_parts(labels, clients, self.means_per_client, (self.random_state,))
-        moments = MOMENTS_FOR[self.covariance]
-        statistics, _ = summarise(X, labels, len(self.classes_), clients=clients, parts=parts, moments=moments)
-        return cof_head(statistics, self.shrinkage, self.covariance)
+        if self.rank and (self.covariance != "estimated" or self.within == "estimated"):
+            raise HeadstartError("rank: directions are told beside a trace or a diagonal; set within = 'auto'")
+        moments, n_classes, seed = moments_for(self.covariance, self.within), len(self.classes_), (self.random_state,)
+        statistics, _ = summarise(
+            X, labels, n_classes, clients=clients, parts=parts, moments=moments, rank=self.rank, seed=seed
+        )
+        return cof_head(statistics, self.shrinkage, self.covariance, self.within)

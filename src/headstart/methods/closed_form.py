@@ -79,6 +79,9 @@ class ClosedForm(Method[ClosedFormState]):
             moments=self.moments,
             rows=cohort.rows,
             transform=self._transform(cohort.clip),
+            rank=self.summary.rank,
+            seed=self.context.seed,
+            min_examples=self.stage.min_examples,
         )
         return StatisticsResult(statistics, owners, cohort.sizes)
 

@@ -5,7 +5,8 @@ Travels up: the sum of the features of each class the client has, and how many t
 The means of one class differ from client to client by chance, and by how much tells the class's covariance: the
 server estimates it and solves as ridge regression would. It has to see each client's means, so rows are kept.
 ``means_per_client`` splits a client's class at random into several means; the oracles also send second moments;
-``count_noise`` blurs the counts before they are sent.
+``count_noise`` blurs the counts before they are sent. ``within`` and ``rank`` go beyond the paper: what clients tell
+of the scatter around their means, which the paper estimates; one number each by default.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal
 
-from pydantic import NonNegativeFloat, PositiveInt
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from headstart.config.stage import Auto, ClosedFormStage, CountNoise
 from headstart.core.statistics import ClientStatistics, Ints, Summary, random_parts
 from headstart.heads import LinearHead, cof_head
-from headstart.heads.cof import MOMENTS_FOR
+from headstart.heads.cof import Within, moments_for
 from headstart.methods.base import StageContext
 from headstart.methods.closed_form import ClosedForm
 from headstart.methods.registry import register
@@ -30,10 +31,23 @@ class FedCOFStage(ClosedFormStage):
 
     method: Literal["fedcof"]
     shrinkage: NonNegativeFloat | Auto = "auto"
-    """"auto": follows the estimated within-class variance; the papers use 1 (0.1 for MobileNetV2)."""
+    """"auto": follows the within-class variance, told or estimated; the papers use 1 (0.1 for MobileNetV2)."""
     means_per_client: PositiveInt = 1
     covariance: Literal["estimated", "full", "diagonal", "spherical"] = "estimated"
     count_noise: CountNoise | None = None
+    within: Literal["estimated", "trace", "diagonal", "auto"] = "auto"
+    """What clients tell of the scatter of their features around their class means. "estimated": nothing, as in the
+    paper. "trace": one number, spread evenly over all dimensions. "diagonal": one for each dimension. "auto": one
+    number, of which a share takes the shape of the paper's estimate, the smaller the more clients' features differ; as
+    "estimated" with privacy or count_noise."""
+    rank: NonNegativeInt = 0
+    """Largest directions of that scatter that a client tells beside it, as many rows as so many classes."""
+
+    @property
+    def told(self) -> Within:
+        """What clients tell: noise hides no more than has to be told."""
+        noisy = self.privacy is not None or self.count_noise is not None
+        return "estimated" if self.within == "auto" and noisy else self.within
 
     @property
     def noise_on_counts(self) -> CountNoise | None:
@@ -46,21 +60,23 @@ class FedCOF(ClosedForm):
 
     def __init__(self, stage: FedCOFStage, context: StageContext) -> None:
         super().__init__(stage, context)
-        self.moments = MOMENTS_FOR[stage.covariance]
+        self.moments = moments_for(stage.covariance, stage.told)
 
     @property
     def summary(self) -> Summary:
         """Covariances are estimated from how clients' rows differ; the oracles need sums alone."""
         estimated = self.stage.covariance == "estimated"
-        return replace(super().summary, rows=True, by_row=estimated, means_per_client=self.stage.means_per_client)
+        means, rank = self.stage.means_per_client, self.stage.rank
+        return replace(super().summary, rows=True, by_row=estimated, means_per_client=means, rank=rank)
 
     def parts(self, cohort: Cohort) -> Ints | None:
         """Random parts of each client's class, each with a mean of its own."""
-        return random_parts(cohort.labels, cohort.owners, self.stage.means_per_client, self.context.seed)
+        means, least = self.stage.means_per_client, self.stage.min_examples
+        return random_parts(cohort.labels, cohort.owners, means, self.context.seed, least)
 
     def solve(self, total: ClientStatistics) -> LinearHead:
         """The solve with estimated covariances, each row scaled to length one."""
-        return cof_head(total, self.stage.shrinkage, self.stage.covariance)
+        return cof_head(total, self.stage.shrinkage, self.stage.covariance, self.stage.told)
 
 
 register(FedCOFStage, FedCOF)

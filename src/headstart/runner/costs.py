@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from headstart.core.directions import told_directions
 from headstart.core.ledger import COSTS, Cost, CostFacts, Published
 from headstart.core.plan import Plan
 from headstart.core.statistics import Ints
@@ -26,9 +27,16 @@ def fed3r(facts: CostFacts) -> Published:
 
 
 def fedcof(facts: CostFacts) -> Published:
-    """Bytes up of the P means; the paper does not charge the counts."""
-    d = facts.dim
-    extra = {"estimated": 0, "full": d * d, "diagonal": d, "spherical": 1}[facts.stage.covariance]
+    """Bytes up of the P means, and of what K clients tell besides; the paper does not charge the counts."""
+    d, stage = facts.dim, facts.stage
+    if stage.covariance == "estimated" and stage.told != "estimated":
+        each, name = (d, "d") if stage.told == "diagonal" else (1, "1")
+        sizes, classes = facts.counts.sum(axis=1), np.count_nonzero(facts.counts, axis=1)
+        told = int(told_directions(sizes, classes, stage.rank, d, stage.min_examples).sum()) * d
+        formula = f"FedCOF paper, appendix H, and what is told: (P · d + K · {name}{' + Σ r · d' * bool(stage.rank)})"
+        total = facts.rows * d + len(facts.counts) * each + told
+        return Published(total * 4, facts.examples, f"{formula} · 4 bytes, up")
+    extra = {"estimated": 0, "full": d * d, "diagonal": d, "spherical": 1}[stage.covariance]
     what = "P · d" if not extra else f"P (d + {'d²' if extra == d * d else 'd' if extra == d else '1'})"
     return Published(facts.rows * (d + extra) * 4, facts.examples, f"FedCOF paper, appendix H: {what} · 4 bytes, up")
 
