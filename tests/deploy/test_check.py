@@ -264,6 +264,13 @@ def test_another_authority_is_found_out(home: Home) -> None:
     assert "the kit's authority has not signed it" in found["wrong certificate"][0]
 
 
+@pytest.mark.parametrize("authority", ["", "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n", "ä"])
+def test_a_kit_without_an_authority_trusts_nobody(home: Home, authority: str) -> None:
+    home.kit.write_text(replace(Kit.load(home.kit), authority=authority).to_toml())
+    with home.listening():
+        assert "the kit's authority is no certificate" in home.check(2)["wrong certificate"][0]
+
+
 def test_a_certificate_for_another_name_is_found_out(home: Home) -> None:
     home.kit.write_text(replace(Kit.load(home.kit), host="127.0.0.2").to_toml())
     with home.listening(address="127.0.0.2"):
