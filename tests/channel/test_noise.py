@@ -31,10 +31,13 @@ METHODS: dict[str, dict[str, Any]] = {
     "fed3r": {"method": "fed3r"},
     "fed3r-random-features": {"method": "fed3r", "random_features": 5},
     "fedcof": {"method": "fedcof"},
+    "fedcof-trace": {"method": "fedcof", "within": "trace"},
+    "fedcof-told": {"method": "fedcof", "within": "diagonal"},
     "fedcof-full": {"method": "fedcof", "covariance": "full"},
     "fedcof-diagonal": {"method": "fedcof", "covariance": "diagonal"},
 }
-BLOCKS = {"fedncm": 1, "fed3r-random-features": 3, "fedcof-full": 3, "fedcof-diagonal": 3}
+BY_ROW = ("fedcof", "fedcof-trace", "fedcof-told")
+BLOCKS = {"fedncm": 1, "fed3r-random-features": 3, **dict.fromkeys((*BY_ROW[1:], "fedcof-full", "fedcof-diagonal"), 3)}
 """Blocks of numbers that are released: class sums, and counts and second moments where the head needs them."""
 UNCOUNTED = ("fedncm", "fed3r")
 NOISES = ("server", "client")
@@ -134,7 +137,7 @@ def test_one_example_moves_the_scaled_statistics_by_no_more_than_claimed(name: s
 
 
 def test_the_claim_is_reached_by_an_example_at_the_clip() -> None:
-    for name in ("fedncm", "fedncm-euclidean", "fed3r", "fedcof", "fedcof-full"):
+    for name in ("fedncm", "fedncm-euclidean", "fed3r", "fedcof", "fedcof-trace", "fedcof-full"):
         bench = private(name, clip=2.0)
         far = np.full((2, DIM), 50.0)
         both, one = (received(bench, cohort_of(far[:n], np.zeros(n, int), np.zeros(n, int))) for n in (2, 1))
@@ -355,7 +358,9 @@ def test_a_private_message_without_some_class_is_refused(name: str) -> None:
         ("fedncm", {}, FedNCM()),
         ("fedncm-euclidean", {}, FedNCM("euclidean")),
         ("fed3r", {"ridge": 1.0}, Fed3R(1.0, bias=False)),
-        ("fedcof", {"shrinkage": 0.1}, FedCOF(0.1)),
+        ("fedcof", {"shrinkage": 0.1}, FedCOF(0.1, within="estimated")),
+        ("fedcof-trace", {"shrinkage": 0.1}, FedCOF(0.1, within="trace")),
+        ("fedcof-told", {"shrinkage": 0.1}, FedCOF(0.1, within="diagonal")),
         ("fedcof-full", {"shrinkage": 0.1}, FedCOF(0.1, covariance="full")),
         ("fedcof-diagonal", {"shrinkage": 0.1}, FedCOF(0.1, covariance="diagonal")),
     ],
@@ -430,7 +435,7 @@ def test_a_stage_has_one_noise_that_a_checkpoint_keeps(name: str, noise: str) ->
 def test_under_the_servers_noise_nothing_exact_outlasts_the_round(name: str) -> None:
     bench, cohort = private(name, clip=5.0), cohort_of(*blobs(300, 6))
     exact, saved = received(bench, cohort), merged(bench.saved(heard(bench, cohort)))
-    exact = exact if name == "fedcof" else exact.pooled()
+    exact = exact if name in BY_ROW else exact.pooled()
     assert saved.labels.tolist() == exact.labels.tolist()
     assert not np.isclose(saved.sums, exact.sums, rtol=1e-6).any()
     if name not in UNCOUNTED:
@@ -575,6 +580,13 @@ def test_rows_below_one_are_absent() -> None:
             "count_noise: privacy puts noise",
         ),
         ({"count_noise": {"kind": "laplace", "epsilon": 1.0}, "covariance": "full"}, "use covariance = 'estimated'"),
+        ({"count_noise": {"kind": "laplace", "epsilon": 1.0}, "within": "trace"}, "use within = 'estimated'"),
+        ({"count_noise": {"kind": "laplace", "epsilon": 1.0}, "rank": 2}, "does not hide directions; use rank = 0"),
+        ({"privacy": {"epsilon": 1.0}, "rank": 2}, "does not hide directions; use rank = 0"),
+        ({"secure": True, "secure_group": 3, "rank": 2}, "do not add up in a secure sum; use rank = 0"),
+        ({"within": "estimated", "rank": 2}, "use within = 'auto', or rank = 0"),
+        ({"covariance": "full", "rank": 2}, "rank: covariance = 'full' is exact already; leave rank out"),
+        ({"covariance": "full", "within": "trace"}, "within: covariance = 'full' is exact already"),
         ({"privacy": {"noise": "client"}}, r"stages\.0\.privacy\.epsilon: missing"),
         (
             {"privacy": {"epsilon": 1.0, "noise": "sever"}},
@@ -597,7 +609,7 @@ def test_noise_on_totals_is_for_one_round(name: str, keys: dict[str, Any]) -> No
 
     parse("client", **keys)
     parse("server", participation=1.0)
-    if name == "fedcof":
+    if name in BY_ROW:
         parse("server", **keys)
     else:
         with pytest.raises(RecipeError, match=r"privacy\.noise: .* differ by exact sums"):

@@ -138,6 +138,21 @@ def test_one_client_has_no_means_to_compare() -> None:
     )
 
 
+def test_the_share_of_the_means_is_of_the_classes_that_several_hold() -> None:
+    """Class 2 is the first client's alone: 40 of (7, 7) and (9, 7), a scatter of diag(40, 0); N − C = 117, M = 78."""
+    x = np.vstack([X, np.tile([[7.0, 7], [9, 7]], (20, 1))])
+    y, who = np.append(Y, np.full(40, 2)), np.append(WHO, np.zeros(40, np.int64))
+    head = cof_head(summarise(x, y, 3, clients=who, moments="trace")[0], 0.3, within="auto")
+    ratio = (39 * 81960 / 78) / (82125 / 117)
+    share = 16 / ratio * 78 / 117
+    assert head.notes["means_share"] == pytest.approx(share, rel=1e-9)
+    scatter = BETWEEN * (1 + share * 165 / 81960) + (1 - share) * 165 / 2 * np.eye(2)
+    sums = np.array([[120.0, 1280], [40, 1480], [320, 280]])
+    centre = sums.sum(axis=0)
+    weight = np.linalg.solve(scatter + 0.3 * 117 * np.eye(2) + np.outer(centre, centre) / 120, sums.T).T
+    np.testing.assert_allclose(head.weight, weight / np.linalg.norm(weight, axis=1, keepdims=True), rtol=2e-6)
+
+
 def test_a_sum_over_a_group_is_what_one_client_with_all_its_examples_tells() -> None:
     """Second moments around zero add up; around the group's means they have in them how its members differ."""
     for moments in ("trace", "diagonal"):

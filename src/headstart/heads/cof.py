@@ -122,8 +122,9 @@ def _told_scatter(statistics: ClientStatistics, total: ClientStatistics, means: 
     exact, and add the scatter within clients of trace T: the directions that they told, and the rest, of trace R,
     spread over all dimensions ("trace"), as its diagonal ("diagonal"), or ("auto") the share a in the shape of the
     estimate E, and the others evenly. Where clients differ by chance alone, E has in expectation the trace of the whole
-    scatter. Where it has ratio times that, a = min(1, 16/ratio) · R/T: beyond 16 most of E is how clients' features
-    differ, and of R/T because what was told in directions has its shape already.
+    scatter. Where it has ratio times that, beyond 16 most of E is how clients' features differ: a is min(1, 16/ratio),
+    times the part of N − C that is in classes which several hold, the only ones that E is of, and times R/T, since what
+    was told in directions has its shape already.
     """
     classes = np.searchsorted(total.labels, statistics.labels)
     holders = np.bincount(classes, minlength=len(total.labels))
@@ -145,7 +146,8 @@ def _told_scatter(statistics: ClientStatistics, total: ClientStatistics, means: 
         rest = inside if within == "diagonal" else inside / total.dim
         return _Scatter(_factor(statistics, means, classes, np.ones(len(means))), spread, freedom, rest)
     estimate, left = float(inflation @ between), float(inside.sum())
-    notes = {"means_share": min(1.0, _TRUSTED * spread / freedom * known / estimate) if estimate > 0 else 0.0}
+    chance = min(1.0, _TRUSTED * spread / freedom * known / estimate) if estimate > 0 else 0.0
+    notes = {"means_share": chance * known / freedom}
     share = notes["means_share"] * left / whole if whole > 0 else 0.0
     factors = np.ones(len(means)) + (share * left / estimate * inflation if share else 0.0)
     rest = np.array([(1 - share) * left / total.dim])
