@@ -16,6 +16,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "fedcof-full": {"method": "fedcof", "covariance": "full"},
     "fedcof-diagonal": {"method": "fedcof", "covariance": "diagonal"},
     "fedcof-spherical": {"method": "fedcof", "covariance": "spherical"},
+    "fedncm-temperature": {"method": "fedncm", "temperature": "auto"},
+    "fed3r-temperature": {"method": "fed3r", "temperature": "auto"},
+    "fedcof-temperature": {"method": "fedcof", "temperature": "auto"},
 }
 LOCAL = {"train": "head", "rounds": 4, "lr": 0.002, "batch_size": 20, "local_epochs": 2}
 TRAINING: dict[str, dict[str, Any]] = {

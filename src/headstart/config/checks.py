@@ -179,6 +179,11 @@ def _unhidden(stage: Mapping[str, Any]) -> list[str]:
         )
     if "privacy" in stage and stage.get("means_per_client", 1) != 1:
         problems.append("means_per_client: one example changes how all of its class is split; with privacy, use 1")
+    if "privacy" in stage and stage.get("temperature") == "auto":
+        problems.append(
+            "temperature: losses of training examples would be sent without noise; with privacy, use 'validation', on "
+            "the server's own data, or a number"
+        )
     if "privacy" in stage and "count_noise" in stage:
         problems.append("count_noise: privacy puts noise on the counts already; set one of the two")
     if "count_noise" in stage and not estimated:

@@ -12,12 +12,13 @@ from sklearn.base import BaseEstimator, ClassifierMixin
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 
-from headstart.core.statistics import Features, Ints, random_parts, summarise
+from headstart.core.statistics import ClientStatistics, Features, Floats, Ints, random_parts, summarise
 from headstart.errors import HeadstartError
+from headstart.heads.calibrate import temperature_of
 from headstart.heads.cof import MOMENTS_FOR, Covariance, cof_head
 from headstart.heads.linear import LinearHead, RandomFeatures
 from headstart.heads.ncm import ncm_head
-from headstart.heads.ridge import ridge_head
+from headstart.heads.ridge import ridge_head, ridge_optimism
 
 _FLOATS = [np.float64, np.float32]
 
@@ -25,8 +26,11 @@ _FLOATS = [np.float64, np.float32]
 class _ClosedFormClassifier(ClassifierMixin, BaseEstimator, ABC):  # type: ignore[misc]
     """Statistics by client, then a head.
 
-    After ``fit``: ``classes_`` [C], ``coef_`` [C, d], ``intercept_`` [C], and ``head_`` with what was chosen.
+    After ``fit``: ``classes_`` [C], ``coef_`` [C, d], ``intercept_`` [C], ``temperature_``, and ``head_`` with what was
+    chosen. ``temperature = "auto"`` is fitted on the training examples, for Fed3R as if each had been left out.
     """
+
+    temperature: float | Literal["auto"]
 
     def fit(self, X: Any, y: Any, client: Any = None) -> Self:
         """Fit on features X [n, d] and labels y [n]; ``client`` [n] says who holds each example."""
@@ -38,9 +42,28 @@ class _ClosedFormClassifier(ClassifierMixin, BaseEstimator, ABC):  # type: ignor
         if client is not None and np.shape(client) != np.shape(y):
             raise HeadstartError(f"client has shape {np.shape(client)}; give one client for each of {len(y)} examples")
         clients = None if client is None else np.unique(client, return_inverse=True)[1].astype(np.int64)
-        self.head_ = self._solve(X, labels.astype(np.int64), clients)
-        self.coef_, self.intercept_ = self.head_.weight, self.head_.bias
+        labels = labels.astype(np.int64)
+        statistics = self._statistics(X, labels, clients)
+        self._set_head(self._head(statistics))
+        self.temperature_ = 1.0 if self.temperature == "auto" else float(self.temperature)
+        if self.temperature == "auto":
+            factor, own = self._optimism(statistics)
+            scores = factor * self.head_.scores(X).astype(np.float64)
+            scores[np.arange(len(labels)), labels] -= own[labels]
+            self.temperature_ = temperature_of(scores, labels)
         return self
+
+    def calibrate(self, X: Any, y: Any) -> Self:
+        """Set the temperature of `predict_proba` by held-out features X [n, d] and labels y [n]."""
+        scores = self._scores(X)
+        places = np.searchsorted(self.classes_, y).clip(max=len(self.classes_) - 1)
+        if unknown := sorted(set(np.asarray(y)[self.classes_[places] != y].tolist())):
+            raise HeadstartError(f"labels {unknown} are no classes of this classifier; leave their examples out")
+        self.temperature_ = temperature_of(scores, places.astype(np.int64))
+        return self
+
+    def _set_head(self, head: LinearHead) -> None:
+        self.head_, self.coef_, self.intercept_ = head, head.weight, head.bias
 
     def decision_function(self, X: Any) -> npt.NDArray[np.float32]:
         """Scores [n, C]; for two classes the margin [n] of the second, as scikit-learn has it."""
@@ -53,26 +76,41 @@ class _ClosedFormClassifier(ClassifierMixin, BaseEstimator, ABC):  # type: ignor
         return np.asarray(self.classes_[best])
 
     def predict_proba(self, X: Any) -> npt.NDArray[np.float32]:
-        """Softmax of the scores [n, C]; not calibrated."""
-        return np.asarray(softmax(self._scores(X), axis=1))
+        """Probabilities [n, C]: the softmax of the scores over ``temperature_``."""
+        return np.asarray(softmax(self._scores(X) / np.float32(self.temperature_), axis=1))
 
     def _scores(self, X: Any) -> npt.NDArray[np.float32]:
         check_is_fitted(self)
         return self.head_.scores(validate_data(self, X, dtype=_FLOATS, reset=False))
 
     @abstractmethod
-    def _solve(self, X: Features, labels: Ints, clients: Ints | None) -> LinearHead:
-        """The head from features [n, d], labels [n] and clients [n]."""
+    def _statistics(self, X: Features, labels: Ints, clients: Ints | None) -> ClientStatistics:
+        """What clients [n] say of their features [n, d] and labels [n]."""
+
+    @abstractmethod
+    def _head(self, statistics: ClientStatistics) -> LinearHead:
+        """The head that statistics make."""
+
+    def _optimism(self, statistics: ClientStatistics) -> tuple[float, Floats]:
+        """How much better the head fits its own examples than others, as `ridge_optimism` has it."""
+        return 1.0, np.zeros(len(self.classes_))
 
 
 class FedNCM(_ClosedFormClassifier):
     """Nearest class mean (Legate et al., NeurIPS 2023). Who holds which example does not matter."""
 
-    def __init__(self, distance: Literal["cosine", "euclidean"] = "cosine") -> None:
+    def __init__(
+        self,
+        distance: Literal["cosine", "euclidean"] = "cosine",
+        temperature: float | Literal["auto"] = "auto",
+    ) -> None:
         self.distance = distance
+        self.temperature = temperature
 
-    def _solve(self, X: Features, labels: Ints, clients: Ints | None) -> LinearHead:
-        statistics, _ = summarise(X, labels, len(self.classes_), clients=clients)
+    def _statistics(self, X: Features, labels: Ints, clients: Ints | None) -> ClientStatistics:
+        return summarise(X, labels, len(self.classes_), clients=clients)[0]
+
+    def _head(self, statistics: ClientStatistics) -> LinearHead:
         return ncm_head(statistics, self.distance)
 
 
@@ -86,20 +124,30 @@ class Fed3R(_ClosedFormClassifier):
         random_features: int = 0,
         random_features_width: float = 1.0,
         random_state: int = 0,
+        temperature: float | Literal["auto"] = "auto",
     ) -> None:
         self.ridge = ridge
         self.bias = bias
         self.random_features = random_features
         self.random_features_width = random_features_width
         self.random_state = random_state
+        self.temperature = temperature
 
-    def _solve(self, X: Features, labels: Ints, clients: Ints | None) -> LinearHead:
-        random = None
-        if self.random_features:
-            width = self.random_features_width
-            random = RandomFeatures.draw(X.shape[1], self.random_features, width, self.random_state)
-        statistics, _ = summarise(X, labels, len(self.classes_), clients=clients, moments="full", transform=random)
-        return ridge_head(statistics, self.ridge, self.bias).behind(random)
+    def _map(self) -> RandomFeatures | None:
+        if not self.random_features:
+            return None
+        width = self.random_features_width
+        return RandomFeatures.draw(self.n_features_in_, self.random_features, width, self.random_state)
+
+    def _statistics(self, X: Features, labels: Ints, clients: Ints | None) -> ClientStatistics:
+        classes = len(self.classes_)
+        return summarise(X, labels, classes, clients=clients, moments="full", transform=self._map())[0]
+
+    def _head(self, statistics: ClientStatistics) -> LinearHead:
+        return ridge_head(statistics, self.ridge, self.bias).behind(self._map())
+
+    def _optimism(self, statistics: ClientStatistics) -> tuple[float, Floats]:
+        return ridge_optimism(statistics, self.head_, self.ridge, self.bias)
 
 
 class FedCOF(_ClosedFormClassifier):
@@ -114,15 +162,19 @@ class FedCOF(_ClosedFormClassifier):
         means_per_client: int = 1,
         covariance: Covariance = "estimated",
         random_state: int = 0,
+        temperature: float | Literal["auto"] = "auto",
     ) -> None:
         self.shrinkage = shrinkage
         self.means_per_client = means_per_client
         self.covariance = covariance
         self.random_state = random_state
+        self.temperature = temperature
 
-    def _solve(self, X: Features, labels: Ints, clients: Ints | None) -> LinearHead:
+    def _statistics(self, X: Features, labels: Ints, clients: Ints | None) -> ClientStatistics:
         clients = np.arange(len(labels)) if clients is None else clients
         parts = random_parts(labels, clients, self.means_per_client, (self.random_state,))
         moments = MOMENTS_FOR[self.covariance]
-        statistics, _ = summarise(X, labels, len(self.classes_), clients=clients, parts=parts, moments=moments)
+        return summarise(X, labels, len(self.classes_), clients=clients, parts=parts, moments=moments)[0]
+
+    def _head(self, statistics: ClientStatistics) -> LinearHead:
         return cof_head(statistics, self.shrinkage, self.covariance)

@@ -16,8 +16,8 @@ from typing import Literal
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat
 
 from headstart.config.stage import Auto, ClosedFormStage
-from headstart.core.statistics import ClientStatistics, Summary
-from headstart.heads import LinearHead, RandomFeatures, ridge_head
+from headstart.core.statistics import ClientStatistics, Floats, Summary
+from headstart.heads import LinearHead, RandomFeatures, ridge_head, ridge_optimism
 from headstart.methods.base import StageContext
 from headstart.methods.closed_form import ClosedForm
 from headstart.methods.registry import register
@@ -67,6 +67,10 @@ class Fed3R(ClosedForm):
         Features that are clipped in training are not when the head is used; without a bias, their length is no matter.
         """
         return ridge_head(total, self.stage.ridge, self._bias).behind(self.random)
+
+    def optimism(self, total: ClientStatistics, head: LinearHead) -> tuple[float, Floats]:
+        """By the mean leverage of an example."""
+        return ridge_optimism(total, head, self.stage.ridge, self._bias)
 
     @property
     def _bias(self) -> bool:

@@ -182,7 +182,7 @@ class Training(Method[TrainingState], Generic[StageT]):
             self.network.load(tensors(values))
             self.network.model.set_mode(False, self.stage.norm_statistics)
         heads = {n.removeprefix("head."): v.astype(np.float32) for n, v in values.items() if n.startswith("head.")}
-        return replace(LinearHead.of_arrays(heads), temperature=self.stage.temperature)
+        return replace(LinearHead.of_arrays(heads), temperature=self.stage.known_temperature)
 
     def own(self, read: ReadState, task: int = 0) -> dict[str, np.ndarray]:
         """What a client kept, or what it would start from."""

@@ -74,6 +74,8 @@ class StageRun:
         hides = self.settings.privacy is not None and self.remote
         self.noise: Seed = Secret(secret(run.folder / "noise.secret")) if hides else ()
         self.method, self.channel = method_of(self.settings, self.plan, self.seed, run.body, self.tasks, self.noise)
+        if getattr(self.settings, "temperature", None) == "validation":
+            self._give_validation()
         self.start = Start(self._weights(), module, norm_statistics, self.personal, self._own_names())
         self.rounds = self.settings.rounds_for(self.federation.n_clients)
         if warning := self._large_delta():
@@ -141,6 +143,14 @@ class StageRun:
         arrays = self.run.body.arrays()
         return arrays if self.run.nodes is None else {name: array.copy() for name, array in arrays.items()}
 
+    def _give_validation(self) -> None:
+        """The validation split, to those who calibrate on it."""
+        federation, features = self.run.federation, self.run.body.features("validation")
+        for task, method in enumerate(self.method.methods):
+            rows = federation.examples_of(task, "validation")
+            labels = federation.dataset.validation.labels[rows] - federation.classes_of(task).start  # type: ignore[union-attr]
+            method.validation = features[rows], labels  # type: ignore[attr-defined]
+
     def _embed(self) -> None:
         """Features, before the clock of the stage starts, and with a progress bar of their own."""
         splits = ["train", self.settings.eval_split, *(["validation"] if self.validates else [])]
@@ -189,7 +199,7 @@ class StageRun:
 
         return FlowerClients(
             self.run.nodes, self.settings, self.number, self._members, self.setups, self.states, self._earlier(),
-            lambda: self.channel.vector_shapes, self.figures, lambda: self.channel.shared,
+            self.channel.vector_shapes, self.figures, lambda: self.channel.shared,
         )  # fmt: skip
 
     @property
