@@ -16,6 +16,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "fedcof-full": {"method": "fedcof", "covariance": "full"},
     "fedcof-diagonal": {"method": "fedcof", "covariance": "diagonal"},
     "fedcof-spherical": {"method": "fedcof", "covariance": "spherical"},
+    "fedcof-lda": {"method": "fedcof", "head": "lda"},
+    "fed3r-lda": {"method": "fed3r", "head": "lda", "prior": "uniform"},
     "fedncm-temperature": {"method": "fedncm", "temperature": "auto"},
     "fed3r-temperature": {"method": "fed3r", "temperature": "auto"},
     "fedcof-temperature": {"method": "fedcof", "temperature": "auto"},

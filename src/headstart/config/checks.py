@@ -179,6 +179,10 @@ def _unhidden(stage: Mapping[str, Any]) -> list[str]:
         )
     if "privacy" in stage and stage.get("means_per_client", 1) != 1:
         problems.append("means_per_client: one example changes how all of its class is split; with privacy, use 1")
+    if "privacy" in stage and stage.get("head") == "lda":
+        problems.append("head: discriminants depend on the length of features, which privacy shortens; use 'ridge'")
+    if stage.get("prior") == "uniform" and stage.get("head") != "lda":
+        problems.append("prior: only head = 'lda' has one; set that, or leave prior out")
     if "privacy" in stage and stage.get("temperature") == "auto":
         problems.append(
             "temperature: losses of training examples would be sent without noise; with privacy, use 'validation', on "

@@ -9,6 +9,7 @@ from scipy import linalg
 
 from headstart.core.statistics import ClientStatistics, Floats, Moments
 from headstart.errors import HeadstartError
+from headstart.heads.lda import Prior, lda_head
 from headstart.heads.linear import LinearHead, unit_rows
 from headstart.heads.ridge import solve
 
@@ -25,13 +26,21 @@ MOMENTS_FOR: dict[Covariance, Moments | None] = {
 _BLOCK = 4096
 
 
-def cof_head(statistics: ClientStatistics, shrinkage: float | Literal["auto"], covariance: Covariance) -> LinearHead:
+def cof_head(
+    statistics: ClientStatistics,
+    shrinkage: float | Literal["auto"],
+    covariance: Covariance,
+    head: Literal["ridge", "lda"] = "ridge",
+    prior: Prior = "empirical",
+) -> LinearHead:
     """W = Ĝ⁻¹ B, rows scaled to length one, with Ĝ = Σ_c (N_c − 1)(Σ̂_c + γI) + N μ_g μ_gᵀ and B = [N_c μ_c].
 
     "estimated": Σ̂_c = 1/(K_c − 1) Σ_k n_kc (μ_kc − μ_c)(μ_kc − μ_c)ᵀ from the means of the K_c rows of class c.
     All classes together are one matrix product of scaled deviations; no d × d matrix per class is ever held.
     The oracles need second moments: Σ_c (N_c − 1) S_c = XᵀX − Σ_c N_c μ_c μ_cᵀ ("full"), its diagonal ("diagonal"),
     or the mean of its diagonal ("spherical").
+
+    ``head = "lda"``: linear discriminant analysis with Σ = Σ_c (N_c − 1) Σ̂_c / (N − C) + γI instead (`lda_head`).
 
     One example of each class, or one class alone, has no Σ̂_c to solve with: the head is then that of the class means,
     which W tends to as γ grows, and later rounds may bring more.
@@ -43,7 +52,9 @@ def cof_head(statistics: ClientStatistics, shrinkage: float | Literal["auto"], c
     if freedom == 0 or len(total.labels) == 1:
         weight = means.T
     else:
-        weight, notes["shrinkage"] = _solved(statistics, total, means, freedom, shrinkage, covariance)
+        weight, notes["shrinkage"] = _solved(statistics, total, means, freedom, shrinkage, covariance, head == "lda")
+    if head == "lda":
+        return lda_head(total, weight, prior, **notes)
     rows, directed, _ = unit_rows(np.ascontiguousarray(weight.T))
     if not directed.any():
         raise HeadstartError("every class mean is zero; there is nothing to tell the classes apart by")
@@ -58,8 +69,9 @@ def _solved(
     freedom: int,
     shrinkage: float | Literal["auto"],
     covariance: Covariance,
+    lda: bool,
 ) -> tuple[Floats, float]:
-    """Ĝ⁻¹ B [d, C] and γ; means: [C, d], freedom: N − C."""
+    """Ĝ⁻¹ B [d, C], or Σ⁻¹ μ, and γ; means: [C, d], freedom: N − C."""
     scatter, known = (
         _estimated_scatter(statistics, total, means)
         if covariance == "estimated"
@@ -68,6 +80,8 @@ def _solved(
     centre = total.sums.sum(axis=0, keepdims=True) / np.sqrt(total.counts.sum())
     chosen = _auto(scatter, known, means, centre, freedom) if shrinkage == "auto" else float(shrinkage)
     targets = total.sums.T.astype(np.float64)
+    if lda:  # without the common mean, and targets of the classes' means
+        centre, targets = np.zeros_like(centre), freedom * means.T
     if scatter.shape[0] == scatter.shape[1]:
         weight = solve(scatter + centre.T @ centre, targets, chosen * freedom, "shrinkage × (examples − classes)")
     else:

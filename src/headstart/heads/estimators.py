@@ -16,6 +16,7 @@ from headstart.core.statistics import ClientStatistics, Features, Floats, Ints, 
 from headstart.errors import HeadstartError
 from headstart.heads.calibrate import temperature_of
 from headstart.heads.cof import MOMENTS_FOR, Covariance, cof_head
+from headstart.heads.lda import Prior, ridge_lda_head
 from headstart.heads.linear import LinearHead, RandomFeatures
 from headstart.heads.ncm import ncm_head
 from headstart.heads.ridge import ridge_head, ridge_optimism
@@ -125,6 +126,8 @@ class Fed3R(_ClosedFormClassifier):
         random_features_width: float = 1.0,
         random_state: int = 0,
         temperature: float | Literal["auto"] = "auto",
+        head: Literal["ridge", "lda"] = "ridge",
+        prior: Prior = "empirical",
     ) -> None:
         self.ridge = ridge
         self.bias = bias
@@ -132,6 +135,8 @@ class Fed3R(_ClosedFormClassifier):
         self.random_features_width = random_features_width
         self.random_state = random_state
         self.temperature = temperature
+        self.head = head
+        self.prior = prior
 
     def _map(self) -> RandomFeatures | None:
         if not self.random_features:
@@ -144,9 +149,13 @@ class Fed3R(_ClosedFormClassifier):
         return summarise(X, labels, classes, clients=clients, moments="full", transform=self._map())[0]
 
     def _head(self, statistics: ClientStatistics) -> LinearHead:
+        if self.head == "lda":
+            return ridge_lda_head(statistics, self.ridge, self.bias, self.prior).behind(self._map())
         return ridge_head(statistics, self.ridge, self.bias).behind(self._map())
 
     def _optimism(self, statistics: ClientStatistics) -> tuple[float, Floats]:
+        if self.head == "lda":
+            return super()._optimism(statistics)
         return ridge_optimism(statistics, self.head_, self.ridge, self.bias)
 
 
@@ -163,12 +172,16 @@ class FedCOF(_ClosedFormClassifier):
         covariance: Covariance = "estimated",
         random_state: int = 0,
         temperature: float | Literal["auto"] = "auto",
+        head: Literal["ridge", "lda"] = "ridge",
+        prior: Prior = "empirical",
     ) -> None:
         self.shrinkage = shrinkage
         self.means_per_client = means_per_client
         self.covariance = covariance
         self.random_state = random_state
         self.temperature = temperature
+        self.head = head
+        self.prior = prior
 
     def _statistics(self, X: Features, labels: Ints, clients: Ints | None) -> ClientStatistics:
         clients = np.arange(len(labels)) if clients is None else clients
@@ -177,4 +190,4 @@ class FedCOF(_ClosedFormClassifier):
         return summarise(X, labels, len(self.classes_), clients=clients, parts=parts, moments=moments)[0]
 
     def _head(self, statistics: ClientStatistics) -> LinearHead:
-        return cof_head(statistics, self.shrinkage, self.covariance)
+        return cof_head(statistics, self.shrinkage, self.covariance, self.head, self.prior)

@@ -18,6 +18,7 @@ from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat
 from headstart.config.stage import Auto, ClosedFormStage
 from headstart.core.statistics import ClientStatistics, Floats, Summary
 from headstart.heads import LinearHead, RandomFeatures, ridge_head, ridge_optimism
+from headstart.heads.lda import ridge_lda_head
 from headstart.methods.base import StageContext
 from headstart.methods.closed_form import ClosedForm
 from headstart.methods.registry import register
@@ -33,6 +34,10 @@ class Fed3RStage(ClosedFormStage):
     bias: bool = True
     """True: a ones column, as the official code; False: as in the FedCOF paper. With privacy there is none, except for
     random features: a bias that goes with shortened features does not go with those that the head is used on."""
+    head: Literal["ridge", "lda"] = "ridge"
+    """"lda": linear discriminant analysis with the within-class covariance of the same Gram matrix."""
+    prior: Literal["empirical", "uniform"] = "empirical"
+    """Of the classes, with "lda": their shares of the examples, or the same for all."""
     random_features: NonNegativeInt = 0
     """So many random Fourier features of the unit-length features; 0 for none."""
     random_features_width: PositiveFloat = 1.0
@@ -66,10 +71,15 @@ class Fed3R(ClosedForm):
 
         Features that are clipped in training are not when the head is used; without a bias, their length is no matter.
         """
-        return ridge_head(total, self.stage.ridge, self._bias).behind(self.random)
+        stage = self.stage
+        if stage.head == "lda":
+            return ridge_lda_head(total, stage.ridge, self._bias, stage.prior).behind(self.random)
+        return ridge_head(total, stage.ridge, self._bias).behind(self.random)
 
     def optimism(self, total: ClientStatistics, head: LinearHead) -> tuple[float, Floats]:
-        """By the mean leverage of an example."""
+        """By the mean leverage of an example; the analysis has none."""
+        if self.stage.head == "lda":
+            return super().optimism(total, head)
         return ridge_optimism(total, head, self.stage.ridge, self._bias)
 
     @property
