@@ -7,6 +7,7 @@ from headstart.config.recipe import Recipe
 VARIANTS: dict[str, dict[str, Any]] = {
     "fedncm": {"method": "fedncm"},
     "fedncm-euclidean": {"method": "fedncm", "distance": "euclidean"},
+    "fedncm-centres": {"method": "fedncm", "centres": 3, "iterations": 2},
     "fed3r": {"method": "fed3r"},
     "fed3r-paper": {"method": "fed3r", "ridge": 0.01, "bias": False},
     "fed3r-random-features": {"method": "fed3r", "random_features": 30},

@@ -143,6 +143,7 @@ def _save_whole(model: Model, folder: Path, shown: str) -> str:
         waves=head.widths[0] if head.waves else 0,
         hidden=head.widths[1:],
         longest=head.longest,
+        centres=head.centres,
         id2label=dict(enumerate(model.classes)),
         label2id={name: number for number, name in enumerate(model.classes)},
         auto_map={"AutoConfig": f"{code}.HeadstartConfig", _AUTO[backbone.kind]: f"{code}.HeadstartForClassification"},

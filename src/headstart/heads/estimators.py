@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import replace
 from typing import Any, Literal, Self
 
 import numpy as np
@@ -15,6 +16,7 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 from headstart.core.statistics import ClientStatistics, Features, Floats, Ints, random_parts, summarise
 from headstart.errors import HeadstartError
 from headstart.heads.calibrate import temperature_of
+from headstart.heads.centres import k_means
 from headstart.heads.cof import MOMENTS_FOR, Covariance, cof_head
 from headstart.heads.lda import Prior, ridge_lda_head
 from headstart.heads.linear import LinearHead, RandomFeatures
@@ -98,21 +100,32 @@ class _ClosedFormClassifier(ClassifierMixin, BaseEstimator, ABC):  # type: ignor
 
 
 class FedNCM(_ClosedFormClassifier):
-    """Nearest class mean (Legate et al., NeurIPS 2023). Who holds which example does not matter."""
+    """Nearest class mean (Legate et al., NeurIPS 2023). Who holds which example does not matter.
+
+    With ``centres`` = k, nearest of k means of each class, by k-means; ``coef_`` then has k rows for each class.
+    """
 
     def __init__(
         self,
         distance: Literal["cosine", "euclidean"] = "cosine",
         temperature: float | Literal["auto"] = "auto",
+        centres: int = 1,
+        iterations: int = 10,
+        random_state: int = 0,
     ) -> None:
         self.distance = distance
         self.temperature = temperature
+        self.centres = centres
+        self.iterations = iterations
+        self.random_state = random_state
 
     def _statistics(self, X: Features, labels: Ints, clients: Ints | None) -> ClientStatistics:
+        if self.centres > 1:
+            return k_means(X, labels, len(self.classes_), self.centres, self.iterations, self.random_state)
         return summarise(X, labels, len(self.classes_), clients=clients)[0]
 
     def _head(self, statistics: ClientStatistics) -> LinearHead:
-        return ncm_head(statistics, self.distance)
+        return replace(ncm_head(statistics, self.distance), centres=self.centres)
 
 
 class Fed3R(_ClosedFormClassifier):

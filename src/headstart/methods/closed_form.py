@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from headstart.core.message import Message
 from headstart.core.params import Params
@@ -37,6 +38,10 @@ class ClosedFormState:
 
     parts: tuple[ClientStatistics, ...] = ()
     losses: tuple[ClientStatistics, ...] = ()
+    earlier: tuple[ClientStatistics, ...] = ()
+    """The total of the pass before, where what clients say depends on it."""
+    number: int = 0
+    """The pass over the clients that the parts are of."""
 
     @property
     def rows(self) -> int:
@@ -100,16 +105,20 @@ class ClosedForm(Method[ClosedFormState]):
 
     def optimism(self, total: ClientStatistics, head: LinearHead) -> tuple[float, Floats]:
         """How much better a head fits its own examples than others, as `ridge_optimism` has it; nothing by default."""
-        return 1.0, np.zeros(len(head.bias))
+        return 1.0, np.zeros(self.context.task.n_classes)
 
     def broadcast(self, state: ClosedFormState, round: int, since: int, task: int = 0) -> Message:
         """The number of the round: all that a client has to know; to calibrate, the head, and what to try with it."""
         if not self._is_calibration(round) or not state.rows:
-            return Message(scalars={"round": round})
+            return Message(self.told(state, self.pass_of(round)), {"round": round})
         head, grid = self._solve(state)
         factor, own = self.optimism(self._total(state), head)
         arrays = {f"head.{name}": array for name, array in head.arrays().items()}
         return Message({**arrays, "grid": grid, "own": own}, {"round": round, "factor": factor})
+
+    def told(self, state: ClosedFormState, number: int) -> dict[str, npt.NDArray[Any]]:
+        """What a pass (from 0) tells clients of the one before."""
+        return {}
 
     def receive(self, cohort: Cohort, message: Message) -> Received:
         """The number of the round, and the head where there is one."""
@@ -123,7 +132,7 @@ class ClosedForm(Method[ClosedFormState]):
             return StatisticsResult(*self._losses(cohort, received), passes)
         statistics, owners = summarise(
             cohort.features,
-            cohort.labels,
+            self.labels(cohort, received),
             self.summary.n_classes,
             clients=cohort.owners,
             parts=self.parts(cohort),
@@ -145,6 +154,10 @@ class ClosedForm(Method[ClosedFormState]):
         found = losses(scores[known], cohort.labels[known], given["grid"])
         return summarise(found, np.zeros(len(found), np.int64), 1, clients=cohort.owners[known])
 
+    def labels(self, cohort: Cohort, received: Received) -> Ints:
+        """What each example [n] is counted and summed as: its class, where nothing else is said."""
+        return cohort.labels
+
     def parts(self, cohort: Cohort) -> Ints | None:
         """Random parts of a client's class, where each part is to speak for itself."""
         return None
@@ -159,14 +172,16 @@ class ClosedForm(Method[ClosedFormState]):
         return clipped
 
     def server_update(self, state: ClosedFormState, total: StatisticsTotal, round: int) -> ClosedFormState:
-        """Add the statistics of the round, or put them beside the others."""
+        """Add the statistics of the round, or put them beside the others; every pass begins anew."""
         if not total.parts:
             return state
         if self._is_calibration(round):
             return replace(state, losses=(total.merged().merge(*state.losses).pooled(),))
+        if (number := self.pass_of(round)) > state.number:
+            state = ClosedFormState((), earlier=state.parts, number=number)
         if self.summary.rows:
-            return ClosedFormState((*state.parts, total.merged()))
-        return ClosedFormState((self.summary.empty().merge(*state.parts, *total.parts).pooled(),))
+            return replace(state, parts=(*state.parts, total.merged()))
+        return replace(state, parts=(self.summary.empty().merge(*state.parts, *total.parts).pooled(),))
 
     def head(self, state: ClosedFormState) -> LinearHead:
         """The head, with its temperature. Where nobody was heard yet, every class is masked."""
