@@ -140,7 +140,7 @@ class StatisticsChannel:
 
     def add(self, total: StatisticsTotal, reply: Reply, sender: Sender) -> None:
         """Add a reply to the total of the round; statistics that no features have are refused."""
-        total.add(self._read(reply))
+        total.add(self._read(reply), reply.clients.tolist())
 
     def _read(self, reply: Reply) -> ClientStatistics:
         summary = self.summary

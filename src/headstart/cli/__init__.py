@@ -8,7 +8,7 @@ import typer
 
 from headstart.cli.deployment import deploy, node, server
 from headstart.cli.lists import backbones, datasets, methods
-from headstart.cli.models import export, predict, replay
+from headstart.cli.models import export, predict, replay, update
 from headstart.cli.reports import dashboard, partition, report
 from headstart.cli.runs import compare, demo, reproduce, run
 from headstart.errors import HeadstartError
@@ -19,8 +19,8 @@ app = typer.Typer(
 )  # fmt: skip
 
 _COMMANDS = (
-    run, compare, report, dashboard, reproduce, demo, replay, predict, export, partition, methods, backbones, datasets,
-    server,
+    run, compare, report, dashboard, reproduce, demo, replay, predict, export, update, partition, methods, backbones,
+    datasets, server,
 )  # fmt: skip
 for _command in _COMMANDS:  # --help shows them in this order
     app.command()(_command)

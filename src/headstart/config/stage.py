@@ -179,6 +179,9 @@ class ClosedFormStage(_Sampled):
     one more round, clients send the loss of their training examples at some temperatures, and the server takes the one
     with the least; Fed3R's scores are first brought to those of a head that has not seen the example. "validation":
     on the server's validation split, without another round."""
+    keep_statistics: bool = False
+    """The server keeps every client's statistics with the run, readable by its owner only, so that `headstart update`
+    can add and remove clients. Whoever reads that file knows what each client has sent."""
     min_examples: PositiveInt = 1
     """Of a class with fewer examples a client says nothing, where neither noise nor a secure sum hides it. Nodes of a
     deployment have a limit of their own in `node.toml`, 2 by default."""

@@ -266,6 +266,8 @@ class Summary:
     """No vector that is summed is longer, whatever the features."""
     counts: bool = True
     """Whether clients say how many examples of a class they have."""
+    kept: bool = False
+    """Whether the server keeps what every client says, by client."""
 
     def empty(self) -> ClientStatistics:
         """Nothing heard yet."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,7 @@ from headstart.core.statistics import (
 from headstart.core.update import StatisticsTotal
 from headstart.heads import LinearHead
 from headstart.heads.calibrate import N_TEMPERATURES, least, losses, temperature_of, temperatures
-from headstart.methods.base import Arrays, Method, Received, StageContext
+from headstart.methods.base import ALONE, Arrays, Method, Received, StageContext
 from headstart.solvers.cohort import Cohort
 
 
@@ -42,6 +42,8 @@ class ClosedFormState:
     """The total of the pass before, where what clients say depends on it."""
     number: int = 0
     """The pass over the clients that the parts are of."""
+    clients: dict[str, ClientStatistics] = field(default_factory=dict)
+    """What each client has said, by its number, where that is kept: the parts are then their sum, client by client."""
 
     @property
     def rows(self) -> int:
@@ -75,7 +77,13 @@ class ClosedForm(Method[ClosedFormState]):
     @property
     def summary(self) -> Summary:
         """What clients say of their features."""
-        return Summary(self.context.task.n_classes, self.context.dim, self.moments)
+        kept = self.stage.keep_statistics
+        return Summary(self.context.task.n_classes, self.context.dim, self.moments, kept=kept)
+
+    @property
+    def memory_per_client(self) -> int:  # type: ignore[override]
+        """Where every client's statistics are kept, a cohort has room for no second one."""
+        return ALONE if self.stage.keep_statistics else 0
 
     @property
     def summaries(self) -> tuple[Summary, ...]:
@@ -179,9 +187,21 @@ class ClosedForm(Method[ClosedFormState]):
             return replace(state, losses=(total.merged().merge(*state.losses).pooled(),))
         if (number := self.pass_of(round)) > state.number:
             state = ClosedFormState((), earlier=state.parts, number=number)
+        if self.stage.keep_statistics:
+            return self.of_clients(state.clients | {str(client): said for client, said in total.kept.items()})
         if self.summary.rows:
             return replace(state, parts=(*state.parts, total.merged()))
         return replace(state, parts=(self.summary.empty().merge(*state.parts, *total.parts).pooled(),))
+
+    def of_clients(self, clients: Mapping[str, ClientStatistics]) -> ClosedFormState:
+        """The state of what each client has said, added up in the order of their numbers whenever they were heard.
+
+        Floating-point sums depend on their order: so the state with clients that came and went is, to the bit, that of
+        those that are left.
+        """
+        kept = {client: clients[client] for client in sorted(clients, key=int)}
+        total = self.summary.empty().merge(*kept.values())
+        return ClosedFormState((total if self.summary.rows else total.pooled(),), clients=kept)
 
     def head(self, state: ClosedFormState) -> LinearHead:
         """The head, with its temperature. Where nobody was heard yet, every class is masked."""

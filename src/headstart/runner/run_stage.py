@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping
 from functools import cached_property, partial
@@ -13,7 +14,7 @@ from headstart.channel.accounting import large_delta
 from headstart.channel.figures import FiguresChannel
 from headstart.core.files import secret
 from headstart.core.ledger import Ledger
-from headstart.core.message import Array
+from headstart.core.message import Array, Scalar
 from headstart.core.plan import part_of
 from headstart.core.seeds import Secret, Seed, extended
 from headstart.core.state import pack, unpack
@@ -326,3 +327,12 @@ class StageRun:
         run.directory.save_model(self.number, run.models[-1], version)
         if self.method.replays:
             run.directory.save_log(self.number, pack(state))
+        if getattr(self.settings, "keep_statistics", False):
+            clients, names = state.clients, run.federation.names
+            held = {"names": json.dumps({names[int(client)]: int(client) for client in clients})}
+            about: dict[str, Scalar] = {
+                **held,
+                "classes": json.dumps(run.federation.dataset.classes),
+                "last": len(names) - 1,
+            }
+            run.directory.save_statistics(self.number, pack(state), about)
