@@ -101,7 +101,7 @@ def test_two_classes_and_unknown_labels() -> None:
     two = Y < 2
     head = FedNCM().fit(X[two], Y[two])
     np.testing.assert_allclose(head.predict_proba(X[two]).sum(axis=1), 1, rtol=1e-6)
-    with pytest.raises(HeadstartError, match=r"labels \[2, 7\] are no classes"):
+    with pytest.raises(HeadstartError, match=r"labels \[2, 7\] are not among classes"):
         head.calibrate(X[:3], [7, 1, 2])
 
 

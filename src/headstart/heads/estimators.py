@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import zlib
 from abc import ABC, abstractmethod
+from collections.abc import Hashable
 from dataclasses import replace
 from typing import Any, Literal, Self
 
@@ -46,6 +48,7 @@ class _ClosedFormClassifier(ClassifierMixin, BaseEstimator, ABC):  # type: ignor
             raise HeadstartError(f"client has shape {np.shape(client)}; give one client for each of {len(y)} examples")
         clients = None if client is None else np.unique(client, return_inverse=True)[1].astype(np.int64)
         labels = labels.astype(np.int64)
+        self._kept: dict[Hashable, ClientStatistics] = {}
         statistics = self._statistics(X, labels, clients)
         self._set_head(self._head(statistics))
         self.temperature_ = 1.0 if self.temperature == "auto" else float(self.temperature)
@@ -56,13 +59,82 @@ class _ClosedFormClassifier(ClassifierMixin, BaseEstimator, ABC):  # type: ignor
             self.temperature_ = temperature_of(scores, labels)
         return self
 
+    def partial_fit(self, X: Any, y: Any, classes: Any = None, client: Any = None) -> Self:
+        """Add examples: X [n, d], y [n], and ``client`` [n], or one for all; without it a call is a client of its own.
+
+        ``classes``: all that there will be, at the first call; later, more than before adds classes. What each client
+        has said is kept, so that `forget` can take it out again: with Fed3R a matrix [d, d] each. Probabilities are
+        those of a temperature of 1, where none is given, until `calibrate` is called.
+        """
+        first = not getattr(self, "_kept", None)
+        if first and hasattr(self, "head_"):
+            raise HeadstartError("fit keeps nothing that partial_fit could add to; begin with partial_fit")
+        X, y = validate_data(self, X, y, dtype=_FLOATS, reset=first)
+        check_classification_targets(y)
+        self._extend_classes(classes, first)
+        labels = self._places(y)
+        if client is None:
+            client = f"call {self._calls}"
+        who = np.full(len(y), client) if np.ndim(client) == 0 else np.asarray(client)
+        if who.shape != y.shape:
+            raise HeadstartError(f"client has shape {who.shape}; give one client for each of {len(y)} examples")
+        self._calls += 1
+        for name in np.unique(who):
+            mine = who == name
+            number = np.full(int(mine.sum()), _number(name.item()))
+            said = self._statistics(X[mine], labels[mine], number)
+            before = self._kept.get(name.item())
+            self._kept[name.item()] = self._merged(said if before is None else before.merge(said))
+        return self._solve_kept()
+
+    def forget(self, client: Any) -> Self:
+        """Take a client's examples out: to the bit, the head of those that are left."""
+        kept = getattr(self, "_kept", {})
+        if client not in kept:
+            known = ", ".join(map(str, kept)) or "none: partial_fit keeps them, fit does not"
+            raise HeadstartError(f"forget: {client!r} is no client that was kept; known: {known}")
+        if len(kept) == 1:
+            raise HeadstartError(f"forget: {client!r} is the last client; fit anew instead")
+        del kept[client]
+        return self._solve_kept()
+
+    def _solve_kept(self) -> Self:
+        """In the order of the clients' names, since floating-point sums depend on their order."""
+        names = sorted(self._kept, key=lambda name: (str(type(name)), name))
+        first, *others = (replace(self._kept[name], n_classes=len(self.classes_)) for name in names)
+        self._set_head(self._head(first.merge(*others)))
+        self.temperature_ = 1.0 if self.temperature == "auto" else float(self.temperature)
+        return self
+
+    def _extend_classes(self, classes: Any, first: bool) -> None:
+        """The classes of a first call, or those of a later one, among which all earlier ones are."""
+        if first:
+            if classes is None:
+                raise HeadstartError("classes must be given at the first call of partial_fit")
+            self.classes_, self._kept, self._calls = np.unique(classes), {}, 0
+        elif classes is not None:
+            wider = np.unique(classes)
+            if missing := sorted(set(self.classes_.tolist()) - set(wider.tolist())):
+                raise HeadstartError(f"classes lacks {missing}, which were there before; give them all")
+            places = np.searchsorted(wider, self.classes_)
+            self._kept = {name: replace(each, labels=places[each.labels]) for name, each in self._kept.items()}
+            self.classes_ = wider
+
+    def _merged(self, statistics: ClientStatistics) -> ClientStatistics:
+        """What a client has said in several calls: one row for each class."""
+        return statistics.pooled()
+
+    def _places(self, y: Any) -> Ints:
+        """The numbers [n] of classes."""
+        places = np.searchsorted(self.classes_, y).clip(max=len(self.classes_) - 1)
+        if unknown := sorted(set(np.asarray(y)[self.classes_[places] != y].tolist())):
+            raise HeadstartError(f"labels {unknown} are not among classes; partial_fit(classes=…) adds classes")
+        return np.asarray(places, np.int64)
+
     def calibrate(self, X: Any, y: Any) -> Self:
         """Set the temperature of `predict_proba` by held-out features X [n, d] and labels y [n]."""
         scores = self._scores(X)
-        places = np.searchsorted(self.classes_, y).clip(max=len(self.classes_) - 1)
-        if unknown := sorted(set(np.asarray(y)[self.classes_[places] != y].tolist())):
-            raise HeadstartError(f"labels {unknown} are no classes of this classifier; leave their examples out")
-        self.temperature_ = temperature_of(scores, places.astype(np.int64))
+        self.temperature_ = temperature_of(scores, self._places(y))
         return self
 
     def _set_head(self, head: LinearHead) -> None:
@@ -123,6 +195,11 @@ class FedNCM(_ClosedFormClassifier):
         if self.centres > 1:
             return k_means(X, labels, len(self.classes_), self.centres, self.iterations, self.random_state)
         return summarise(X, labels, len(self.classes_), clients=clients)[0]
+
+    def _merged(self, statistics: ClientStatistics) -> ClientStatistics:
+        if self.centres > 1:
+            raise HeadstartError("partial_fit: with several centres every client would have to be asked again; use fit")
+        return super()._merged(statistics)
 
     def _head(self, statistics: ClientStatistics) -> LinearHead:
         return replace(ncm_head(statistics, self.distance), centres=self.centres)
@@ -202,5 +279,13 @@ class FedCOF(_ClosedFormClassifier):
         moments = MOMENTS_FOR[self.covariance]
         return summarise(X, labels, len(self.classes_), clients=clients, parts=parts, moments=moments)[0]
 
+    def _merged(self, statistics: ClientStatistics) -> ClientStatistics:
+        return statistics if self.means_per_client > 1 else statistics.pooled()
+
     def _head(self, statistics: ClientStatistics) -> LinearHead:
         return cof_head(statistics, self.shrinkage, self.covariance, self.head, self.prior)
+
+
+def _number(client: Any) -> int:
+    """A number of a client that depends on its name alone: what its random parts are drawn from."""
+    return client if isinstance(client, int) and client >= 0 else zlib.crc32(str(client).encode())
