@@ -573,7 +573,7 @@ def meet(there: Server, message: Message) -> bool:
         # A head may need the steps of a log, which are taken once: those of this one must not be taken for others.
         judge = deepcopy(method) if method.replays else method
         head = None
-        with suppress(HeadstartError) if method.one_shot else nullcontext():
+        with nullcontext() if bench.stage.trains else suppress(HeadstartError):
             head = judge.load(judge.model(closed, task), task)
         told = bench.broadcast(closed, 2, -1, task)
     for name, array in {**pack(closed).arrays, **told.arrays, **(head.arrays() if head else {})}.items():
@@ -686,7 +686,7 @@ def test_what_must_be_refused_is_refused(variant: str) -> None:
         for change in bad:
             assert not meet(there, altered(there.reply.message, change))
     needed = [name for name in there.reply.message.scalars if name == "examples"]
-    assert needed or built(variant).method.one_shot or variant in ("private", "private int8")
+    assert needed or not built(variant).stage.trains or variant in ("private", "private int8")
     for name in needed:
         for value in (None, 0, -1, 1.5, 2**63 - 1, "5", np.nan):
             assert not meet(there, altered(there.reply.message, said(name, value)))
@@ -707,7 +707,7 @@ def test_what_nobody_asked_for_is_ignored(variant: str) -> None:
     assert (fingerprint(plain) != fingerprint(there.total)) == bool(message.arrays)  # what was asked for is not
 
 
-@pytest.mark.parametrize("variant", [name for name in ALL if not built(name).method.one_shot])
+@pytest.mark.parametrize("variant", [name for name in ALL if built(name).stage.trains])
 def test_a_client_that_lies_in_every_round_as_much_as_it_may(variant: str) -> None:
     """Whatever is accepted is accepted again and again; no number of rounds leads out of the range of float32."""
     there = server(variant)

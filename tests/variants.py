@@ -7,6 +7,7 @@ from headstart.config.recipe import Recipe
 VARIANTS: dict[str, dict[str, Any]] = {
     "fedncm": {"method": "fedncm"},
     "fedncm-euclidean": {"method": "fedncm", "distance": "euclidean"},
+    "fedncm-centres": {"method": "fedncm", "centres": 3, "iterations": 2},
     "fed3r": {"method": "fed3r"},
     "fed3r-paper": {"method": "fed3r", "ridge": 0.01, "bias": False},
     "fed3r-random-features": {"method": "fed3r", "random_features": 30},
@@ -19,6 +20,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "fedcof-full": {"method": "fedcof", "covariance": "full"},
     "fedcof-diagonal": {"method": "fedcof", "covariance": "diagonal"},
     "fedcof-spherical": {"method": "fedcof", "covariance": "spherical"},
+    "fedcof-lda": {"method": "fedcof", "head": "lda"},
+    "fed3r-lda": {"method": "fed3r", "head": "lda", "prior": "uniform"},
+    "fedncm-temperature": {"method": "fedncm", "temperature": "auto"},
+    "fed3r-temperature": {"method": "fed3r", "temperature": "auto"},
+    "fedcof-temperature": {"method": "fedcof", "temperature": "auto"},
 }
 LOCAL = {"train": "head", "rounds": 4, "lr": 0.002, "batch_size": 20, "local_epochs": 2}
 TRAINING: dict[str, dict[str, Any]] = {

@@ -185,7 +185,7 @@ def test_the_sensitivity_by_brute_force_over_neighbouring_data_sets(name: str, c
 def test_counts_travel_only_where_the_head_needs_them(name: str, noise: str) -> None:
     x, y, owners = blobs(60, 1)
     bench = private(name, noise=noise)
-    reply, secure = answer(bench, cohort_of(x, y, owners)), bench.channel.vector_shapes
+    reply, secure = answer(bench, cohort_of(x, y, owners)), bench.channel.vector_shapes()
     assert ("counts" in reply.message.arrays) == ("counts" in secure) == (name not in UNCOUNTED)
     one = answer(bench, cohort_of(x[:5], y[:5], np.zeros(5, int)))
     assert one.bytes_up.tolist() == [len(one.message.to_bytes())]

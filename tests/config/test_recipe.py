@@ -236,7 +236,7 @@ def test_defaults_of_stages_are_written_out_and_read_back(tmp_path: Path) -> Non
         "norm_statistics": "aggregate",
         "augment": "flip",
         "precision": "float32",
-        "temperature": 1.0,
+        "momentum": 0.0,
         "warmup_rounds": 0,
     }
     for stage in written:

@@ -19,6 +19,8 @@ def normal(*shape: int) -> np.ndarray:
 def head_of(kind: str) -> LinearHead:
     if kind == "linear":
         return LinearHead(normal(3, 5), np.array([0.5, -np.inf, 0], np.float32))
+    if kind == "centres":
+        return LinearHead(normal(6, 5), np.array([0.5, -1, -np.inf, -np.inf, 0, 0], np.float32), centres=2)
     if kind == "random features":
         return LinearHead(normal(3, 8), normal(3), RandomFeatures.draw(5, 8, 0.7, 3))
     layers = HiddenLayers(((normal(4, 5), normal(4)), (normal(6, 4), normal(6))))
@@ -27,6 +29,7 @@ def head_of(kind: str) -> LinearHead:
 
 KINDS = {
     "linear": {"weight": (3, 5), "bias": (3,)},
+    "centres": {"weight": (6, 5), "bias": (6,), "centres": ()},
     "random features": {"weight": (3, 8), "bias": (3,), "projection": (8, 5), "phase": (8,)},
     "hidden layers": {
         "weight": (3, 6),
@@ -79,7 +82,7 @@ def test_arrays_are_all_there_is_to_a_head(kind: str) -> None:
     assert again.arrays().keys() == arrays.keys()
     # Every array counts: another one in its place gives other scores.
     for name in arrays:
-        moved = arrays | {name: arrays[name] + np.float32(0.75)}
+        moved = arrays | {name: arrays[name] + np.float32(1)}
         assert not np.array_equal(LinearHead.of_arrays(moved).scores(X), head.scores(X)), name
 
 

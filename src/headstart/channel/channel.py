@@ -21,7 +21,7 @@ from headstart.channel.links import (
 )
 from headstart.channel.quantise import Quantise
 from headstart.channel.shared_noise import SharedNoise
-from headstart.channel.statistics import StatisticsChannel, TaskChannels
+from headstart.channel.statistics import PassChannels, StatisticsChannel, TaskChannels
 from headstart.config.stage import ClosedForm, Rounds
 from headstart.core.message import Message
 from headstart.core.reply import ClientResult, ClientState, Reply, Sender, scalars_of
@@ -59,7 +59,7 @@ class UpdateChannel:
     memory_per_client = 0
 
     def __init__(self, method: Sends, links: tuple[Link, ...], total: type[Total] | partial[RobustTotal]) -> None:
-        self.method, self.links, self.total = method, links, total
+        self.method, self.links, self._total = method, links, total
         self.private = any(isinstance(link, ServerNoise | ClientNoise | SumNoise) for link in links)
         self._hides_passes = any(isinstance(link, ClientNoise | SumNoise) for link in links)
 
@@ -70,7 +70,7 @@ class UpdateChannel:
 
     # ----------------------------------------------------------------------------------------------- on the clients
 
-    def prepare(self, cohort: Cohort) -> Cohort:
+    def prepare(self, cohort: Cohort, round: int = 0) -> Cohort:
         """The examples as they are."""
         return cohort
 
@@ -114,7 +114,7 @@ class UpdateChannel:
 
     def vector(self, reply: Reply, sender: Sender) -> dict[str, Floats]:
         """What the server would know if it had heard this reply only, as what can be added up."""
-        alone = self.total()
+        alone = self._total()
         self.add(alone, reply, sender)
         return self._hidden(alone.vector(self.method.blocks))
 
@@ -123,6 +123,10 @@ class UpdateChannel:
         return vector if self.shared is None else {name: v for name, v in vector.items() if name != "weights"}
 
     # ------------------------------------------------------------------------------------------------ on the server
+
+    def total(self, round: int = 0) -> Total:
+        """Nothing heard yet in this round."""
+        return self._total()
 
     def add(self, total: Total, reply: Reply, sender: Sender) -> None:
         """Add a reply to the total of the round; one that cannot be right raises `MessageError` and changes nothing."""
@@ -148,10 +152,9 @@ class UpdateChannel:
             values = {**self.shared.read(values), "weights": np.ones(1)}
         total.add_vector(values, self.method.blocks)
 
-    @property
-    def vector_shapes(self) -> dict[str, tuple[int, ...]]:
+    def vector_shapes(self, round: int = 0) -> dict[str, tuple[int, ...]]:
         """Names and shapes of what clients add in a secure sum."""
-        return {name: value.shape for name, value in self._hidden(self.total().vector(self.method.blocks)).items()}
+        return {name: value.shape for name, value in self._hidden(self._total().vector(self.method.blocks)).items()}
 
     def finish(self, total: Total, round: int) -> Total:
         """What the server steps along."""
@@ -164,7 +167,7 @@ class UpdateChannel:
         return next((spent for link in self.links if (spent := link.spent(rounds))), None)
 
 
-Channel = UpdateChannel | StatisticsChannel | TaskChannels
+Channel = UpdateChannel | StatisticsChannel | PassChannels | TaskChannels
 
 
 def channel_of(
@@ -176,12 +179,13 @@ def channel_of(
     """
     if stage.trains:
         return _update_channel(stage, method, seed, clients, noise)
-    least = 1 if stage.protected else stage.min_examples
-    sums = max(1, sum(clients.values()) // stage.secure_group) if stage.secure_group else 1
-    channels = [
-        StatisticsChannel(one.summary, stage.privacy, stage.noise_on_counts, count, noise, task, sums, least)
-        for task, (one, count) in enumerate(zip(method.methods, clients.values(), strict=True))
-    ]
+    least, everybody = 1 if stage.protected else stage.min_examples, sum(clients.values())
+    sums = max(1, everybody // stage.secure_group) if stage.secure_group else 1
+    channels: list[StatisticsChannel | PassChannels] = []
+    for task, (one, count) in enumerate(zip(method.methods, clients.values(), strict=True)):
+        settings = stage.privacy, stage.noise_on_counts, count, noise, task, sums, least, stage.passes
+        passes = [StatisticsChannel(summary, *settings) for summary in one.summaries]
+        channels.append(passes[0] if len(passes) == 1 else PassChannels(passes, stage.rounds_per_pass(everybody)))
     return channels[0] if len(channels) == 1 else TaskChannels(channels)
 
 

@@ -121,10 +121,11 @@ class StatisticsNoise:
 
 
 def generators_of(seed: Seed, task: int, clients: Ints | None = None, round: int = 0) -> list[Generator]:
-    """The server's generator of a task in a round (from 0), or one for each client."""
+    """The server's generator of a task in a round (from 0), or one for each client there."""
     if clients is None:
         return [generator_of(seed, _STATISTICS, task, *([0, round] if round else []))]
-    return [generator_of(seed, _STATISTICS, task, 1 + int(client)) for client in clients]
+    turn = [round] if round else []
+    return [generator_of(seed, _STATISTICS, task, 1 + int(client), *turn) for client in clients]
 
 
 def blur_counts(

@@ -8,7 +8,7 @@ sums. Noise on rows stays with its row, and rounds may be as many as there are c
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from math import inf
@@ -41,22 +41,23 @@ class StatisticsChannel:
         task: int = 0,
         sums: int = 1,
         min_examples: int = 1,
+        releases: int = 1,
     ) -> None:
         """clients: all of the task; seed: what noise is drawn from; task: no two have the same noise; sums: how many
-        secure sums the clients are in."""
+        secure sums the clients are in; releases: how often each client is heard in the stage."""
         self.summary, self.privacy, self.count_noise, self.clients = summary, privacy, count_noise, clients
-        self.seed, self.task, self.sums, self.min_examples = seed, task, sums, min_examples
+        self.seed, self.task, self.sums, self.min_examples, self.releases = seed, task, sums, min_examples, releases
         self.private = privacy is not None
         self.by_client = privacy is not None and privacy.noise == "client"
 
     @cached_property
     def noise(self) -> StatisticsNoise | None:
-        """The noise that the stage's privacy asks for. A client is heard once: there is one release."""
+        """The noise that the stage's privacy asks for, of each release."""
         if self.privacy is None:
             return None
         if self.shared is not None:
             return self._noise(self.shared.deviation / self._noise(1.0).sensitivity)
-        return self._noise(noise_multiplier(self.privacy.epsilon, self.privacy.delta))
+        return self._noise(noise_multiplier(self.privacy.epsilon, self.privacy.delta, self.releases))
 
     def _noise(self, multiplier: float) -> StatisticsNoise:
         summary, longest = self.summary, self.privacy.clip if self.privacy else inf
@@ -68,7 +69,7 @@ class StatisticsChannel:
         if self.privacy is None or self.privacy.noise != "shared":
             return None
         noise, dim = self._noise(1.0), len(scaled(self._nothing, 1.0))
-        return SharedNoise.of(self.privacy, noise.sensitivity, dim, self.clients, seed=self.seed)
+        return SharedNoise.of(self.privacy, noise.sensitivity, dim, self.clients, self.releases, self.seed)
 
     @property
     def _nothing(self) -> ClientStatistics:
@@ -84,13 +85,13 @@ class StatisticsChannel:
 
     # ----------------------------------------------------------------------------------------------- on the clients
 
-    def prepare(self, cohort: Cohort) -> Cohort:
+    def prepare(self, cohort: Cohort, round: int = 0) -> Cohort:
         """With privacy, no vector that is summed is longer than the clip; classes of too few examples are left out."""
         if self.noise is not None:
             return replace(cohort, clip=self.noise.bound)
         if self.min_examples == 1:
             return cohort
-        classes = cohort.owners * self.summary.n_classes + cohort.labels
+        classes = cohort.owners * (int(cohort.labels.max(initial=0)) + 1) + cohort.labels
         _, which, sizes = np.unique(classes, return_inverse=True, return_counts=True)
         kept = sizes[which] >= self.min_examples
         return replace(cohort, rows=cohort.rows[kept], labels=cohort.labels[kept], owners=cohort.owners[kept])
@@ -98,7 +99,7 @@ class StatisticsChannel:
     def encode(self, result: StatisticsResult, cohort: Cohort, round: int) -> list[Reply]:
         """What clients say, all of a cohort in one reply: with privacy, of every class."""
         counted = replace(result.statistics, counted=self.summary.counts)
-        statistics, owners = self._said(counted, result.owners, cohort.clients)
+        statistics, owners = self._said(counted, result.owners, cohort.clients, round)
         places, everybody = np.searchsorted(cohort.clients, owners), len(cohort.clients)
         rows = np.bincount(places, minlength=everybody)
         layout, rank = (self.summary.dim, self.summary.moments, self.summary.counts), self.summary.rank
@@ -112,7 +113,9 @@ class StatisticsChannel:
         message = statistics.to_message(precise=self.shared is not None, noisy=self.by_client)
         return [Reply(cohort.clients, message, nbytes, passes, task=cohort.task)]
 
-    def _said(self, statistics: ClientStatistics, owners: Ints, clients: Ints) -> tuple[ClientStatistics, Ints]:
+    def _said(
+        self, statistics: ClientStatistics, owners: Ints, clients: Ints, round: int
+    ) -> tuple[ClientStatistics, Ints]:
         if self.count_noise is not None:
             return blur_counts(statistics, owners, self.count_noise, self.seed)
         if self.noise is None:
@@ -122,7 +125,9 @@ class StatisticsChannel:
         owners = np.repeat(clients, self.summary.n_classes)
         if not self.by_client:
             return statistics, owners
-        statistics = self.noise.add(statistics, generators_of(self.seed, self.task, clients))
+        statistics = self.noise.add(
+            statistics, generators_of(self.seed, self.task, clients, round if self.releases > 1 else 0)
+        )
         if not self.summary.by_row:  # leaving rows out would bias the sums
             return statistics, owners
         statistics, kept = statistics.present()
@@ -136,13 +141,13 @@ class StatisticsChannel:
 
     # ------------------------------------------------------------------------------------------------ on the server
 
-    def total(self) -> StatisticsTotal:
+    def total(self, round: int = 0) -> StatisticsTotal:
         """Nothing heard yet in this round."""
         return StatisticsTotal(self.summary)
 
     def add(self, total: StatisticsTotal, reply: Reply, sender: Sender) -> None:
         """Add a reply to the total of the round; statistics that no features have are refused."""
-        total.add(self._read(reply))
+        total.add(self._read(reply), reply.clients.tolist())
 
     def _read(self, reply: Reply) -> ClientStatistics:
         summary = self.summary
@@ -176,12 +181,13 @@ class StatisticsChannel:
             return
         total.add(self._marked(ClientStatistics.from_vector(values, self.summary.moments, self.private)))
 
-    @property
-    def vector_shapes(self) -> dict[str, tuple[int, ...]]:
+    def vector_shapes(self, round: int = 0) -> dict[str, tuple[int, ...]]:
         """Names and shapes of what clients add in a secure sum."""
-        if self.shared is not None:
-            return {"values": (self.shared.dim,)}
-        return {name: values.shape for name, values in self.summary.empty().vector().items()}
+        return {name: values.shape for name, values in self.zeros(round).items()}
+
+    def zeros(self, round: int = 0) -> dict[str, Floats]:
+        """What adds nothing to a secure sum."""
+        return {"values": np.zeros(self.shared.dim)} if self.shared is not None else self.summary.empty().vector()
 
     def finish(self, total: StatisticsTotal, round: int) -> StatisticsTotal:
         """With the server's noise, where it adds it: nothing exact is left."""
@@ -213,20 +219,76 @@ class StatisticsChannel:
             return "every client's statistics, once"
         if self.shared is not None:
             return "one total" if self.sums == 1 else f"{self.sums} totals of groups of clients"
+        if self.releases > 1:
+            return f"{self.releases} totals"
         return "a head after every round" if self.summary.by_row else "one head"
+
+
+class PassChannels:
+    """The channels of a closed form's passes over the clients; each may have a summary of its own."""
+
+    def __init__(self, channels: Sequence[StatisticsChannel], rounds_per_pass: int) -> None:
+        self.channels, self.rounds_per_pass = channels, rounds_per_pass
+        self.private, self.spent = channels[0].private, channels[0].spent
+        self.memory_per_client = max(channel.memory_per_client for channel in channels)
+
+    def at(self, round: int) -> StatisticsChannel:
+        """The channel of a round (from 0)."""
+        return self.channels[min(round // self.rounds_per_pass, len(self.channels) - 1)]
+
+    @property
+    def shared(self) -> SharedNoise | None:
+        """The same in all passes: with privacy they have one summary."""
+        return self.channels[0].shared
+
+    def prepare(self, cohort: Cohort, round: int = 0) -> Cohort:
+        """As the pass's own."""
+        return self.at(round).prepare(cohort, round)
+
+    def encode(self, result: StatisticsResult, cohort: Cohort, round: int) -> list[Reply]:
+        """As the pass's own."""
+        return self.at(round).encode(result, cohort, round)
+
+    def vector(self, reply: Reply, sender: Sender) -> dict[str, Floats]:
+        """As the pass's own."""
+        return self.at(sender.round).vector(reply, sender)
+
+    def total(self, round: int = 0) -> StatisticsTotal:
+        """As the pass's own."""
+        return self.at(round).total(round)
+
+    def add(self, total: StatisticsTotal, reply: Reply, sender: Sender) -> None:
+        """As the pass's own."""
+        self.at(sender.round).add(total, reply, sender)
+
+    def add_vector(self, total: StatisticsTotal, values: Mapping[str, Any]) -> None:
+        """As that of the pass which the total is of."""
+        next(each for each in self.channels if each.summary is total.summary).add_vector(total, values)
+
+    def vector_shapes(self, round: int = 0) -> dict[str, tuple[int, ...]]:
+        """As the pass's own."""
+        return self.at(round).vector_shapes(round)
+
+    def zeros(self, round: int = 0) -> dict[str, Floats]:
+        """As the pass's own."""
+        return self.at(round).zeros(round)
+
+    def finish(self, total: StatisticsTotal, round: int) -> StatisticsTotal:
+        """As the pass's own."""
+        return self.at(round).finish(total, round)
 
 
 class TaskChannels:
     """The channels of several tasks, of which nothing is common."""
 
-    def __init__(self, channels: list[StatisticsChannel]) -> None:
+    def __init__(self, channels: Sequence[StatisticsChannel | PassChannels]) -> None:
         self.channels, self.shared = channels, None
         self.private = channels[0].private
         self.memory_per_client = max(channel.memory_per_client for channel in channels)
 
-    def prepare(self, cohort: Cohort) -> Cohort:
+    def prepare(self, cohort: Cohort, round: int = 0) -> Cohort:
         """As the task's own."""
-        return self.channels[cohort.task].prepare(cohort)
+        return self.channels[cohort.task].prepare(cohort, round)
 
     def encode(self, result: StatisticsResult, cohort: Cohort, round: int) -> list[Reply]:
         """As the task's own."""
@@ -237,13 +299,13 @@ class TaskChannels:
         found: dict[str, Floats] = {}
         for number, channel in enumerate(self.channels):
             mine = number == reply.task
-            values = channel.vector(reply, sender) if mine else channel.summary.empty().vector()
+            values = channel.vector(reply, sender) if mine else channel.zeros(sender.round)
             found |= {f"{number}.{name}": value for name, value in values.items()}
         return found
 
-    def total(self) -> list[StatisticsTotal]:
+    def total(self, round: int = 0) -> list[StatisticsTotal]:
         """One for each task."""
-        return [channel.total() for channel in self.channels]
+        return [channel.total(round) for channel in self.channels]
 
     def add(self, total: list[StatisticsTotal], reply: Reply, sender: Sender) -> None:
         """To the total of the reply's task."""
@@ -255,11 +317,10 @@ class TaskChannels:
             mine = {n.removeprefix(f"{number}."): v for n, v in values.items() if n.startswith(f"{number}.")}
             channel.add_vector(total[number], mine)
 
-    @property
-    def vector_shapes(self) -> dict[str, tuple[int, ...]]:
+    def vector_shapes(self, round: int = 0) -> dict[str, tuple[int, ...]]:
         """Those of all tasks."""
         parts = enumerate(self.channels)
-        return {f"{t}.{name}": shape for t, channel in parts for name, shape in channel.vector_shapes.items()}
+        return {f"{t}.{name}": shape for t, channel in parts for name, shape in channel.vector_shapes(round).items()}
 
     def finish(self, total: list[StatisticsTotal], round: int) -> list[StatisticsTotal]:
         """Each task's own."""

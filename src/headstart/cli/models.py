@@ -1,4 +1,4 @@
-"""Commands about the model of a finished run: predict, export, replay."""
+"""Commands about the model of a finished run: predict, export, update, replay."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from headstart.cli.shared import check_new_file, show_table
+from headstart.errors import HeadstartError
 
 Run = Annotated[Path, typer.Argument(help="The directory of a finished run.")]
 TaskName = Annotated[str | None, typer.Option("--task", help="Of a run with several tasks, the one that is meant.")]
@@ -76,6 +77,30 @@ def export(
 
     files = export(run, out, task, client, merge, format.value if format else None)
     print(f"{out}: {', '.join(files)}")
+
+
+def update(
+    run: Run,
+    add: Annotated[
+        list[str] | None, typer.Option(help="Data of a new client, or NAME=DATA; read as the recipe's (repeatable).")
+    ] = None,
+    remove: Annotated[
+        list[str] | None, typer.Option(help="A client to forget, by its name in clients.csv (repeatable).")
+    ] = None,
+    classes: Annotated[list[str] | None, typer.Option("--class", help="A new class (repeatable).")] = None,
+) -> None:
+    """Add clients to a finished closed form, remove them, add classes: the head is solved for again, exactly.
+
+    The last stage must have keep_statistics = true. Nobody else is asked.
+    """
+    from headstart.export import update
+
+    named = [each.split("=", 1) if "=" in each else [Path(each).stem, each] for each in add or ()]
+    if len({name for name, _ in named}) < len(named):
+        raise HeadstartError("--add: two clients have the same name; give NAME=DATA")
+    found = update(run, dict(named), remove or (), classes or ())
+    print(f"{run}: {len(found.clients)} clients, {len(found.classes)} classes, {found.examples:,} examples")
+    print(f"head: {run / 'model' / 'head.safetensors'}; accuracies in the run's summary are those before the update")
 
 
 def replay(

@@ -91,7 +91,7 @@ def _of_stage(number: int, stage: dict[str, Any], has_body: bool, tasks: bool) -
     if stage.get("secure") and kind and "secure" in kind.model_fields:
         problems += [f".{problem}" for problem in _unsummed(stage, kind, tasks)]
     if kind and issubclass(kind, ClosedForm):
-        problems += [f".{problem}" for problem in (*_unhidden(stage), *_untold(stage))]
+        problems += [f".{problem}" for problem in (*_unhidden(stage, tasks), *_untold(stage))]
     if kind and "privacy" in kind.model_fields and _noise(stage) == "shared":
         problems += [f".privacy.noise: {problem}" for problem in _unshared(stage, kind, tasks)]
     return problems
@@ -192,8 +192,8 @@ def _unsummed(stage: Mapping[str, Any], kind: type[Any], tasks: bool) -> list[st
     return problems
 
 
-def _unhidden(stage: Mapping[str, Any]) -> list[str]:
-    """Why a closed form cannot hide single examples, or blur its counts, as it is asked to."""
+def _unhidden(stage: Mapping[str, Any], tasks: bool) -> list[str]:
+    """Why a closed form cannot hide single examples, blur its counts, or keep what clients say, as it is asked to."""
     problems = []
     estimated = stage.get("covariance", "estimated") == "estimated"
     on_total = _noise(stage) in ("server", "shared")
@@ -205,6 +205,26 @@ def _unhidden(stage: Mapping[str, Any]) -> list[str]:
         )
     if "privacy" in stage and stage.get("means_per_client", 1) != 1:
         problems.append("means_per_client: one example changes how all of its class is split; with privacy, use 1")
+    if stage.get("keep_statistics"):
+        hidden = stage.get("secure") or "privacy" in stage
+        reasons = {
+            "what single clients send is hidden, and cannot be kept or taken out again": hidden,
+            "with several centres every client would have to be asked again": stage.get("centres", 1) != 1,
+            "the temperature would have to be fitted again; set it to a number": isinstance(
+                stage.get("temperature"), str
+            ),
+            "it is for one task; give [data] instead of [[tasks]]": tasks,
+        }
+        problems += [f"keep_statistics: {why}; leave it out" for why, holds in reasons.items() if holds]
+    if "privacy" in stage and stage.get("head") == "lda":
+        problems.append("head: discriminants depend on the length of features, which privacy shortens; use 'ridge'")
+    if stage.get("prior") == "uniform" and stage.get("head") != "lda":
+        problems.append("prior: only head = 'lda' has one; set that, or leave prior out")
+    if "privacy" in stage and stage.get("temperature") == "auto":
+        problems.append(
+            "temperature: losses of training examples would be sent without noise; with privacy, use 'validation', on "
+            "the server's own data, or a number"
+        )
     if "privacy" in stage and "count_noise" in stage:
         problems.append("count_noise: privacy puts noise on the counts already; set one of the two")
     if "count_noise" in stage and not estimated:

@@ -25,6 +25,7 @@ from pydantic import (
 from pydantic_core import CoreSchema, core_schema
 
 from headstart.core.plan import FROZEN, Plan, Role
+from headstart.errors import HeadstartError
 
 Auto = Literal["auto"]
 MODULES = ("lora", "adapter", "vpt")
@@ -172,9 +173,17 @@ class ClosedFormStage(_Sampled):
     """Statistics of the clients' features, each client heard once, and a head that the server computes from them."""
 
     rounds: PositiveInt | None = None
-    """None: as many as it takes to hear every client once."""
+    """None: as many as it takes to hear every client once. Of each pass, where there are several."""
     privacy: Privacy | None = None
     """Hides any one example of any client, in what it sends or in the head."""
+    temperature: PositiveFloat | Literal["auto", "validation"] = 1.0
+    """What the head's scores are divided by, for their softmax to be probabilities; no prediction changes. "auto": in
+    one more round, clients send the loss of their training examples at some temperatures, and the server takes the one
+    with the least; Fed3R's scores are first brought to those of a head that has not seen the example. "validation":
+    on the server's validation split, without another round."""
+    keep_statistics: bool = False
+    """The server keeps every client's statistics with the run, readable by its owner only, so that `headstart update`
+    can add and remove clients. Whoever reads that file knows what each client has sent."""
     min_examples: PositiveInt = 1
     """Of a class with fewer examples a client says nothing, where neither noise nor a secure sum hides it. Nodes of a
     deployment have a limit of their own in `node.toml`, 2 by default."""
@@ -194,10 +203,19 @@ class ClosedFormStage(_Sampled):
         """Noise on the counts alone."""
         return None
 
-    def rounds_for(self, n_clients: int) -> int:
+    @property
+    def passes(self) -> int:
+        """How often every client is heard: for its statistics, and for what depends on everybody's."""
+        return 1 + (self.temperature == "auto")
+
+    def rounds_per_pass(self, n_clients: int) -> int:
         """Rounds to hear so many clients, once each."""
         every = -(-n_clients // self.sampled(n_clients))
         return every if self.rounds is None else min(self.rounds, every)
+
+    def rounds_for(self, n_clients: int) -> int:
+        """Rounds of all passes over so many clients."""
+        return self.passes * self.rounds_per_pass(n_clients)
 
 
 Part = Literal["head", "body", "all", "lora", "adapter", "vpt"]
@@ -211,8 +229,9 @@ class _Optimiser(_Stage):
     batch_size: PositiveInt | Literal["full"] = 64
     lr: PositiveFloat = 0.1
     weight_decay: NonNegativeFloat = 0.0
-    temperature: PositiveFloat = 1.0
-    """Scores are divided by it: heads with rows of length one need less than 1."""
+    temperature: PositiveFloat | Auto = 1.0
+    """Scores are divided by it: heads with rows of length one need less than 1. "auto": the temperature of the head
+    that the stage starts from."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """Arithmetic of the body where it trains; parameters stay in float32."""
 
@@ -220,6 +239,13 @@ class _Optimiser(_Stage):
         """As many as the recipe says, however many clients there are."""
         rounds: int = getattr(self, "rounds")  # noqa: B009 (of a subclass)
         return rounds
+
+    @property
+    def known_temperature(self) -> float:
+        """The temperature, once it is known which head the stage starts from."""
+        if isinstance(self.temperature, str):
+            raise HeadstartError("temperature = 'auto' is that of a head, and none is given yet")
+        return self.temperature
 
     @property
     def server_step(self) -> float:

@@ -317,6 +317,8 @@ class Summary:
     """Whether clients say how many examples of a class they have."""
     rank: int = 0
     """Directions of its scatter that a client may send."""
+    kept: bool = False
+    """Whether the server keeps what every client says, by client."""
 
     def empty(self) -> ClientStatistics:
         """Nothing heard yet."""

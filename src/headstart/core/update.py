@@ -8,7 +8,7 @@ that is one array is called `BLOCK`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -129,9 +129,14 @@ class StatisticsTotal:
 
     summary: Summary
     parts: tuple[ClientStatistics, ...] = ()
+    kept: dict[int, ClientStatistics] = field(default_factory=dict)
+    """Each client's, where they are kept."""
 
-    def add(self, statistics: ClientStatistics) -> None:
+    def add(self, statistics: ClientStatistics, clients: Sequence[int] = ()) -> None:
         """Add the statistics of one client or of several."""
+        if self.summary.kept:
+            (client,) = clients
+            self.kept[client] = statistics
         if self.summary.rows:
             self.parts = (*self.parts, statistics)
         else:

@@ -30,7 +30,7 @@ class ClientRuntime:
     def answer(self, cohort: Cohort, message: Message) -> list[Reply]:
         """What the clients of a cohort say to a message, and what stays with them."""
         received = self.method.receive(cohort, message)
-        result = self.method.client_update(self.channel.prepare(cohort), received)
+        result = self.method.client_update(self.channel.prepare(cohort, received.round), received)
         return self.channel.encode(result, cohort, received.round)  # type: ignore[arg-type]
 
     def vector(self, reply: Reply, message: Message) -> Mapping[str, Floats]:

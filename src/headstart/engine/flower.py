@@ -54,8 +54,8 @@ class FlowerClients:
     setups: Mapping[tuple[int, bool], StageSetup]
     states: ClientStates
     earlier: Sequence[tuple[int, ClientStates]]
-    shapes: Callable[[], Mapping[str, tuple[int, ...]]]
-    """Names and shapes of what clients add in a secure sum."""
+    shapes: Callable[[int], Mapping[str, tuple[int, ...]]]
+    """Names and shapes of what clients add in the secure sum of a round (from 0)."""
     figures: FiguresChannel
     """What clients tell of tests."""
     shared: Callable[[], SharedNoise | None] = lambda: None
@@ -95,7 +95,7 @@ class FlowerClients:
         self._played = request.round + 1
         if request.threshold:
             try:
-                yield self._sum(request, "secure", self.shapes(), self.shared())
+                yield self._sum(request, "secure", self.shapes(request.round), self.shared())
             except HeadstartError as error:
                 yield Failure(request.clients, str(error))
             return

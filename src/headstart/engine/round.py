@@ -121,7 +121,8 @@ def play_rounds(
     count = federation.n_clients
     rounds, per_round = stage.rounds_for(count), stage.sampled(count)
     if stage.secure and not stage.trains:  # who is left for the last round
-        check_sum(stage, rounds, min(per_round, count - (rounds - 1) * per_round))
+        whole = stage.rounds_per_pass(count) - 1
+        check_sum(stage, whole + 1, min(per_round, count - whole * per_round))
     with progress(f"{stage.method}: clients", rounds * per_round, first_round * per_round) as advance:
         for round in range(first_round, rounds):
             drawn = draw(stage, federation, seed, round, clients.available())

@@ -66,7 +66,7 @@ class Server:
 
     def requests(self, round: int, clients: Ints, last_round: Ints) -> list[Request]:
         """What a round (from 0) asks of these clients; last_round: [K] the last one that each took part in."""
-        self._total, self._good, self._asked, self._refusal = self.channel.total(), 0, len(clients), ""
+        self._total, self._good, self._asked, self._refusal = self.channel.total(round), 0, len(clients), ""
         last, tasks = last_round[clients], self.federation.tasks_of(clients)
         since = last if self.method.replays else np.full(len(clients), -1)
         kinds = list(zip(tasks.tolist(), since.tolist(), strict=True))
@@ -139,7 +139,7 @@ def draw(stage: ClosedForm | Rounds, federation: Federation, seed: Seed, round: 
     one_shot, per_round = not stage.trains, stage.sampled(federation.n_clients)
     order = _order(stage, federation, seed, () if one_shot else (round,))
     if one_shot or stage.privacy is not None:
-        first = round * per_round if one_shot else 0
+        first = round % stage.rounds_per_pass(federation.n_clients) * per_round if one_shot else 0  # type: ignore[union-attr]
         turn = order[first : first + per_round]
         return np.sort(turn[available[turn]])
     return np.sort(order[available[order]][:per_round])

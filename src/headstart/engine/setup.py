@@ -71,6 +71,8 @@ class StageSetup:
     personal: tuple[str, ...] = ()
     """Parts of the model that are each client's own already."""
     norm_statistics: str = "aggregate"
+    temperatures: tuple[float, ...] = ()
+    """Of each task: that of the head."""
     module: tuple[str, Mapping[str, Any]] | None = None
     """Kind and settings of the module that an earlier stage left on the body."""
     arrays: Mapping[str, Array] = field(default_factory=dict)
@@ -105,6 +107,7 @@ class StageSetup:
             tuple({n: a.shape for n, a in one.head.parameters().items()} if one.head else None for one in tasks),
             tuple(sorted(start.personal)),
             start.norm_statistics,
+            tuple(one.head.temperature if one.head else 1.0 for one in tasks),
             (module.kind, module.settings) if module else None,
             arrays,
         )
@@ -137,7 +140,14 @@ class StageSetup:
             tasks = tuple((str(name), int(c), int(k), int(n)) for name, c, k, n in facts["tasks"])
             module = tuple(facts["module"]) if facts["module"] else None
             personal = tuple(part for part in facts["personal"] if part in ("body", "module", "hidden", "head"))
-            known = {"heads": heads, "tasks": tasks, "module": module, "personal": personal, "arrays": message.arrays}
+            known = {
+                "temperatures": tuple(map(float, facts["temperatures"])),
+                "heads": heads,
+                "tasks": tasks,
+                "module": module,
+                "personal": personal,
+                "arrays": message.arrays,
+            }
             return cls(**facts | known)
         except (KeyError, TypeError, ValueError) as error:
             raise MessageError(f"the server tells of a stage in an unknown way: {error!r}") from None
@@ -172,7 +182,8 @@ class StageSetup:
             head = None
             if shapes is not None:  # what is not told is another task's, or comes with every message
                 zeros = {n: np.zeros(shape, np.float32) for n, shape in shapes.items()}
-                head = LinearHead.of_arrays(zeros | (self._under("head.") if number == self.task else {}))
+                given = LinearHead.of_arrays(zeros | (self._under("head.") if number == self.task else {}))
+                head = replace(given, temperature=self.temperatures[number])
             tasks.append(Task(name, classes, Population(clients, examples), head, values or None, target))
         return tuple(tasks)
 

@@ -2,5 +2,6 @@
 
 from headstart.export.files import export
 from headstart.export.model import Model, Predictions
+from headstart.export.update import Updated, update
 
-__all__ = ["Model", "Predictions", "export"]
+__all__ = ["Model", "Predictions", "Updated", "export", "update"]

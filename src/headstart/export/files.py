@@ -146,6 +146,7 @@ def _save_whole(model: Model, folder: Path, shown: str) -> str:
         hidden=head.widths[1:],
         longest=head.longest,
         problem_type=_PROBLEMS[model.target],
+        centres=head.centres,
         id2label=dict(enumerate(model.classes)),
         label2id={name: number for number, name in enumerate(model.classes)},
         auto_map={"AutoConfig": f"{code}.HeadstartConfig", _AUTO[backbone.kind]: f"{code}.HeadstartForClassification"},

@@ -72,7 +72,9 @@ def torch_head(head: LinearHead) -> Head:
     arrays |= {"weight": head.weight / temperature, "bias": masked}
     hidden = [len(array) for name, array in arrays.items() if name.startswith("hidden.") and name.endswith(".bias")]
     longest = head.longest if head.longest < math.inf else None
-    made = Head(width_of(arrays), len(arrays.get("phase", ())), hidden, len(head.bias), longest)
+    made = Head(
+        width_of(arrays), len(arrays.get("phase", ())), hidden, len(head.bias) // head.centres, longest, head.centres
+    )
     names = {"weight": "last.weight", "bias": "last.bias", "projection": "waves.weight", "phase": "waves.bias"}
     made.load_state_dict({names.get(name, name): torch.tensor(array) for name, array in arrays.items()})
     return made.requires_grad_(False)

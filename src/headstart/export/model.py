@@ -148,12 +148,15 @@ class Model:
 
     def scores(self, examples: Examples) -> npt.NDArray[np.float32]:
         """Scores [n, C]; minus infinity for a class that is masked."""
+        return self.head.scores(self.features(examples))
+
+    def features(self, examples: Examples) -> npt.NDArray[np.float32]:
+        """Features [n, d]."""
         if self.body.backbone is None:
-            return self.head.scores(examples.features())
+            return examples.features()
         from headstart.backbones import embed, extract
 
-        features = (embed if len(examples) < _FEW else extract)(self.body.backbone, examples, "inputs")
-        return self.head.scores(features)
+        return (embed if len(examples) < _FEW else extract)(self.body.backbone, examples, "inputs")
 
     def predict(self, paths: Sequence[Path]) -> Predictions:
         """The classes of what is in files and folders."""

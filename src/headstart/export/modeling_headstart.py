@@ -19,18 +19,24 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 class Head(nn.Module):
     """Features [n, d] → logits [n, C]: a linear layer, behind rectified ones or random Fourier features where asked.
 
-    longest: longer features are shortened to it first.
+    longest: longer features are shortened to it first; centres: rows of each class, of which the best one counts.
     """
 
     def __init__(
-        self, width: int, waves: int, hidden: Sequence[int], classes: int, longest: float | None = None
+        self,
+        width: int,
+        waves: int,
+        hidden: Sequence[int],
+        classes: int,
+        longest: float | None = None,
+        centres: int = 1,
     ) -> None:
         super().__init__()
-        self.longest = longest
+        self.longest, self.classes, self.centres = longest, classes, centres
         self.waves = nn.Linear(width, waves) if waves else None
         self.widths = [waves or width, *hidden]
         self.hidden = nn.ModuleList(nn.Linear(*pair) for pair in pairwise(self.widths))
-        self.last = nn.Linear(self.widths[-1], classes)
+        self.last = nn.Linear(self.widths[-1], classes * centres)
 
     def forward(self, features: Tensor) -> Tensor:
         """As headstart's `LinearHead.scores`."""
@@ -43,6 +49,8 @@ class Head(nn.Module):
         for layer in self.hidden:
             features = layer(features).relu()
         logits: Tensor = self.last(features)
+        if self.centres > 1:
+            logits = logits.reshape(-1, self.classes, self.centres).amax(dim=2)
         return logits
 
 
@@ -59,10 +67,11 @@ class HeadstartConfig(PretrainedConfig):
         waves: int = 0,
         hidden: Sequence[int] = (),
         longest: float | None = None,
+        centres: int = 1,
         **settings: Any,
     ) -> None:
         self.encoder, self.pooling, self.width, self.waves, self.hidden = encoder, pooling, width, waves, list(hidden)
-        self.longest = longest
+        self.longest, self.centres = longest, centres
         super().__init__(**settings)
 
 
@@ -76,7 +85,7 @@ class HeadstartForClassification(PreTrainedModel):
         super().__init__(config)
         self.encoder = AutoModel.from_config(AutoConfig.for_model(**config.encoder))
         self.main_input_name = self.encoder.main_input_name
-        self.head = Head(config.width, config.waves, config.hidden, config.num_labels, config.longest)
+        self.head = Head(config.width, config.waves, config.hidden, config.num_labels, config.longest, config.centres)
         self.post_init()  # type: ignore[no-untyped-call]
 
     def forward(

@@ -13,6 +13,7 @@ from scipy import linalg
 
 from headstart.core.statistics import ClientStatistics, Floats, Ints, Moments
 from headstart.errors import HeadstartError
+from headstart.heads.lda import Prior, lda_head
 from headstart.heads.linear import LinearHead, unit_rows
 from headstart.heads.ridge import solve
 
@@ -46,6 +47,8 @@ def cof_head(
     shrinkage: float | Literal["auto"],
     covariance: Covariance = "estimated",
     within: Within = "estimated",
+    head: Literal["ridge", "lda"] = "ridge",
+    prior: Prior = "empirical",
 ) -> LinearHead:
     """W = Ĝ⁻¹ B, rows scaled to length one, with Ĝ = Σ_c (N_c − 1)(Σ̂_c + γI) + N μ_g μ_gᵀ and B = [N_c μ_c].
 
@@ -54,6 +57,8 @@ def cof_head(
     All classes together are one matrix product of scaled deviations; no d × d matrix per class is ever held.
     The oracles need second moments: Σ_c (N_c − 1) S_c = XᵀX − Σ_c N_c μ_c μ_cᵀ ("full"), its diagonal ("diagonal"),
     or the mean of its diagonal ("spherical").
+
+    ``head = "lda"``: linear discriminant analysis with Σ = Σ_c (N_c − 1) Σ̂_c / (N − C) + γI instead (`lda_head`).
 
     One example of each class, or one class alone, has no Σ̂_c to solve with: the head is then that of the class means,
     which W tends to as γ grows, and later rounds may bring more.
@@ -64,7 +69,9 @@ def cof_head(
     if total.counts.sum() == len(total.labels) or len(total.labels) == 1:
         weight = means.T
     else:
-        weight, notes = _solved(statistics, total, means, shrinkage, covariance, within)
+        weight, notes = _solved(statistics, total, means, shrinkage, covariance, within, head == "lda")
+    if head == "lda":
+        return lda_head(total, weight, prior, **notes)
     rows, directed, _ = unit_rows(np.ascontiguousarray(weight.T))
     if not directed.any():
         raise HeadstartError("every class mean is zero; there is nothing to tell the classes apart by")
@@ -94,8 +101,9 @@ def _solved(
     shrinkage: float | Literal["auto"],
     covariance: Covariance,
     within: Within,
+    lda: bool,
 ) -> tuple[Floats, dict[str, float]]:
-    """Ĝ⁻¹ B [d, C] and what was chosen; means: [C, d]."""
+    """Ĝ⁻¹ B [d, C], or Σ⁻¹ μ, and what was chosen; means: [C, d]."""
     freedom = int(total.counts.sum()) - len(total.labels)
     if covariance == "estimated":
         scatter = _told_scatter(statistics, total, means, within)
@@ -105,6 +113,8 @@ def _solved(
     centre = total.sums.sum(axis=0, keepdims=True) / np.sqrt(total.counts.sum())
     chosen = _auto(scatter, means, centre, freedom) if shrinkage == "auto" else float(shrinkage)
     targets = total.sums.T.astype(np.float64)
+    if lda:  # without the common mean, and targets of the classes' means
+        centre, targets = np.zeros_like(centre), freedom * means.T
     ridge, rest, factor = chosen * freedom, scatter.rest, scatter.factor
     if len(factor) == total.dim:
         gram = factor + centre.T @ centre

@@ -62,7 +62,8 @@ class LinearHead:
     """Scores ``(features @ weight.T + bias) / temperature``, of mapped features where the head has a map.
 
     weight: [C, d] float32; bias: [C] float32. The bias of a class that nobody has is -inf: any reader of the two
-    arrays masks that class out of the prediction, without knowing that it is missing.
+    arrays masks that class out of the prediction, without knowing that it is missing. With ``centres`` = k they are
+    [C · k, d] and [C · k], k rows for a class after those of another, and a class scores the most that its rows do.
     """
 
     weight: npt.NDArray[np.float32]
@@ -74,6 +75,8 @@ class LinearHead:
     """Longer features are shortened to it before they are scored, as privacy shortened those behind the head."""
     temperature: float = 1.0
     """What the loss divided the scores by when the head was trained: their softmax is the probabilities."""
+    centres: int = 1
+    """Rows of a class."""
 
     @classmethod
     def from_classes(
@@ -93,17 +96,18 @@ class LinearHead:
 
     def scores(self, features: Features) -> npt.NDArray[np.float32]:
         """features: [n, d] → scores [n, C]; in blocks, since a map may widen the features."""
-        scores = np.empty((len(features), len(self.bias)), np.float32)
+        scores = np.empty((len(features), len(self.bias) // self.centres), np.float32)
         for start in range(0, len(features), _ROWS):
             block = np.asarray(features[start : start + _ROWS], np.float32)
             block = shorten(block, self.longest).astype(np.float32) if self.longest < inf else block
             block = self.feature_map(block) if self.feature_map else block
-            scores[start : start + _ROWS] = (block @ self.weight.T + self.bias) / np.float32(self.temperature)
+            rows = (block @ self.weight.T + self.bias) / np.float32(self.temperature)
+            scores[start : start + _ROWS] = rows.reshape(len(rows), -1, self.centres).max(axis=2)
         return scores
 
     def arrays(self) -> dict[str, npt.NDArray[np.float32]]:
-        """What is saved: the parameters, and, where they say anything, `longest` [] and `temperature` []."""
-        facts = {"longest": (self.longest, inf), "temperature": (self.temperature, 1.0)}
+        """What is saved: the parameters, and, where they say anything, `longest`, `temperature` and `centres` []."""
+        facts = {"longest": (self.longest, inf), "temperature": (self.temperature, 1.0), "centres": (self.centres, 1)}
         said = {name: np.array(value, np.float32) for name, (value, default) in facts.items() if value != default}
         return {**self.parameters(), **said}
 
@@ -128,7 +132,8 @@ class LinearHead:
         elif "phase" in arrays:
             feature_map = RandomFeatures(arrays["projection"], arrays["phase"])
         longest, temperature = float(arrays.get("longest", inf)), float(arrays.get("temperature", 1.0))
-        return cls(arrays["weight"], arrays["bias"], feature_map, longest=longest, temperature=temperature)
+        centres, linear = int(arrays.get("centres", 1)), (arrays["weight"], arrays["bias"])
+        return cls(*linear, feature_map, longest=longest, temperature=temperature, centres=centres)
 
     def save(self, path: Path) -> None:
         """Write the arrays as safetensors, atomically."""

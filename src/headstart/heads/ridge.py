@@ -25,19 +25,7 @@ def ridge_head(statistics: ClientStatistics, ridge: float | Literal["auto"], bia
     does what a ridge is for, and the λ that is chosen only keeps the solve regular.
     """
     total = statistics.pooled()
-    if total.moments is None or total.moments.ndim != 2:
-        raise HeadstartError("ridge regression needs the Gram matrix of the features; this message has none")
-    gram, targets = total.moments, total.sums.T.astype(np.float64)
-    size = 1.0
-    if bias:
-        if not total.counted:
-            raise HeadstartError("a bias needs the number of examples of each class; set bias = false")
-        count = total.counts.sum(dtype=np.float64)
-        if ridge == "auto":
-            size = float(np.sqrt(np.trace(gram) / (count * total.dim)))
-        column = size * total.sums.sum(axis=0)[:, None]
-        gram = np.block([[gram, column], [column.T, size**2 * count]])
-        targets = np.vstack([targets, size * total.counts[None, :]])
+    gram, targets, size = _system(total, ridge, bias)
     if ridge == "auto" and not total.counted:
         ridge = LEAST_RIDGE * float(np.trace(gram)) / total.dim
     if ridge == "auto":
@@ -51,6 +39,49 @@ def ridge_head(statistics: ClientStatistics, ridge: float | Literal["auto"], bia
     return LinearHead.from_classes(
         total.n_classes, total.labels[directed], rows[directed], (offsets / lengths[:, 0])[directed], ridge=chosen
     )
+
+
+def _system(total: ClientStatistics, ridge: float | Literal["auto"], bias: bool) -> tuple[Floats, Floats, float]:
+    """XᵀX and XᵀY, with a column of a constant in X where there is a bias, and that constant."""
+    if total.moments is None or total.moments.ndim != 2:
+        raise HeadstartError("ridge regression needs the Gram matrix of the features; this message has none")
+    gram, targets = total.moments, total.sums.T.astype(np.float64)
+    if not bias:
+        return gram, targets, 1.0
+    if not total.counted:
+        raise HeadstartError("a bias needs the number of examples of each class; set bias = false")
+    count = total.counts.sum(dtype=np.float64)
+    size = float(np.sqrt(np.trace(gram) / (count * total.dim))) if ridge == "auto" else 1.0
+    column = size * total.sums.sum(axis=0)[:, None]
+    gram = np.block([[gram, column], [column.T, size**2 * count]])
+    return gram, np.vstack([targets, size * total.counts[None, :]]), size
+
+
+def ridge_optimism(
+    statistics: ClientStatistics, head: LinearHead, ridge: float | Literal["auto"], bias: bool
+) -> tuple[float, Floats]:
+    """How much better the head fits its own examples than others: a factor, and a score [C] of an example's own class.
+
+    Without the example, the regression would answer (ŷ − h y)/(1 − h) for it, h being its leverage: its scores of the
+    head are then s · factor, less ``own`` of its class, with factor = 1/(1 − h) and own = h / ((1 − h) ‖w_c‖). Here h
+    is the mean leverage tr(G (G + λI)⁻¹) / N, as in generalised cross-validation, and ‖w_c‖ the length that the row
+    was scaled from: (G + λI) w_c is known.
+    """
+    total = statistics.pooled()
+    gram, targets, size = _system(total, ridge, bias)
+    chosen = head.notes["ridge"]
+    values = np.maximum(linalg.eigvalsh(gram, check_finite=False), 0.0)
+    freedom = float(np.sum(values / (values + chosen))) if chosen else float(np.count_nonzero(values))
+    leverage = min(freedom / int(total.counts.sum()), 0.99)
+    rows = head.weight[total.labels].astype(np.float64)
+    if bias:
+        rows = np.column_stack([rows, head.bias[total.labels] / size])
+    there = np.isfinite(rows).all(axis=1)
+    own = np.zeros(total.n_classes)
+    reached = np.linalg.norm(rows[there] @ gram + chosen * rows[there], axis=1)
+    lengths = np.linalg.norm(targets[:, there], axis=0) / reached
+    own[total.labels[there]] = leverage / ((1 - leverage) * lengths)
+    return 1 / (1 - leverage), own
 
 
 def cross_validated(gram: Floats, targets: Floats, examples: int, squares: float | None = None) -> tuple[Floats, float]:

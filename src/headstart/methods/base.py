@@ -26,6 +26,8 @@ if TYPE_CHECKING:  # closed-form methods do not wait for torch
 
 State = TypeVar("State")
 Arrays = Mapping[str, npt.NDArray[Any]]
+ALONE = 1 << 62
+"""Bytes that leave a cohort no room for a second client."""
 
 
 @dataclass(frozen=True)

@@ -4,25 +4,46 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from headstart.core.message import Message
+from headstart.core.params import Params
 from headstart.core.reply import StatisticsResult
-from headstart.core.statistics import ClientStatistics, Features, Ints, Moments, Summary, Transform, shorten, summarise
+from headstart.core.statistics import (
+    ClientStatistics,
+    Features,
+    Floats,
+    Ints,
+    Moments,
+    Summary,
+    Transform,
+    shorten,
+    summarise,
+)
 from headstart.core.update import StatisticsTotal
 from headstart.heads import LinearHead
-from headstart.methods.base import Arrays, Method, Received, StageContext
+from headstart.heads.calibrate import N_TEMPERATURES, least, losses, temperature_of, temperatures
+from headstart.methods.base import ALONE, Arrays, Method, Received, StageContext
 from headstart.solvers.cohort import Cohort
 
 
 @dataclass(frozen=True)
 class ClosedFormState:
-    """What the server has heard: one total, or, where every client's rows are kept, one part for each round."""
+    """What the server has heard: one total, or, where every client's rows are kept, one part for each round; and the
+    examples' losses at each temperature of the grid, added up."""
 
     parts: tuple[ClientStatistics, ...] = ()
+    losses: tuple[ClientStatistics, ...] = ()
+    earlier: tuple[ClientStatistics, ...] = ()
+    """The total of the pass before, where what clients say depends on it."""
+    number: int = 0
+    """The pass over the clients that the parts are of."""
+    clients: dict[str, ClientStatistics] = field(default_factory=dict)
+    """What each client has said, by its number, where that is kept: the parts are then their sum, client by client."""
 
     @property
     def rows(self) -> int:
@@ -37,7 +58,6 @@ class ClosedForm(Method[ClosedFormState]):
     so in `summary`, `transform` and `parts`.
     """
 
-    one_shot = True
     moments: Moments | None = None
     state_type = ClosedFormState
     transform: Transform | None = None
@@ -45,12 +65,43 @@ class ClosedForm(Method[ClosedFormState]):
 
     def __init__(self, stage: Any, context: StageContext) -> None:
         self.stage, self.context = stage, context
-        self._solved: tuple[ClosedFormState, LinearHead] | None = None
+        self.validation: tuple[Features, Ints] | None = None
+        """The server's features [n, d] and labels [n] to calibrate on, where the stage asks for that."""
+        self._solved: tuple[tuple[ClientStatistics, ...], LinearHead, Floats] | None = None
+
+    @property
+    def one_shot(self) -> bool:  # type: ignore[override]
+        """Unless there is a second pass over the clients."""
+        return bool(self.stage.passes == 1)
 
     @property
     def summary(self) -> Summary:
         """What clients say of their features."""
-        return Summary(self.context.task.n_classes, self.context.dim, self.moments)
+        kept = self.stage.keep_statistics
+        return Summary(self.context.task.n_classes, self.context.dim, self.moments, kept=kept)
+
+    @property
+    def memory_per_client(self) -> int:  # type: ignore[override]
+        """Where every client's statistics are kept, a cohort has room for no second one."""
+        return ALONE if self.stage.keep_statistics else 0
+
+    @property
+    def summaries(self) -> tuple[Summary, ...]:
+        """What clients say in each pass."""
+        learned = int(self.stage.passes) - self._calibrates
+        return (self.summary,) * learned + (Summary(1, N_TEMPERATURES),) * self._calibrates
+
+    @property
+    def _calibrates(self) -> bool:
+        """Whether the last pass is for the temperature."""
+        return bool(self.stage.temperature == "auto")
+
+    def pass_of(self, round: int) -> int:
+        """The pass over the clients that a round (from 0) belongs to."""
+        return int(round // self.stage.rounds_per_pass(self.context.population.clients))
+
+    def _is_calibration(self, round: int) -> bool:
+        return self._calibrates and self.pass_of(round) >= self.stage.passes - 1
 
     @abstractmethod
     def solve(self, total: ClientStatistics) -> LinearHead:
@@ -60,19 +111,36 @@ class ClosedForm(Method[ClosedFormState]):
         """Nothing heard yet."""
         return ClosedFormState()
 
+    def optimism(self, total: ClientStatistics, head: LinearHead) -> tuple[float, Floats]:
+        """How much better a head fits its own examples than others, as `ridge_optimism` has it; nothing by default."""
+        return 1.0, np.zeros(self.context.task.n_classes)
+
     def broadcast(self, state: ClosedFormState, round: int, since: int, task: int = 0) -> Message:
-        """The number of the round: all that a client has to know."""
-        return Message(scalars={"round": round})
+        """The number of the round: all that a client has to know; to calibrate, the head, and what to try with it."""
+        if not self._is_calibration(round) or not state.rows:
+            return Message(self.told(state, self.pass_of(round)), {"round": round})
+        head, grid = self._solve(state)
+        factor, own = self.optimism(self._total(state), head)
+        arrays = {f"head.{name}": array for name, array in head.arrays().items()}
+        return Message({**arrays, "grid": grid, "own": own}, {"round": round, "factor": factor})
+
+    def told(self, state: ClosedFormState, number: int) -> dict[str, npt.NDArray[Any]]:
+        """What a pass (from 0) tells clients of the one before."""
+        return {}
 
     def receive(self, cohort: Cohort, message: Message) -> Received:
-        """The number of the round."""
-        return Received(int(message.scalars["round"]))
+        """The number of the round, and the head where there is one."""
+        scalars = {name: float(value) for name, value in message.scalars.items()}
+        return Received(int(message.scalars["round"]), blocks={"": Params(message.arrays)}, scalars=scalars)
 
     def client_update(self, cohort: Cohort, received: Received) -> StatisticsResult:
-        """Statistics of each client's classes."""
+        """Statistics of each client's classes, or the losses of its examples."""
+        passes = np.where(cohort.new, cohort.sizes, 0)
+        if self._is_calibration(received.round):
+            return StatisticsResult(*self._losses(cohort, received), passes)
         statistics, owners = summarise(
             self.vectors(cohort),
-            cohort.labels,
+            self.labels(cohort, received),
             self.summary.n_classes,
             clients=cohort.owners,
             parts=self.parts(cohort),
@@ -83,7 +151,23 @@ class ClosedForm(Method[ClosedFormState]):
             seed=self.context.seed,
             min_examples=self.stage.min_examples,
         )
-        return StatisticsResult(statistics, owners, cohort.sizes)
+        return StatisticsResult(statistics, owners, passes)
+
+    def _losses(self, cohort: Cohort, received: Received) -> tuple[ClientStatistics, Ints]:
+        """The sum of each client's losses at each temperature; an example of a masked class has none."""
+        given = received[""]
+        if "grid" not in given:
+            return ClientStatistics.empty(1, N_TEMPERATURES), np.zeros(0, np.int64)
+        head = self.load(Message({n.removeprefix("head."): a for n, a in given.items() if n.startswith("head.")}))
+        scores = head.scores(cohort.features[cohort.rows]).astype(np.float64) * received.scalars["factor"]
+        scores[np.arange(len(scores)), cohort.labels] -= given["own"][cohort.labels]
+        known = np.isfinite(scores[np.arange(len(scores)), cohort.labels])
+        found = losses(scores[known], cohort.labels[known], given["grid"])
+        return summarise(found, np.zeros(len(found), np.int64), 1, clients=cohort.owners[known])
+
+    def labels(self, cohort: Cohort, received: Received) -> Ints:
+        """What each example [n] is counted and summed as: its class, where nothing else is said."""
+        return cohort.labels
 
     def vectors(self, cohort: Cohort) -> Features:
         """What is summed [N, …]: the features."""
@@ -103,25 +187,57 @@ class ClosedForm(Method[ClosedFormState]):
         return clipped
 
     def server_update(self, state: ClosedFormState, total: StatisticsTotal, round: int) -> ClosedFormState:
-        """Add the statistics of the round, or put them beside the others."""
+        """Add the statistics of the round, or put them beside the others; every pass begins anew."""
         if not total.parts:
             return state
+        if self._is_calibration(round):
+            return replace(state, losses=(total.merged().merge(*state.losses).pooled(),))
+        if (number := self.pass_of(round)) > state.number:
+            state = ClosedFormState((), earlier=state.parts, number=number)
+        if self.stage.keep_statistics:
+            return self.of_clients(state.clients | {str(client): said for client, said in total.kept.items()})
         if self.summary.rows:
-            return ClosedFormState((*state.parts, total.merged()))
-        return ClosedFormState((self.summary.empty().merge(*state.parts, *total.parts).pooled(),))
+            return replace(state, parts=(*state.parts, total.merged()))
+        return replace(state, parts=(self.summary.empty().merge(*state.parts, *total.parts).pooled(),))
+
+    def of_clients(self, clients: Mapping[str, ClientStatistics]) -> ClosedFormState:
+        """The state of what each client has said, added up in the order of their numbers whenever they were heard.
+
+        Floating-point sums depend on their order: so the state with clients that came and went is, to the bit, that of
+        those that are left.
+        """
+        kept = {client: clients[client] for client in sorted(clients, key=int)}
+        total = self.summary.empty().merge(*kept.values())
+        return ClosedFormState((total if self.summary.rows else total.pooled(),), clients=kept)
 
     def head(self, state: ClosedFormState) -> LinearHead:
-        """The head; of the same state it is solved for once. Where nobody was heard yet, every class is masked."""
-        if self._solved is None or self._solved[0] is not state:
-            self._solved = state, self._head(state)
-        return self._solved[1]
-
-    def _head(self, state: ClosedFormState) -> LinearHead:
+        """The head, with its temperature. Where nobody was heard yet, every class is masked."""
         if not state.rows:
             none = np.zeros(0, np.int64)
-            classes = self.context.task.n_classes
-            return LinearHead.from_classes(classes, none, np.zeros((0, self.context.dim)), np.zeros(0))
-        return self.solve(state.parts[0].merge(*state.parts[1:]).solvable())
+            return LinearHead.from_classes(
+                self.context.task.n_classes, none, np.zeros((0, self.context.dim)), np.zeros(0)
+            )
+        (head, grid), chosen = self._solve(state), self.stage.temperature
+        if chosen == "auto":
+            chosen = least(grid, state.losses[0].sums[0]) if state.losses else 1.0
+        elif chosen == "validation":
+            chosen = temperature_of(head.scores(self.validation[0]), self.validation[1]) if self.validation else 1.0
+        else:
+            return replace(head, temperature=chosen)
+        return replace(head, temperature=chosen, notes={**head.notes, "temperature": chosen})
+
+    def _total(self, state: ClosedFormState) -> ClientStatistics:
+        """All that was heard, as what can be solved for."""
+        return state.parts[0].merge(*state.parts[1:]).solvable()
+
+    def _solve(self, state: ClosedFormState) -> tuple[LinearHead, Floats]:
+        """The head before its temperature, and those to try; of the same statistics it is solved for once."""
+        if self._solved is None or self._solved[0] is not state.parts:
+            total = self._total(state)
+            head, known = self.solve(total), total.pooled()
+            means = known.sums / known.counts[:, None]
+            self._solved = state.parts, head, temperatures(means @ head.weight.T + head.bias)
+        return self._solved[1:]
 
     def model(self, state: ClosedFormState, task: int = 0) -> Message:
         """The head."""

@@ -20,8 +20,9 @@ import numpy as np
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat
 
 from headstart.config.stage import Auto, ClosedFormStage
-from headstart.core.statistics import ClientStatistics, Features, Summary
-from headstart.heads import LinearHead, RandomFeatures, ridge_head, target_head
+from headstart.core.statistics import ClientStatistics, Features, Floats, Summary
+from headstart.heads import LinearHead, RandomFeatures, ridge_head, ridge_optimism, target_head
+from headstart.heads.lda import ridge_lda_head
 from headstart.heads.targets import Beside, encoded
 from headstart.methods.base import StageContext
 from headstart.methods.closed_form import ClosedForm
@@ -40,6 +41,10 @@ class Fed3RStage(ClosedFormStage):
     bias: bool = True
     """True: a ones column, as the official code; False: as in the FedCOF paper. With privacy there is none, except for
     random features: a bias that goes with shortened features does not go with those that the head is used on."""
+    head: Literal["ridge", "lda"] = "ridge"
+    """"lda": linear discriminant analysis with the within-class covariance of the same Gram matrix."""
+    prior: Literal["empirical", "uniform"] = "empirical"
+    """Of the classes, with "lda": their shares of the examples, or the same for all."""
     random_features: NonNegativeInt = 0
     """So many random Fourier features of the unit-length features; 0 for none."""
     random_features_width: PositiveFloat = 1.0
@@ -79,10 +84,18 @@ class Fed3R(ClosedForm):
 
         Features that are clipped in training are not when the head is used; without a bias, their length is no matter.
         """
+        stage = self.stage
         if self.target != "classes":
-            outputs = self.context.task.n_classes
-            return target_head(total, outputs, self.stage.ridge, self._bias).behind(self.random)
-        return ridge_head(total, self.stage.ridge, self._bias).behind(self.random)
+            return target_head(total, self.context.task.n_classes, stage.ridge, self._bias).behind(self.random)
+        if stage.head == "lda":
+            return ridge_lda_head(total, stage.ridge, self._bias, stage.prior).behind(self.random)
+        return ridge_head(total, stage.ridge, self._bias).behind(self.random)
+
+    def optimism(self, total: ClientStatistics, head: LinearHead) -> tuple[float, Floats]:
+        """By the mean leverage of an example; the analysis has none."""
+        if self.stage.head == "lda":
+            return super().optimism(total, head)
+        return ridge_optimism(total, head, self.stage.ridge, self._bias)
 
     def vectors(self, cohort: Cohort) -> Features:
         """The features, with the targets beside them where these are no classes."""

@@ -34,6 +34,10 @@ class FedCOFStage(ClosedFormStage):
     """"auto": follows the within-class variance, told or estimated; the papers use 1 (0.1 for MobileNetV2)."""
     means_per_client: PositiveInt = 1
     covariance: Literal["estimated", "full", "diagonal", "spherical"] = "estimated"
+    head: Literal["ridge", "lda"] = "ridge"
+    """"lda": linear discriminant analysis with the same covariance, whose rows keep their length and have a bias."""
+    prior: Literal["empirical", "uniform"] = "empirical"
+    """Of the classes, with "lda": their shares of the examples, or the same for all."""
     count_noise: CountNoise | None = None
     within: Literal["estimated", "trace", "diagonal", "auto"] = "auto"
     """What clients tell of the scatter of their features around their class means. "estimated": nothing, as in the
@@ -75,8 +79,9 @@ class FedCOF(ClosedForm):
         return random_parts(cohort.labels, cohort.owners, means, self.context.seed, least)
 
     def solve(self, total: ClientStatistics) -> LinearHead:
-        """The solve with estimated covariances, each row scaled to length one."""
-        return cof_head(total, self.stage.shrinkage, self.stage.covariance, self.stage.told)
+        """The solve with estimated covariances, each row scaled to length one unless it is a discriminant's."""
+        stage = self.stage
+        return cof_head(total, stage.shrinkage, stage.covariance, stage.told, stage.head, stage.prior)
 
 
 register(FedCOFStage, FedCOF)

@@ -75,7 +75,7 @@ class FedMeZO(Method[Log]):
         self.weighting = stage.weighting
         self.blocks = {"slopes": (stage.num_directions,)}
         self.network = Network(context.model, tensors(head_start(stage, context)), stage, self.plan)
-        self.probes = ZerothOrder(self.network, stage.epsilon, stage.temperature)
+        self.probes = ZerothOrder(self.network, stage.epsilon, stage.known_temperature)
         self._taken = 0
         """Steps of the log that the weights have taken."""
         self._start = {name: parameter.detach().clone() for name, parameter in self.network.trained.items()}
@@ -114,7 +114,7 @@ class FedMeZO(Method[Log]):
         self.network.model.set_mode(False, "freeze")
         heads = {n.removeprefix("head."): p for n, p in self.network.parameters.items() if n.startswith("head.")}
         head = LinearHead.of_arrays({name: p.detach().cpu().numpy().copy() for name, p in heads.items()})
-        return replace(head, temperature=self.stage.temperature)
+        return replace(head, temperature=self.stage.known_temperature)
 
     # ----------------------------------------------------------------------------------------------- on the clients
 

@@ -34,6 +34,12 @@ def head_start(stage: Rounds, context: StageContext) -> Params:
         # A class that was masked because nobody had been heard about it may be learned now; a client alone learns
         # those that it has.
         mask = -np.inf if stage.personalises else 0.0
+        if previous.centres > 1:
+            raise HeadstartError(
+                f"stages.{context.seed[1]}.head_init: the earlier stage's head has {previous.centres} centres for each "
+                "class, and training needs a linear one; set centres = 1 there, head_init to random, or start to "
+                "another stage"
+            )
         given = previous.parameters()
         arrays = Params({f"head.{n}": np.nan_to_num(a.astype(np.float64), neginf=mask) for n, a in given.items()})
         if arrays.shapes != shapes:

@@ -161,7 +161,7 @@ def _computed(kind: str, features: Features, labels: Ints, n_classes: int) -> Li
     present = np.unique(labels)
     if len(present) == 1:
         return LinearHead.from_classes(n_classes, present, np.zeros((1, features.shape[1])), np.zeros(1))
-    estimator = {"fedncm": FedNCM, "fed3r": Fed3R, "fedcof": FedCOF}[kind]()
+    estimator = {"fedncm": FedNCM, "fed3r": Fed3R, "fedcof": FedCOF}[kind](temperature=1.0)
     estimator.fit(features, labels)
     return LinearHead.from_classes(n_classes, estimator.classes_, estimator.head_.weight, estimator.head_.bias)
 

@@ -45,11 +45,23 @@ def register(stage: type[ClosedForm | Rounds], method: Maker, cost: Cost | None 
 def build(stage: ClosedForm | Rounds, context: StageContext) -> Method[Any]:
     """The method of a stage."""
     make = METHODS[stage.method]
+
+    def made(stage: Any, context: StageContext) -> Any:
+        return make(_with_temperature(stage, context), context)
+
     if len(context.tasks) == 1:
-        method: Method[Any] = make(stage, context)
+        method: Method[Any] = made(stage, context)
         return method
     from headstart.methods.tasks import ClosedFormTasks, TrainingTasks
 
     if not stage.trains:
-        return ClosedFormTasks(partial(make, stage), context)
-    return TrainingTasks(partial(make, stage), context, stage.hide_task)
+        return ClosedFormTasks(partial(made, stage), context)
+    return TrainingTasks(partial(made, stage), context, stage.hide_task)
+
+
+def _with_temperature(stage: ClosedForm | Rounds, context: StageContext) -> ClosedForm | Rounds:
+    """A stage that trains, with the temperature of the head that it starts from where it has none of its own."""
+    if not stage.trains or stage.temperature != "auto":
+        return stage
+    head = context.task.head if stage.head_init == "previous" else None
+    return stage.model_copy(update={"temperature": head.temperature if head else 1.0})

@@ -40,12 +40,16 @@ class ClosedFormStates:
 class ClosedFormTasks(Method[ClosedFormStates]):
     """One closed form for every task; nothing is common to them."""
 
-    one_shot = True
     state_type = ClosedFormStates
     methods: Sequence[ClosedForm] = ()
 
     def __init__(self, make: Callable[[StageContext], ClosedForm], context: StageContext) -> None:
         self.methods = [make(context.alone(number)) for number in range(len(context.tasks))]
+
+    @property
+    def one_shot(self) -> bool:  # type: ignore[override]
+        """As the methods."""
+        return self.methods[0].one_shot
 
     def init(self) -> ClosedFormStates:
         """Nothing heard yet of any task."""

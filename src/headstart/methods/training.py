@@ -16,16 +16,13 @@ from headstart.core.params import Params, Shapes
 from headstart.core.reply import ClientResult
 from headstart.core.update import Blocks, Total, block
 from headstart.heads import LinearHead
-from headstart.methods.base import Arrays, Method, Population, Received, StageContext
+from headstart.methods.base import ALONE, Arrays, Method, Population, Received, StageContext
 from headstart.methods.head_init import head_start
 from headstart.solvers.cohort import Cohort, ReadState
 from headstart.solvers.objective import LocalResult, Objective, Solver
 
 if TYPE_CHECKING:  # methods are known before torch is loaded
     from headstart.solvers.network import Network
-
-# A body trains for one client at a time: a cohort has room for no second one.
-_ALONE = 1 << 62
 
 StageT = TypeVar("StageT", bound=Rounds)
 
@@ -82,8 +79,9 @@ class Training(Method[TrainingState], Generic[StageT]):
         self.shared = self.start.select(name for name in self.start if self.plan.role(name) == "shared")
         self.shapes: Shapes = self.shared.shapes
         self.solve = self.solver()
+        # A body trains for one client at a time.
         # Of a head: parameters, start, velocity, gradient, and what is kept and corrected by, in float32.
-        self.memory_per_client = _ALONE if self.network else 4 * 8 * sum(v.size for v in self.start.values())
+        self.memory_per_client = ALONE if self.network else 4 * 8 * sum(v.size for v in self.start.values())
 
     def solver(self) -> Solver:
         """What the clients do: SGD, on stacked heads or on the network."""
@@ -182,7 +180,7 @@ class Training(Method[TrainingState], Generic[StageT]):
             self.network.load(tensors(values))
             self.network.model.set_mode(False, self.stage.norm_statistics)
         heads = {n.removeprefix("head."): v.astype(np.float32) for n, v in values.items() if n.startswith("head.")}
-        return replace(LinearHead.of_arrays(heads), temperature=self.stage.temperature)
+        return replace(LinearHead.of_arrays(heads), temperature=self.stage.known_temperature)
 
     def own(self, read: ReadState, task: int = 0) -> dict[str, np.ndarray]:
         """What a client kept, or what it would start from."""

@@ -277,6 +277,15 @@ class RunDirectory:
             arrays = {**body.arrays(), **({} if several else parts[0])}
             write_atomically(folder / "model.safetensors", partial(save_file, arrays))
 
+    def save_statistics(self, stage: int, state: Message, about: Mapping[str, Scalar]) -> None:
+        """What every client of a closed form has said, for updates; for the eyes of its owner only."""
+        facts = {**about, "state": json.dumps(dict(state.scalars))}
+        _write(self.statistics(stage), Message(state.arrays, facts).to_bytes(), private=True)
+
+    def statistics(self, stage: int) -> Path:
+        """Where the clients' statistics are."""
+        return self._checkpoints / f"statistics-{stage}.safetensors"
+
     def save_log(self, stage: int, log: Message) -> None:
         """The log of a stage that can be replayed: seeds and scalars."""
         _write(self._log(stage), log.to_bytes())

@@ -44,5 +44,5 @@ class NoDirectory:
     def _ignore(self, *_: Any, **__: Any) -> None:
         """Nothing is written."""
 
-    log = log_round = save_checkpoint = collect_best = save_model = save_log = _ignore
+    log = log_round = save_checkpoint = collect_best = save_model = save_log = save_statistics = _ignore
     write_clients = write_holdings = write_confusion = save_final = finish = _ignore

@@ -133,8 +133,9 @@ class Observers:
         stage, record = self.stage, self.record
         where = stage.run.progress(stage.number, record.done) | {"metrics": record.metrics, "best": record.best}
         saved = StageCheckpoint(pack(state), stage.ledger, stage.states.slots)
-        # With privacy it holds what the noise hides.
-        self.directory.save_checkpoint(Checkpoint(where, saved), private=self.settings.privacy is not None)
+        # With privacy it holds what the noise hides; or what each client has said.
+        hidden = self.settings.privacy is not None or getattr(self.settings, "keep_statistics", False)
+        self.directory.save_checkpoint(Checkpoint(where, saved), private=hidden)
         if self.settings.keep == "best":
             self.directory.collect_best(stage.number, record.best.get("best_round"))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping
 from functools import cached_property, partial
@@ -13,7 +14,7 @@ from headstart.channel.accounting import large_delta
 from headstart.channel.figures import FiguresChannel
 from headstart.core.files import secret
 from headstart.core.ledger import Ledger
-from headstart.core.message import Array
+from headstart.core.message import Array, Scalar
 from headstart.core.plan import part_of
 from headstart.core.seeds import Secret, Seed, extended
 from headstart.core.state import pack, unpack
@@ -74,6 +75,8 @@ class StageRun:
         hides = self.settings.privacy is not None and self.remote
         self.noise: Seed = Secret(secret(run.folder / "noise.secret")) if hides else ()
         self.method, self.channel = method_of(self.settings, self.plan, self.seed, run.body, self.tasks, self.noise)
+        if getattr(self.settings, "temperature", None) == "validation":
+            self._give_validation()
         self.start = Start(self._weights(), module, norm_statistics, self.personal, self._own_names())
         self.rounds = self.settings.rounds_for(self.federation.n_clients)
         if warning := self._large_delta():
@@ -142,6 +145,14 @@ class StageRun:
         arrays = self.run.body.arrays()
         return arrays if self.run.nodes is None else {name: array.copy() for name, array in arrays.items()}
 
+    def _give_validation(self) -> None:
+        """The validation split, to those who calibrate on it."""
+        federation, features = self.run.federation, self.run.body.features("validation")
+        for task, method in enumerate(self.method.methods):
+            rows = federation.examples_of(task, "validation")
+            labels = federation.dataset.validation.labels[rows] - federation.classes_of(task).start  # type: ignore[union-attr]
+            method.validation = features[rows], labels  # type: ignore[attr-defined]
+
     def _embed(self) -> None:
         """Features, before the clock of the stage starts, and with a progress bar of their own."""
         splits = ["train", self.settings.eval_split, *(["validation"] if self.validates else [])]
@@ -190,7 +201,7 @@ class StageRun:
 
         return FlowerClients(
             self.run.nodes, self.settings, self.number, self._members, self.setups, self.states, self._earlier(),
-            lambda: self.channel.vector_shapes, self.figures, lambda: self.channel.shared,
+            self.channel.vector_shapes, self.figures, lambda: self.channel.shared,
         )  # fmt: skip
 
     @property
@@ -324,3 +335,12 @@ class StageRun:
         run.directory.save_model(self.number, run.models[-1], version)
         if self.method.replays:
             run.directory.save_log(self.number, pack(state))
+        if getattr(self.settings, "keep_statistics", False):
+            clients, names = state.clients, run.federation.names
+            held = {"names": json.dumps({names[int(client)]: int(client) for client in clients})}
+            about: dict[str, Scalar] = {
+                **held,
+                "classes": json.dumps(run.federation.dataset.classes),
+                "last": len(names) - 1,
+            }
+            run.directory.save_statistics(self.number, pack(state), about)

@@ -97,9 +97,9 @@ def _gradients(parameters: Params, features: Tensor, labels: Tensor, present: Te
         weight, bias = parameters[f"{layer}.weight"], parameters[f"{layer}.bias"]
         values = torch.baddbmm(bias.unsqueeze(1), values, weight.transpose(1, 2))
         values = values if layer == "head" else values.relu_()
-    error = functional.softmax(values / stage.temperature, dim=2)
+    error = functional.softmax(values / stage.known_temperature, dim=2)
     error -= functional.one_hot(labels, error.shape[2])
-    share = present / (stage.temperature * present.sum(dim=1, keepdim=True).clamp(min=1))
+    share = present / (stage.known_temperature * present.sum(dim=1, keepdim=True).clamp(min=1))
     error *= share.unsqueeze(2)
     gradients = Params()
     for layer, given in zip(reversed(layers), reversed(inputs), strict=True):

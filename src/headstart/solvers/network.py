@@ -102,7 +102,7 @@ class BodySolver:
                 if stage.augment == "flip" and network.backbone.kind == "image":
                     inputs = flipped(inputs, rng.random(len(rows)) < 0.5)
                 labels = torch.from_numpy(cohort.labels[rows]).to(network.device)
-                steps.take(functional.cross_entropy(network.scores(inputs) / stage.temperature, labels))
+                steps.take(functional.cross_entropy(network.scores(inputs) / stage.known_temperature, labels))
         below = any(not name.startswith("head.") for name in steps.moving)
         return LocalResult(
             Params({name: parameter.detach().cpu()[None] for name, parameter in network.trained.items()}),

@@ -162,7 +162,7 @@ class ZerothSolver:
 
     def __init__(self, network: Network, stage: Any, seed: tuple[int, ...]) -> None:
         self.network, self.stage, self.seed = network, stage, seed
-        self.model = ZerothOrder(network, stage.epsilon, stage.temperature)
+        self.model = ZerothOrder(network, stage.epsilon, stage.known_temperature)
 
     def __call__(self, start: Params, cohort: Cohort, round: int, objective: Objective) -> LocalResult:
         """start: parameters [1, …]; the cohort is one client."""
