@@ -57,8 +57,8 @@ def estimated() -> np.ndarray:
 def test_discriminants_are_those_of_scikit_learn(prior: str) -> None:
     rows = summarise(X, Y, C, clients=WHO, moments="full")[0]
     cases = [
-        (cof_head(rows, 0.7, "estimated", "lda", prior), estimated() + 0.7 * np.eye(D)),
-        (cof_head(rows, 0.7, "full", "lda", prior), within() + 0.7 * np.eye(D)),
+        (cof_head(rows, 0.7, "estimated", head="lda", prior=prior), estimated() + 0.7 * np.eye(D)),
+        (cof_head(rows, 0.7, "full", head="lda", prior=prior), within() + 0.7 * np.eye(D)),
         (ridge_lda_head(rows, 5.0, True, prior), within() + 5.0 / (N - C) * np.eye(D)),
     ]
     for head, covariance in cases:
@@ -75,7 +75,7 @@ def test_fewer_means_than_dimensions() -> None:
         mean = x[y == c].mean(axis=0)
         parts = [x[(y == c) & (who == k)] for k in range(4)]
         spread += 29 / 3 * sum(len(p) * np.outer(p.mean(axis=0) - mean, p.mean(axis=0) - mean) for p in parts)
-    head = cof_head(summarise(x, y, 2, clients=who)[0], 0.3, "estimated", "lda", "empirical")
+    head = cof_head(summarise(x, y, 2, clients=who)[0], 0.3, "estimated", head="lda", prior="empirical")
     inverse = np.linalg.inv(spread / 58 + 0.3 * np.eye(30))
     means = np.stack([x[y == c].mean(axis=0) for c in (0, 1)])
     np.testing.assert_allclose(head.weight, means @ inverse, rtol=1e-4, atol=1e-4)
