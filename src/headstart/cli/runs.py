@@ -104,13 +104,12 @@ def reproduce(
     Data are looked for in HEADSTART_DATA, weights in HEADSTART_WEIGHTS. With --out of an interrupted reproduction,
     finished runs stay and the others go on.
     """
-    from headstart.published import COLUMNS, Found, published, reproduce, select, why_not
+    from headstart.published import COLUMNS, Found, listed, reproduce, select
 
     rows = select(names or [])
     if show:
-        for row in rows:
-            able = "by formula" if row.formula else why_not(row) or "runs"
-            print(f"{row.id}: {published(row) or 'not at hand'}; {able}")
+        for line in listed(rows):
+            print(line)
         return
     where = out or free_path("reproduce")
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import groupby
 from pathlib import Path
 from statistics import mean, stdev
 
@@ -65,6 +67,19 @@ def published(row: Row) -> str:
     """The printed figure with its unit; empty where it was not at hand."""
     spread = "" if row.deviation is None else f" ± {row.deviation:g}"
     return "" if row.value is None else f"{row.value:,.10g}{spread} {row.unit}"
+
+
+def listed(chosen: Sequence[Row]) -> Iterator[str]:
+    """Rows by paper and table, one line each: what is printed, and whether it can be computed with what is at hand."""
+    for (source, table), group in groupby(chosen, key=lambda row: (row.source, row.table)):
+        lines, able = [], Counter[str]()
+        for row in group:
+            how = "by formula" if row.formula else why_not(row) or "runs"
+            able[how if how in ("by formula", "runs") else "not computed"] += 1
+            lines.append(f"  {row.id}: {published(row) or 'not at hand'}; {how}")
+        where = f"table {table}" if table[:1].isdigit() else table
+        yield f"{source}, {where}: {', '.join(f'{count} {how}' for how, count in sorted(able.items()))}"
+        yield from lines
 
 
 def reproduce(chosen: Sequence[Row], out: Path, on_row: Callable[[Found], object]) -> list[Found]:
