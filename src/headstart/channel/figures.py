@@ -87,10 +87,10 @@ class FiguresChannel:
             raise MessageError("its figures make no sense")
         return figures
 
-    def finish(self, total: Floats, done: int) -> tuple[float | None, float | None]:
-        """Accuracy and loss of everybody's figures, after so many rounds; with the server's noise where it adds it."""
+    def finish(self, total: Floats, done: int, task: int = 0) -> tuple[float | None, float | None]:
+        """Accuracy and loss of a task's figures, after so many rounds; with the server's noise where it adds it."""
         if self.privacy is not None and self.privacy.noise == "server":
-            total = total + self.deviation * generator_of(self.seed, _TEST, done).standard_normal(4)
+            total = total + self.deviation * generator_of(self.seed, _TEST, done, task).standard_normal(4)
         examples, right, known, loss = total.tolist()
         scale = _LARGEST_LOSS if self.privacy else 1.0
         accuracy = min(max(right / examples, 0.0), 1.0) if examples > 0 else None

@@ -176,6 +176,7 @@ def init_node(
 def run_node(
     kit: Annotated[Path, typer.Argument(help="The kit from the server.")],
     data: Annotated[str, typer.Option(help="The node's data: what a recipe may name as its dataset.")],
+    task: Annotated[str, typer.Option(help="The node's task, where the recipe has several.")] = "",
     folder: Annotated[
         Path | None, typer.Option(help="The folder of `headstart node init`; by default the one that holds the kit.")
     ] = None,
@@ -190,10 +191,11 @@ def run_node(
     if unit:
         data = str(Path(data).absolute()) if Path(data).exists() else data
         words = ["node", "run", str(kit.absolute()), "--data", data, "--folder", str(folder.absolute())]
+        words += ["--task", task] if task else []
         print(unit_of(f"headstart node {kit.stem}", words, "always"), end="")
         return
     with _interrupted():
-        raise typer.Exit(attend(kit, data, folder, _say))
+        raise typer.Exit(attend(kit, data, folder, _say, task))
 
 
 @node.command()

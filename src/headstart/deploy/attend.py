@@ -11,12 +11,14 @@ import subprocess
 import sys
 import threading
 import time
+import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import tomli_w
 
+from headstart.config.recipe import Recipe
 from headstart.core.files import write_text
 from headstart.deploy.guard import check_flower
 from headstart.deploy.kit import Kit, check_keys
@@ -45,8 +47,11 @@ _WORDS = {
 """What Flower's log says, and what a user is told."""
 
 
-def attend(path: Path, data: str, folder: Path, say: Say) -> int:
-    """Run the node of a kit until it is told to stop; returns the exit status."""
+def attend(path: Path, data: str, folder: Path, say: Say, task: str = "") -> int:
+    """Run the node of a kit until it is told to stop; returns the exit status.
+
+    task: the node's own, where the recipe has several.
+    """
     check_flower()
     kit = Kit.load(path)
     if kit.version != package_version():
@@ -56,8 +61,9 @@ def attend(path: Path, data: str, folder: Path, say: Say) -> int:
     check_keys(kit, folder)
     if "://" not in data and not Path(data).exists():
         raise HeadstartError(f"--data {data}: there is nothing")
+    Recipe.parse(tomllib.loads(kit.recipe)).task_number(task)
     folder = folder.absolute()
-    _unpack(kit, data, folder, say)
+    _unpack(kit, data, task, folder, say)
     say(f"{kit.name}: the kit's fingerprint is {kit.fingerprint()}")
     voice = _Voice(say)
     with stoppable():
@@ -68,7 +74,7 @@ def attend(path: Path, data: str, folder: Path, say: Say) -> int:
             time.sleep(AGAIN)
 
 
-def _unpack(kit: Kit, data: str, folder: Path, say: Say) -> None:
+def _unpack(kit: Kit, data: str, task: str, folder: Path, say: Say) -> None:
     """Write the files that the SuperNode reads; say which keys of other nodes have changed since the kit before."""
     place = folder / "kit"
     place.mkdir(exist_ok=True)
@@ -81,7 +87,7 @@ def _unpack(kit: Kit, data: str, folder: Path, say: Say) -> None:
     write_text(place / "peers", kit.peers)
     path = Path(data)
     config = {
-        "name": kit.name, "data": str(path.absolute()) if path.exists() else data,
+        "name": kit.name, "data": str(path.absolute()) if path.exists() else data, "task": task,
         "recipe": str(place / "recipe.toml"), "limits": str(folder / "node.toml"), "state": str(folder / "state"),
         "signing_key": str(folder / "signing"), "peers": str(place / "peers"),
     }  # fmt: skip

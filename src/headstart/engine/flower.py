@@ -26,7 +26,7 @@ from headstart.engine.flower_messages import count_of, noise_keys, read_reply, r
 from headstart.engine.grid import Nodes
 from headstart.engine.node import WRITTEN, StateLostError
 from headstart.engine.round import AnyReply
-from headstart.engine.server import Bools, Request
+from headstart.engine.server import Bools, Request, check_sum
 from headstart.engine.setup import StageSetup, digest
 from headstart.errors import HeadstartError, MessageError
 
@@ -183,15 +183,14 @@ class FlowerClients:
         for client in wrote:
             self.states.accept(client)
 
-    def evaluate(self, models: Sequence[Message]) -> tuple[Floats | None, dict[int, Floats]]:
-        """Figures of a model at all clients that are there, added up, and, where nothing hides them, of each.
-
-        models: of each task.
+    def evaluate(self, models: Sequence[Message]) -> tuple[list[Floats | None], dict[int, Floats]]:
+        """Of each task, the figures of its model at all clients that are there, added up; and, where nothing hides
+        them, of each client.
         """
         if not self.stage.tests_on_nodes:  # they would refuse
-            return None, {}
+            return [None] * len(models), {}
         if self.stage.secure:
-            return self._test_sum(models), {}
+            return [self._test_sum(task, model) for task, model in enumerate(models)], {}
         asked, clients = {}, {node: client for client, node in self.nodes.ids.items()}
         for client in self._testers():
             asked[self.nodes.ids[client]] = self._request(client, models[int(self.tasks[client])], True, "evaluate")
@@ -202,29 +201,32 @@ class FlowerClients:
                 found[clients[node]] = self.figures.read(Message.from_bytes(data))
             except MessageError as error:
                 log.warning("client %d does not test the model: %s", clients[node], error)
-        total = np.sum([found[client] for client in sorted(found)], axis=0) if found else None
-        return total, {} if self.stage.protected else found
+        totals: list[Floats | None] = []
+        for task in range(len(models)):
+            mine = [found[client] for client in sorted(found) if self.tasks[client] == task]
+            totals.append(np.sum(mine, axis=0) if mine else None)
+        return totals, {} if self.stage.protected else found
 
     def _testers(self) -> list[int]:
         """Clients that are asked to test a model: those that are there and have not missed a deadline lately."""
         present = self.nodes.available(1, self.stage.deadline)
         return sorted(self.nodes.rested(present) or present)
 
-    def _test_sum(self, models: Sequence[Message]) -> Floats | None:
-        """The figures of all clients that are there, as one secure sum."""
-        there = np.array(self._testers())
-        messages = [models[int(self.tasks[client])] for client in there]
+    def _test_sum(self, task: int, model: Message) -> Floats | None:
+        """The figures of all clients of a task that are there, as one secure sum."""
+        there = np.array([client for client in self._testers() if self.tasks[client] == task], np.int64)
         new, threshold = np.ones(len(there), np.bool_), self.stage.survivors(len(there))
-        request = Request(self._played, there, messages, np.full(len(there), -1), new, threshold)
+        request = Request(self._played, there, [model] * len(there), np.full(len(there), -1), new, threshold)
         try:
+            check_sum(self.stage, self._played, len(there))
             return self.figures.of_sum(self._sum(request, "secure-test", SHAPES).values["figures"])
         except HeadstartError as error:
             log.warning("the model is not tested: %s", error)
             return None
 
-    def judged(self, total: Floats | None) -> tuple[float | None, float | None]:
-        """Accuracy and loss of figures that were added up."""
-        return (None, None) if total is None else self.figures.finish(total, self._played)
+    def judged(self, task: int, total: Floats | None) -> tuple[float | None, float | None]:
+        """Accuracy and loss of a task's figures, which were added up."""
+        return (None, None) if total is None else self.figures.finish(total, self._played, task)
 
     def _request(
         self, client: int, message: Message, new: bool, kind: str = "answer", tell: bool = True

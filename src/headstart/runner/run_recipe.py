@@ -89,7 +89,9 @@ def run_federation(
             if nodes is not None and isinstance(directory, RunDirectory):
                 nodes.run = directory.identity()
             if federation.remote_sizes is not None:
-                federation = replace(federation, remote_sizes=directory.known(federation.remote_sizes))
+                federation = _known(federation, directory)
+                if nodes is not None:
+                    nodes.begin(federation.members)
             folder = states or (directory.path / "checkpoint" if directory.path else Path(temporary))
             return Run(recipe, federation, directory, on_metrics or (lambda line: None), folder, nodes).play()
     except BaseException as error:
@@ -100,6 +102,18 @@ def run_federation(
             how = "go on with --resume: what the last checkpoint holds is safe" if safe else "start again"
             raise HeadstartError(f"{error.filename or out}: {error.strerror}; make room, and {how}") from None
         raise
+
+
+def _known(federation: Federation, directory: RunDirectory | NoDirectory) -> Federation:
+    """Clients that hold their own data, with what is known of them from before the run was interrupted."""
+    sizes = directory.known("sizes", federation.remote_sizes, 0) if federation.remote_sizes is not None else None
+    members = federation.members
+    if members is not None:
+        members = directory.known("tasks", members, -1)
+        for number, task in enumerate(federation.tasks):
+            if number not in members:
+                raise HeadstartError(f"no node has the task {task!r}; start when one is there, or leave the task out")
+    return replace(federation, remote_sizes=sizes, members=members)
 
 
 def _check(recipe: Recipe, federation: Federation) -> None:

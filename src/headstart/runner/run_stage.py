@@ -129,7 +129,7 @@ class StageRun:
         tasks = []
         for number, name in enumerate(federation.tasks):
             classes, clients = federation.classes_of(number), federation.clients_of(number)
-            population = Population(clients.stop - clients.start, int(federation.sizes[clients].sum()))
+            population = Population(len(clients), int(federation.sizes[clients].sum()))
             values = module.values[number] if module and module.values else None
             tasks.append(Task(name, classes.stop - classes.start, population, self.begin.heads[number], values))
         return tuple(tasks)
@@ -214,7 +214,8 @@ class StageRun:
         states = self.begin.states
         owns = [states is not None and states.has(client) for client in range(self.federation.n_clients)]
         sizes = {key: setup.nbytes for key, setup in self.setups.items()}
-        needs = np.array([sizes[int(task), has] for task, has in zip(self._members, owns, strict=True)])
+        # Whose task is not known is not asked.
+        needs = np.array([sizes.get((int(task), has), 0) for task, has in zip(self._members, owns, strict=True)])
         return Costs(self.ledger, needs, self.settings.communicates)
 
     # ------------------------------------------------------------------------------------------------- what is noted
