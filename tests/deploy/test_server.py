@@ -4,68 +4,21 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("flwr")
 
-from headstart.deploy.admit import Server, add, init_server
+from headstart.deploy.admit import Server, add
 from headstart.deploy.attend import plain
 from headstart.deploy.control import listens
 from headstart.deploy.kit import init_node
 from headstart.deploy.serve import Shown
-from tests.deploy.test_deployment import NODES, PATIENCE, free_ports, recipe_of, silos, wait_for
+from tests.deploy.processes import NODES, PATIENCE, Commands, wait_for
 
 pytestmark = pytest.mark.slow
-
-
-class Commands:
-    """The folders of a server and of its nodes, and the commands that run there."""
-
-    def __init__(self, home: Path) -> None:
-        self.home, self.started = home, list[subprocess.Popen[bytes]]()
-        self.server = home / "server"
-        for name in ("data", "logs"):
-            (home / name).mkdir()
-        silos(home / "data")
-        init_server(self.server, recipe_of(home / "data", {"method": "fedncm"}), "127.0.0.1", free_ports(1))
-        add(Server.load(self.server), [init_node(home / name, name) for name in NODES])
-        self.environment = {
-            **os.environ,
-            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-            "HEADSTART_CACHE": str(home / "cache"),
-            "OMP_NUM_THREADS": "1",
-        }
-
-    def start(self, log: str, *words: str | Path) -> subprocess.Popen[bytes]:
-        """Start a command in a process group of its own; what it says is in a file."""
-        command = [sys.executable, "-m", "headstart.cli", *map(str, words)]
-        with (self.home / "logs" / log).open("ab") as file:
-            process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, env=self.environment,
-                start_new_session=True,
-            )  # fmt: skip
-        self.started.append(process)
-        return process
-
-    def node(self, name: str) -> subprocess.Popen[bytes]:
-        kit, data = self.server / "kits" / f"{name}.kit", self.home / "data" / f"{name}.npz"
-        return self.start(name, "node", "run", kit, "--data", data, "--folder", self.home / name)
-
-    def log(self, name: str) -> str:
-        return (self.home / "logs" / name).read_text(errors="replace")
-
-    def stop(self) -> None:
-        for process in self.started:
-            with suppress(ProcessLookupError):
-                process.send_signal(signal.SIGTERM)
-        for process in self.started:
-            process.wait(60)
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +33,7 @@ def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commands]:
 
 
 def test_a_run_with_kits_and_one_without_a_revoked_node(commands: Commands) -> None:
-    server = commands.start("server", "server", commands.server)
+    server = commands.command("server", "server", commands.server)
     wait_for(lambda: "missing: a (has never connected), b" in commands.log("server"))
     nodes = {name: commands.node(name) for name in NODES}
     assert server.wait(PATIENCE) == 0, commands.log("server") + commands.log("a")
@@ -92,17 +45,17 @@ def test_a_run_with_kits_and_one_without_a_revoked_node(commands: Commands) -> N
     for name in NODES:
         assert "connected to 127.0.0.1" in commands.log(name), commands.log(name)
         assert "answered round 1 of stage 0" in commands.log(name), commands.log(name)
-    assert commands.start("again", "server", commands.server).wait(60) == 0
+    assert commands.command("again", "server", commands.server).wait(60) == 0
     assert "is finished; --out names" in commands.log("again")
 
     add(Server.load(commands.server), [init_node(commands.home / "d", "d")])
     second = commands.server / "second run"
-    server = commands.start("second", "server", commands.server, "--out", second)
+    server = commands.command("second", "server", commands.server, "--out", second)
     wait_for(lambda: "missing: d (has never connected)" in commands.log("second"))
-    assert commands.start("revoke", "deploy", "revoke", commands.server, "c").wait(60) == 0
+    assert commands.command("revoke", "deploy", "revoke", commands.server, "c").wait(60) == 0
     assert "no longer registered at the SuperLink" in commands.log("revoke")
     wait_for(lambda: "refused by 127.0.0.1" in commands.log("c"))
-    assert commands.start("revoke", "deploy", "revoke", commands.server, "d").wait(60) == 0
+    assert commands.command("revoke", "deploy", "revoke", commands.server, "d").wait(60) == 0
     assert server.wait(PATIENCE) == 0, commands.log("second")
     assert "the run starts with 2 of 2 nodes" in commands.log("second")
     assert (second / "summary.json").is_file()
@@ -113,12 +66,12 @@ def test_a_run_with_kits_and_one_without_a_revoked_node(commands: Commands) -> N
 
 def test_a_server_that_was_killed_is_attached_to_again(commands: Commands) -> None:
     out = commands.server / "third"
-    killed = commands.start("killed", "server", commands.server, "--out", out)
+    killed = commands.command("killed", "server", commands.server, "--out", out)
     wait_for(lambda: "the run starts with 2 of 2" in commands.log("killed"))
     killed.kill()
     noted = int((commands.server / "state" / "superlink.pid").read_text())
     try:
-        assert commands.start("attached", "server", commands.server, "--out", out).wait(PATIENCE) == 0
+        assert commands.command("attached", "server", commands.server, "--out", out).wait(PATIENCE) == 0
         assert f"a SuperLink (process {noted}) listens at" in commands.log("attached")
         assert "a run is under way" in commands.log("attached")
         assert f"finished: {out}" in commands.log("attached")
@@ -128,12 +81,12 @@ def test_a_server_that_was_killed_is_attached_to_again(commands: Commands) -> No
 
 
 def test_mistakes_are_a_sentence_and_an_interruption_is_130(commands: Commands, tmp_path: Path) -> None:
-    assert commands.start("none", "server", tmp_path).wait(60) == 2
+    assert commands.command("none", "server", tmp_path).wait(60) == 2
     assert "is no server's folder" in commands.log("none")
     kit = commands.server / "kits" / "a.kit"
-    assert commands.start("keys", "node", "run", kit, "--data", tmp_path, "--folder", tmp_path).wait(60) == 2
+    assert commands.command("keys", "node", "run", kit, "--data", tmp_path, "--folder", tmp_path).wait(60) == 2
     assert "the folder of `headstart node init`" in commands.log("keys")
-    waits = commands.start("waits", "server", commands.server, "--out", tmp_path / "run")
+    waits = commands.command("waits", "server", commands.server, "--out", tmp_path / "run")
     wait_for(lambda: "the SuperLink listens" in commands.log("waits"))
     waits.send_signal(signal.SIGINT)
     assert waits.wait(60) == 130

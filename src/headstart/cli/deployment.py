@@ -91,7 +91,7 @@ def renew(folder: Folder) -> None:
     from headstart.deploy.admit import Server, renew
 
     end = renew(Server.load(folder))
-    print(f"the server's new certificate ends on {end:%Y-%m-%d}; start the server again to use it")
+    print(f"the server's new certificate ends on {end:%Y-%m-%d}; a server that runs takes it on within seconds")
 
 
 @deploy.command()

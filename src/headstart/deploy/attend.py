@@ -22,11 +22,14 @@ from headstart.config.recipe import Recipe
 from headstart.core.files import write_text
 from headstart.deploy.guard import check_flower
 from headstart.deploy.kit import Kit, check_keys
+from headstart.deploy.probe import trouble
 from headstart.engine.flower_messages import package_version
 from headstart.errors import HeadstartError
 
 AGAIN = 5.0
 """Seconds between two attempts to connect."""
+PROBE = 30.0
+"""Seconds between two looks at the server's certificate and clock: of what is wrong with them, Flower says little."""
 Say = Callable[[str], None]
 
 _WORDS = {
@@ -34,10 +37,6 @@ _WORDS = {
     r"\[code: 2001\]|\[code: 2004\]|\[code: 2002\]": (
         "refused by {address}: the server has not admitted this key, or has revoked it, or a node with this key is "
         "online or was killed less than a minute ago; asking again"
-    ),
-    r"CERTIFICATE_VERIFY_FAILED": (
-        "not connected: the certificate of {address} is not what the kit says, or has ended; ask the server's owner, "
-        "and do not go on with a kit that came on another way"
     ),
     r"Connection attempt failed|ConnectError|Connection refused": "nobody answers at {address}; asking again",
     r"(Refused: the app of this run .*)": "{found}",
@@ -131,10 +130,15 @@ def _attempt(kit: Kit, folder: Path, say: Say) -> int:
     told = threading.Thread(target=_tell, args=(process, kit, folder, say), daemon=True)
     told.start()
     answers = _Answers(folder / "state" / "ledger.jsonl")
+    looked = -PROBE
     try:
         while process.poll() is None:
             for line in answers.new():
                 say(line)
+            if time.monotonic() - looked > PROBE:
+                looked = time.monotonic()
+                if wrong := trouble(kit.host, kit.port, folder / "kit" / "ca.pem"):
+                    say(wrong)
             time.sleep(0.5)
         for line in answers.new():
             say(line)
@@ -168,7 +172,7 @@ def _tell(process: subprocess.Popen[str], kit: Kit, folder: Path, say: Say) -> N
             said = plain(line, {"address": f"{kit.host}:{kit.port}"})
             if said and not refused:  # what follows is how the processes of a refused node end
                 say(said)
-                refused = said.startswith(("refused", "not connected"))
+                refused = said.startswith("refused")
 
 
 class _Voice:

@@ -21,7 +21,7 @@ from logging import ERROR
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headstart.deploy import polling, warm
+from headstart.deploy import polling, renewal, warm
 from headstart.errors import HeadstartError
 
 if TYPE_CHECKING:
@@ -103,6 +103,7 @@ def superlink(arguments: Sequence[str]) -> None:
     for name in ("FLWR_INTERNAL_GRPC_CONTROL_API", "FLWR_INTERNAL_GRPC_FLEET_API"):  # ports of their own
         os.environ.pop(name, None)
     others = extensions.get_middleware
+    renewal.install()
     extensions.get_middleware = lambda: (Middleware(LocalOnly), Middleware(polling.Held), *others())
     _run("superlink", flower_superlink, arguments)
 

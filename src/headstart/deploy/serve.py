@@ -116,6 +116,7 @@ class Roll:
 
     def __init__(self, server: Server, say: Say) -> None:
         self.server, self.say, self.last = server, say, None
+        self.warned = set(server.warnings())
 
     last: dict[str, str] | None
     """Missing nodes, and since when, as they were last spoken of."""
@@ -138,6 +139,9 @@ class Roll:
         """Look again and again, until the run has ended."""
         with Control.of(self.server) as control:
             while not ended.wait(LOOK):
+                for line in set(self.server.warnings()) - self.warned:
+                    self.say(f"warning: {line}")
+                    self.warned.add(line)
                 with suppress(ControlError, HeadstartError):
                     self.call(control)
 
