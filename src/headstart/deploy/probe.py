@@ -35,11 +35,12 @@ def trouble(host: str, port: int, authority: Path) -> str | None:
 def certificate_trouble(code: int, words: str, address: str) -> str:
     """In words, why a certificate was refused; code, words: OpenSSL's own."""
     if code in (_NOT_YET, _EXPIRED):
-        how = "has ended" if code == _EXPIRED else "is not valid yet"
+        how, mend = ("is not valid yet", "set the clock if it is wrong")
+        if code == _EXPIRED:
+            how, mend = ("has ended", "if that is right, the server's owner runs `headstart deploy renew`")
         now = f"{datetime.now():%Y-%m-%d %H:%M}"
         return (
-            f"not connected: the certificate of {address} {how}, by this machine's clock ({now}). If that is right, "
-            "the server's owner signs a new one with `headstart deploy renew`; asking again"
+            f"not connected: the certificate of {address} {how}, by this machine's clock ({now}): {mend}; asking again"
         )
     return (
         f"not connected: the certificate of {address} is not what the kit says ({words}); ask the server's owner, "
