@@ -208,6 +208,10 @@ def test_a_run_waits_for_a_node_of_every_task(silos: Path, tmp_path: Path) -> No
     with pytest.raises(HeadstartError, match="no node has the task 'high'"):
         serve(grid, tmp_path / "out", expected=3)
     assert not (tmp_path / "out").exists()
+    hidden = recipe_of(silos, {**LOCAL, "method": "fedavg", "hide_task": True, "secure": True})
+    grid = grid_of(hidden, silos, tmp_path / "other", ("a", "b", "c", "d", "e"))
+    with pytest.raises(HeadstartError, match="the task 'high' has 2 of 3 nodes; its part of a sum would"):
+        serve(grid, tmp_path / "out")
 
 
 def test_an_interrupted_run_keeps_the_tasks_of_its_nodes(
