@@ -147,7 +147,7 @@ def test_tasks_lie_one_after_the_other() -> None:
     assert both.names == (*(f"low/client-{n}" for n in range(4)), *(f"high/client-{n}" for n in range(3)))
     assert both.dataset.classes == (*(f"low: {n}" for n in LOW), *(f"high: {n}" for n in HIGH))
     assert both.class_names == [tuple(map(str, LOW)), tuple(map(str, HIGH))]
-    assert [both.clients_of(n) for n in (0, 1)] == [slice(0, 4), slice(4, 7)]
+    assert [both.clients_of(n).tolist() for n in (0, 1)] == [[0, 1, 2, 3], [4, 5, 6]]
     assert [both.classes_of(n) for n in (0, 1)] == [slice(0, 5), slice(5, 10)]
     assert both.tasks_of(np.array([6, 0, 4, 3])).tolist() == [1, 0, 1, 0]
     assert both.n_clients == 7
@@ -169,7 +169,7 @@ def test_tasks_lie_one_after_the_other() -> None:
 def test_a_client_holds_the_same_examples_as_in_a_run_of_its_task_alone() -> None:
     both, parts = federation(*TWO, seed=5), [alone(each, seed=5) for each in TWO]
     for number, part in enumerate(parts):
-        first_client, first_row = both.client_starts[number], [0, len(parts[0].dataset.train)][number]
+        first_client, first_row = both.clients_of(number)[0], [0, len(parts[0].dataset.train)][number]
         for client in range(part.n_clients):
             rows, owners = both.rows_of(np.array([first_client + client]))
             assert (owners == first_client + client).all()
@@ -219,7 +219,7 @@ def test_test_examples_that_follow_belong_to_clients_of_their_own_task() -> None
     for number, part in enumerate(parts):
         assert part.test_owners is not None
         mine = both.test_owners[both.examples_of(number, "test")]
-        expected = np.where(part.test_owners >= 0, part.test_owners + both.client_starts[number], -1)
+        expected = np.where(part.test_owners >= 0, part.test_owners + both.clients_of(number)[0], -1)
         np.testing.assert_array_equal(mine, expected)
 
 

@@ -236,7 +236,7 @@ def test_a_node_tells_flower_who_it_is_and_tries_again_when_refused(folder: Path
     assert asked.root_certificates == str(folder / "certificates/ca.pem")
     assert asked.auth_supernode_private_key == str(folder / "keys/B2")
     assert flower.parse_config_args([asked.node_config]) == {
-        "name": "B2", "data": str(folder / "data/B2"), "recipe": str(folder / "recipe.toml"),
+        "name": "B2", "data": str(folder / "data/B2"), "task": "", "recipe": str(folder / "recipe.toml"),
         "limits": str(folder / "node-B2.toml"), "state": str(folder / "state/B2"),
         "signing_key": str(folder / "signing/B2"), "peers": str(folder / "peers"),
     }  # fmt: skip

@@ -9,17 +9,13 @@ import signal
 import socket
 import ssl
 import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from sklearn.datasets import load_digits
 
 pytest.importorskip("flwr")
 
@@ -34,52 +30,29 @@ from headstart.engine.flower_messages import recipe_digest
 from headstart.engine.node_ledger import NodeLedger
 from headstart.engine.server_log import ServerLog
 from headstart.runner import run
+from tests.deploy.processes import (
+    NODES,
+    PATIENCE,
+    TRAINING,
+    Processes,
+    assert_same_models,
+    free_ports,
+    own_address,
+    played,
+    recipe_of,
+    rows,
+    silos,
+    summary_of,
+    wait_for,
+)
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="processes are found through /proc"),
 ]
 
-NODES = ("a", "b", "c")
 WRONG = ("empty", "other", "old", "false", "unguarded")
 """Nodes that are registered, and that no run can take."""
-PATIENCE = 240.0
-TRAINING = {"rounds": 2, "lr": 0.01, "batch_size": 64, "deadline": 120, "evaluate_every": 10, "min_replies": 1}
-
-
-def wait_for(what: Callable[[], Any], seconds: float = PATIENCE, pause: float = 0.2) -> Any:
-    """What it returns, once that is true."""
-    until = time.monotonic() + seconds
-    while not (found := what()):
-        assert time.monotonic() < until, f"nothing happened within {seconds:g} s"
-        time.sleep(pause)
-    return found
-
-
-def free_ports(count: int) -> int:
-    """The first of so many ports in a row that nobody listens on."""
-    for first in range(21000 + os.getpid() % 5000, 32000, count):
-        sockets = []
-        try:
-            for port in range(first, first + count):
-                sockets.append(socket.create_server(("127.0.0.1", port)))
-            return first
-        except OSError:
-            continue
-        finally:
-            for one in sockets:
-                one.close()
-    raise AssertionError("no free ports")
-
-
-def own_address() -> str:
-    """Of this machine as others see it, so that what connects there is not on the loopback address; or none else."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as one:
-        try:
-            one.connect(("192.0.2.1", 9))  # which sends nothing
-        except OSError:
-            return "127.0.0.1"
-        return str(one.getsockname()[0])
 
 
 def set_variables(script: Path, **values: str) -> None:
@@ -92,34 +65,16 @@ def set_variables(script: Path, **values: str) -> None:
     script.write_text(text)
 
 
-class Machines:
+class Machines(Processes):
     """The processes of a federation, as its scripts start them."""
 
     def __init__(self, folder: Path, recipe: Recipe) -> None:
-        self.folder, self.logs = folder, folder.parent / "logs"
-        self.logs.mkdir()
+        super().__init__(folder.parent)
+        self.folder = folder
         self.host, self.port = own_address(), free_ports(1 + len(NODES + WRONG))
         init(folder, recipe, NODES + WRONG, self.host, self.port)
         for name in WRONG:  # admitted by the test that needs them: every key costs run.sh seconds
             (folder / "keys" / f"{name}.pub").rename(folder.parent / f"{name}.pub")
-        self.environment = {
-            **os.environ,
-            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-            "HEADSTART_CACHE": str(folder.parent / "cache"),
-            "HEADSTART_FEDERATION": str(folder),
-            "OMP_NUM_THREADS": "1",
-        }
-        self.started: list[subprocess.Popen[bytes]] = []
-
-    def start(self, *command: str | Path, log: str, **environment: str) -> subprocess.Popen[bytes]:
-        """Start something in a process group of its own; what it says is in a file."""
-        with (self.logs / log).open("ab") as file:
-            process = subprocess.Popen(
-                [str(part) for part in command], stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
-                env=self.environment | environment, start_new_session=True,
-            )  # fmt: skip
-        self.started.append(process)
-        return process
 
     def superlink(self) -> None:
         """Start the SuperLink, and wait until it listens."""
@@ -136,9 +91,6 @@ class Machines:
 
     def node(self, name: str, **environment: str) -> subprocess.Popen[bytes]:
         return self.start(self.folder / f"node-{name}.sh", log=name, **environment)
-
-    def log(self, name: str) -> str:
-        return (self.logs / name).read_text(errors="replace")
 
     def begin(
         self, recipe: Recipe, name: str, nodes: tuple[str, ...] = NODES, test: str = ""
@@ -173,64 +125,9 @@ class Machines:
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    def processes(self, holds: str = "", command: str = "") -> list[int]:
-        """Processes of this federation by what is in their environment and in their command line."""
-        found = []
-        for entry in Path("/proc").iterdir():
-            try:
-                environment = (entry / "environ").read_bytes().split(b"\0") if entry.name.isdigit() else []
-                line = (entry / "cmdline").read_bytes() + (entry / "comm").read_bytes()
-            except OSError:
-                continue
-            mine = f"HEADSTART_FEDERATION={self.folder}".encode() in environment
-            if mine and command.encode() in line and (not holds or holds.encode() in environment):
-                found.append(int(entry.name))
-        return found
-
     def of_node(self, name: str, command: str = "") -> list[int]:
         """A node's processes, but for the script that starts them."""
         return self.processes(f"FLWR_HOME={self.folder}/state/{name}/flower", command)
-
-    def signal(self, processes: list[int], number: int) -> None:
-        for process in processes:
-            with suppress(ProcessLookupError):
-                os.kill(process, number)
-
-    def stop(self) -> None:
-        """End everything, whatever state it is in."""
-        until = time.monotonic() + 60
-        while (left := self.processes()) and time.monotonic() < until:
-            self.signal(left, signal.SIGKILL)
-            for process in self.started:
-                process.poll()
-            time.sleep(0.1)
-        for process in self.started:
-            process.wait(10)
-
-
-def silos(folder: Path) -> None:
-    """Digits in three parts of different classes: all in one file, and each in its own."""
-    features, labels = load_digits(return_X_y=True)
-    features = features.astype(np.float32)
-    rng = np.random.default_rng(0)
-    owners = np.where(rng.random(len(labels)) < 0.6, labels % 3, rng.integers(0, 3, len(labels)))
-    split = np.where(rng.random(len(labels)) < 0.2, 2, 0)
-    np.savez(folder / "all.npz", X=features, y=labels, client=owners, split=split)
-    for number, name in enumerate(NODES):
-        mine = owners == number
-        np.savez(folder / f"{name}.npz", X=features[mine], y=labels[mine], split=split[mine])
-    test = split == 2
-    np.savez(folder / "test.npz", X=features[test], y=labels[test], split=split[test])
-    np.savez(folder / "empty.npz", X=features[test], y=labels[test], split=split[test])
-
-
-def recipe_of(folder: Path, *stages: dict[str, Any]) -> Recipe:
-    data = {
-        "dataset": str(folder / "all.npz"),
-        "classes": list(range(10)),
-        "partition": {"kind": "natural", "test": "follow"},
-    }
-    return Recipe.parse({"data": data, "model": {"backbone": "features"}, "stages": list(stages)})
 
 
 @pytest.fixture(scope="module")
@@ -253,38 +150,6 @@ def machines(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Iterator[M
         yield federation
     finally:
         federation.stop()
-
-
-def rows(out: Path) -> list[list[str]]:
-    """`clients.csv`, with the numbers by which the data call clients as names."""
-    with (out / "clients.csv").open(newline="") as file:
-        return [[row[0], NODES[int(row[1])] if row[1].isdigit() else row[1], *row[2:]] for row in csv.reader(file)]
-
-
-def summary_of(out: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((out / "summary.json").read_text())
-    return found
-
-
-def played(out: Path) -> int:
-    """Rounds in the checkpoint of a run."""
-    path = out / "checkpoint" / "state.safetensors"
-    return int(json.loads(load_file(path)["progress"].tobytes())["round"]) if path.is_file() else 0
-
-
-def assert_same_models(here: Path, there: Path) -> None:
-    """Bit for bit: what every stage handed on, and the final model."""
-    names = {
-        path.relative_to(here) for folder in ("checkpoint", "model") for path in (here / folder).glob("*.safetensors")
-    }
-    assert names == {
-        path.relative_to(there) for folder in ("checkpoint", "model") for path in (there / folder).glob("*.safetensors")
-    }
-    for name in sorted(names - {Path("checkpoint/state.safetensors")}):  # which holds seconds
-        ours, theirs = load_file(here / name), load_file(there / name)
-        assert ours.keys() == theirs.keys()
-        for key in ours:
-            np.testing.assert_array_equal(theirs[key], ours[key], err_msg=f"{name} {key}")
 
 
 STAGES: list[dict[str, Any]] = [
@@ -440,11 +305,11 @@ def test_a_server_that_lies_gets_one_answer_from_a_node(machines: Machines, data
     """Real processes on both sides; the server asks what no recipe asks."""
     privacy = {"epsilon": 1.0, "clip": 1.0, "noise": "client"}
     recipe = recipe_of(data, {"method": "fedncm", "privacy": privacy})
-    (machines.folder / "lie").touch()
+    (machines.home / "lie").touch()
     try:
         out = machines.run(recipe, "lies")
     finally:
-        (machines.folder / "lie").unlink()
+        (machines.home / "lie").unlink()
     said = json.loads((out / "said.json").read_text())
     assert len({said[name]["answer"] for name in ("first", "again", "new run")}) == 1
     assert said["first"]["answer"] is not None

@@ -4,10 +4,7 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
-from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -15,7 +12,7 @@ import pytest
 
 pytest.importorskip("flwr")
 
-from headstart.deploy.admit import Server, add, init_server
+from headstart.deploy.admit import Server, add
 from headstart.deploy.apps import Progress
 from headstart.deploy.attend import plain
 from headstart.deploy.control import listens
@@ -24,59 +21,9 @@ from headstart.deploy.serve import Shown
 from headstart.engine.node_ledger import NodeLedger
 from headstart.records import FederationState
 from headstart.records.federation import moment
-from tests.deploy.test_deployment import NODES, PATIENCE, TRAINING, free_ports, recipe_of, silos, wait_for
+from tests.deploy.processes import NODES, PATIENCE, TRAINING, Commands, recipe_of, wait_for
 
 pytestmark = pytest.mark.slow
-
-
-class Commands:
-    """The folders of a server and of its nodes, and the commands that run there."""
-
-    def __init__(self, home: Path) -> None:
-        self.home, self.started = home, list[subprocess.Popen[bytes]]()
-        self.server = home / "server"
-        for name in ("data", "logs"):
-            (home / name).mkdir()
-        silos(home / "data")
-        init_server(self.server, recipe_of(home / "data", {"method": "fedncm"}), "127.0.0.1", free_ports(1))
-        add(Server.load(self.server), [init_node(home / name, name) for name in NODES])
-        self.environment = {
-            **os.environ,
-            "PATH": "/usr/bin:/bin",  # as a service manager has it, without Flower's commands
-            "HEADSTART_CACHE": str(home / "cache"),
-            "OMP_NUM_THREADS": "1",
-        }
-
-    def start(self, log: str, *words: str | Path) -> subprocess.Popen[bytes]:
-        """Start a command in a process group of its own; what it says is in a file."""
-        command = [sys.executable, "-m", "headstart.cli", *map(str, words)]
-        with (self.home / "logs" / log).open("ab") as file:
-            process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, env=self.environment,
-                start_new_session=True,
-            )  # fmt: skip
-        self.started.append(process)
-        return process
-
-    def node(self, name: str) -> subprocess.Popen[bytes]:
-        kit, data = self.server / "kits" / f"{name}.kit", self.home / "data" / f"{name}.npz"
-        return self.start(name, "node", "run", kit, "--data", data, "--folder", self.home / name)
-
-    def said(self, *words: str | Path) -> str:
-        """What a command says that ends at once."""
-        log = "-".join(map(str, words[:2]))
-        assert self.start(log, *words).wait(60) == 0, self.log(log)
-        return self.log(log)
-
-    def log(self, name: str) -> str:
-        return (self.home / "logs" / name).read_text(errors="replace")
-
-    def stop(self) -> None:
-        for process in self.started:
-            with suppress(ProcessLookupError):
-                process.send_signal(signal.SIGTERM)
-        for process in self.started:
-            process.wait(60)
 
 
 @pytest.fixture(scope="module")
@@ -91,11 +38,11 @@ def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commands]:
 
 
 def test_a_run_with_kits_and_one_without_a_revoked_node(commands: Commands) -> None:
-    server = commands.start("server", "server", commands.server)
+    server = commands.command("server", "server", commands.server)
     wait_for(lambda: "missing: a (has never connected), b" in commands.log("server"))
     kit, data = commands.server / "kits" / "a.kit", commands.home / "data" / "a.npz"
     words = ("node", "check", kit, "--data", data, "--folder", commands.home / "a")
-    assert commands.start("check", *words).wait(120) == 0, commands.log("check")
+    assert commands.command("check", *words).wait(120) == 0, commands.log("check")
     assert "ok       clock" in commands.log("check")
     state = FederationState.read(commands.server)
     assert (state.phase, state.live) == ("waiting", True)
@@ -124,17 +71,17 @@ def test_a_run_with_kits_and_one_without_a_revoked_node(commands: Commands) -> N
         assert timedelta() <= moment(node.seen) - moment(node.since) + timedelta(seconds=1) < timedelta(minutes=10)
         assert abs(moment(node.seen) - datetime.now(UTC)) < timedelta(minutes=1)
     assert "run: stage 1 of 1, fedncm: 1 of 1 rounds were played" in commands.said("deploy", "status", commands.server)
-    assert commands.start("again", "server", commands.server).wait(60) == 0
+    assert commands.command("again", "server", commands.server).wait(60) == 0
     assert "is finished; --out names" in commands.log("again")
 
     add(Server.load(commands.server), [init_node(commands.home / "d", "d")])
     second = commands.server / "second run"
-    server = commands.start("second", "server", commands.server, "--out", second)
+    server = commands.command("second", "server", commands.server, "--out", second)
     wait_for(lambda: "missing: d (has never connected)" in commands.log("second"))
-    assert commands.start("revoke", "deploy", "revoke", commands.server, "c").wait(60) == 0
+    assert commands.command("revoke", "deploy", "revoke", commands.server, "c").wait(60) == 0
     assert "no longer registered at the SuperLink" in commands.log("revoke")
     wait_for(lambda: "refused by 127.0.0.1" in commands.log("c"))
-    assert commands.start("revoke", "deploy", "revoke", commands.server, "d").wait(60) == 0
+    assert commands.command("revoke", "deploy", "revoke", commands.server, "d").wait(60) == 0
     assert server.wait(PATIENCE) == 0, commands.log("second")
     assert "the run starts with 2 of 2 nodes" in commands.log("second")
     state = FederationState.read(commands.server)
@@ -148,12 +95,12 @@ def test_a_run_with_kits_and_one_without_a_revoked_node(commands: Commands) -> N
 
 def test_a_server_that_was_killed_is_attached_to_again(commands: Commands) -> None:
     out = commands.server / "third"
-    killed = commands.start("killed", "server", commands.server, "--out", out)
+    killed = commands.command("killed", "server", commands.server, "--out", out)
     wait_for(lambda: "the run starts with 2 of 2" in commands.log("killed"))
     killed.kill()
     noted = int((commands.server / "state" / "superlink.pid").read_text())
     try:
-        assert commands.start("attached", "server", commands.server, "--out", out).wait(PATIENCE) == 0
+        assert commands.command("attached", "server", commands.server, "--out", out).wait(PATIENCE) == 0
         assert f"a SuperLink (process {noted}) listens at" in commands.log("attached")
         assert "a run is under way" in commands.log("attached")
         assert f"finished: {out}" in commands.log("attached")
@@ -163,12 +110,12 @@ def test_a_server_that_was_killed_is_attached_to_again(commands: Commands) -> No
 
 
 def test_mistakes_are_a_sentence_and_an_interruption_is_130(commands: Commands, tmp_path: Path) -> None:
-    assert commands.start("none", "server", tmp_path).wait(60) == 2
+    assert commands.command("none", "server", tmp_path).wait(60) == 2
     assert "is no server's folder" in commands.log("none")
     kit = commands.server / "kits" / "a.kit"
-    assert commands.start("keys", "node", "run", kit, "--data", tmp_path, "--folder", tmp_path).wait(60) == 2
+    assert commands.command("keys", "node", "run", kit, "--data", tmp_path, "--folder", tmp_path).wait(60) == 2
     assert "the folder of `headstart node init`" in commands.log("keys")
-    waits = commands.start("waits", "server", commands.server, "--out", tmp_path / "run")
+    waits = commands.command("waits", "server", commands.server, "--out", tmp_path / "run")
     wait_for(lambda: "the SuperLink listens" in commands.log("waits"))
     waits.send_signal(signal.SIGINT)
     assert waits.wait(60) == 130

@@ -14,7 +14,8 @@ import pytest
 pytest.importorskip("flwr")
 
 from headstart.deploy.guard import app_digest
-from tests.deploy.test_deployment import Machines, recipe_of, set_variables, wait_for
+from tests.deploy.processes import recipe_of, wait_for
+from tests.deploy.test_deployment import Machines, set_variables
 
 pytestmark = [
     pytest.mark.slow,

@@ -87,7 +87,7 @@ def recipe_of(silos: Path, *stages: dict[str, Any]) -> Recipe:
 class Grid:
     """Nodes that answer when they are asked, each from its own data and its own folder.
 
-    said: every question, as node, kind, and the names of its parts.
+    said: every question, as node, kind, and the names of its parts; tasks: of nodes, where the recipe has several.
     """
 
     def __init__(
@@ -95,6 +95,7 @@ class Grid:
     ) -> None:
         self.recipe, self.silos, self.state, self.change, self.names = recipe, silos, state, change, names
         self.online = dict(enumerate(names, start=10))
+        self.tasks: dict[str, str] = {}
         self.limits = NodeLimits()
         self.said: list[tuple[str, str, set[str]]] = []
         self.replies: dict[str, Message] = {}
@@ -122,11 +123,14 @@ class Grid:
     def node(self, number: int, message: Message) -> Message:
         """The reply of a process that has only just started."""
         name = self.online[number]
-        federation = Federation.silo(self.recipe, str(self.silos / f"{name}.npz"), name)
+        federation = Federation.silo(self.recipe, str(self.data(name)), name, self.tasks.get(name, ""))
         secure = any(stage.secure for stage in self.recipe.stages)
         identity = identities(len(self.names))[self.names.index(name)] if secure else None
         folder = self.folder(name) / run_of(message)
         return respond(message, Node(self.recipe, federation, folder, True, identity, self.limits), name)
+
+    def data(self, name: str) -> Path:
+        return self.silos / f"{name}.npz"
 
     def folder(self, name: str) -> Path:
         return self.state / name
@@ -146,7 +150,8 @@ def serve(
     nodes.available(expected or len(grid.names))
     nodes.agree({})
     sizes = np.array([nodes.said.get(number, {"examples": 0})["examples"] for number in range(len(grid.names))])
-    federation = Federation.apart(grid.recipe, grid.names, sizes, nodes.agreed["dim"], test)
+    members = np.array([nodes.task_of(number) for number in range(len(grid.names))]) if grid.recipe.tasks else None
+    federation = Federation.apart(grid.recipe, grid.names, sizes, nodes.agreed["dim"], test, members)
     return run_federation(grid.recipe, federation, out, resume, on_metrics, nodes)
 
 

@@ -110,12 +110,12 @@ class FiguresChannel:
             raise MessageError("its figures make no sense")
         return found
 
-    def finish(self, total: Tally, done: int) -> tuple[float | None, float | None, Metrics]:
-        """Accuracy, loss and the other metrics of what everybody told, after so many rounds; with the server's noise
-        where it adds it."""
+    def finish(self, total: Tally, done: int, task: int = 0) -> tuple[float | None, float | None, Metrics]:
+        """Accuracy, loss and the other metrics of what everybody told of a task, after so many rounds; with the
+        server's noise where it adds it."""
         figures = total["figures"]
         if self.privacy is not None and self.privacy.noise == "server":
-            figures = figures + self.deviation * generator_of(self.seed, _TEST, done).standard_normal(4)
+            figures = figures + self.deviation * generator_of(self.seed, _TEST, done, task).standard_normal(4)
         examples, right, known, loss = figures.tolist()
         scale = _LARGEST_LOSS if self.privacy else 1.0
         accuracy = min(max(right / examples, 0.0), 1.0) if examples > 0 and self.target != "regression" else None

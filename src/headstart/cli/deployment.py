@@ -30,6 +30,7 @@ Container = Annotated[
 Folder = Annotated[Path, typer.Argument(help="The server's folder.")]
 KitFile = Annotated[Path, typer.Argument(help="The kit from the server.")]
 NodeData = Annotated[str, typer.Option(help="The node's data: what a recipe may name as its dataset.")]
+NodeTask = Annotated[str, typer.Option(help="The node's task, where the recipe has several.")]
 NodeFolder = Annotated[
     Path | None, typer.Option(help="The folder of `headstart node init`; by default the one that holds the kit.")
 ]
@@ -101,7 +102,7 @@ def renew(folder: Folder) -> None:
     from headstart.deploy.admit import Server, renew
 
     end = renew(Server.load(folder))
-    print(f"the server's new certificate ends on {end:%Y-%m-%d}; start the server again to use it")
+    print(f"the server's new certificate ends on {end:%Y-%m-%d}; a server that runs takes it on within seconds")
 
 
 @deploy.command()
@@ -227,6 +228,7 @@ def init_node(
 def run_node(
     kit: KitFile,
     data: NodeData,
+    task: NodeTask = "",
     folder: NodeFolder = None,
     unit: Unit = False,
     container: Container = None,
@@ -241,23 +243,24 @@ def run_node(
     if unit:
         data = str(Path(data).absolute()) if Path(data).exists() else data
         words = ["node", "run", str(kit.absolute()), "--data", data, "--folder", str(folder.absolute())]
+        words += ["--task", task] if task else []
         print(unit_of(f"headstart node {kit.stem}", words, "always"), end="")
         return
     if container is not None:
-        _contain(container, "node", node_service(kit, data, folder))
+        _contain(container, "node", node_service(kit, data, task, folder))
         return
     with _interrupted():
-        raise typer.Exit(attend(kit, data, folder, _say))
+        raise typer.Exit(attend(kit, data, folder, _say, task))
 
 
 @node.command()
-def check(kit: KitFile, data: NodeData, folder: NodeFolder = None) -> None:
+def check(kit: KitFile, data: NodeData, task: NodeTask = "", folder: NodeFolder = None) -> None:
     """Look for all that would stop this node from taking part: 0 nothing is wrong, 2 something is."""
     require_flower()
     from headstart.deploy.check import NodeCheck
 
     wrong = 0
-    for found in NodeCheck(kit, data, folder or kit.parent).findings():
+    for found in NodeCheck(kit, data, folder or kit.parent, task).findings():
         wrong += found.level == "wrong"
         _say(f"{found.level:<8} {found.about}: {found.text}")
     if wrong:

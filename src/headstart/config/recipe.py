@@ -12,7 +12,7 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, Validati
 
 from headstart.config.stage import STAGES, Stage, Table, load_plugins
 from headstart.core.target import Target
-from headstart.errors import RecipeError
+from headstart.errors import HeadstartError, RecipeError, nearest
 
 ONE_TASK = "default"
 """The name of the task where a recipe has one."""
@@ -194,6 +194,24 @@ class Recipe(Table):
     def datasets(self) -> str:
         """What the run learns from, in words."""
         return self.data.dataset if self.data else ", ".join(task.dataset for task in self.tasks)
+
+    @property
+    def task_names(self) -> tuple[str, ...]:
+        """Of its tasks, in their order."""
+        return tuple(task.name for task in self.tasks) or (ONE_TASK,)
+
+    def task_number(self, name: str) -> int:
+        """The number of a node's task by its name, which is empty where there is one task."""
+        if not self.tasks and name:
+            raise HeadstartError(f"task {name!r}: the recipe has one task, without a name; leave it out")
+        if self.tasks and not name:
+            raise HeadstartError(
+                f"the recipe has several tasks ({', '.join(self.task_names)}): name the node's own, as --task or as "
+                "`task` in its script"
+            )
+        if self.tasks and name not in self.task_names:
+            raise HeadstartError(f"task {name!r}: {nearest(name, self.task_names)}")
+        return self.task_names.index(name) if self.tasks else 0
 
 
 def read_table(path: Path | str, settings: Sequence[str] = ()) -> dict[str, Any]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 
 import numpy as np
 
@@ -16,11 +19,11 @@ from headstart.errors import HeadstartError
 
 @dataclass(frozen=True, eq=False)
 class Federation:
-    """The clients of a run. Tasks lie one after the other, in the clients, the classes and the examples alike.
+    """The clients of a run. Classes and examples of tasks lie one after the other.
 
     owners: [N] the client of each training example, -1 for none; test_owners: [M] the same for the test split, or
-    None where all clients share it; names: [K]; client_starts, class_starts: [T] the first client and the first class
-    of each task.
+    None where all clients share it; names: [K]; members: [K] the task of each client, by its number, -1 for one that
+    has not said which; None where there is one task; class_starts: [T] the first class of each task.
     """
 
     dataset: Dataset
@@ -28,7 +31,7 @@ class Federation:
     test_owners: Ints | None
     names: tuple[str, ...]
     tasks: tuple[str, ...] = (ONE_TASK,)
-    client_starts: tuple[int, ...] = (0,)
+    members: Ints | None = None
     class_starts: tuple[int, ...] = (0,)
     remote_sizes: Ints | None = None
     """[K] training examples of clients that hold them elsewhere, as they say."""
@@ -66,31 +69,41 @@ class Federation:
         return cls(dataset, owners, _test_owners(federation, how, seed), names)
 
     @classmethod
-    def silo(cls, recipe: Recipe, path: str, name: str) -> Federation:
-        """One client with its own data."""
-        dataset = load_silo(_one_task(recipe), path, recipe.seed)
-        return cls(dataset, np.zeros(len(dataset.train), np.int64), None, (name,))
+    def silo(cls, recipe: Recipe, path: str, name: str, task: str = "") -> Federation:
+        """One client with its own data; task: which one is its own, where the recipe has several."""
+        number = recipe.task_number(task)
+        dataset = load_silo(_data_of(recipe)[number], path, recipe.seed)
+        return cls(dataset, np.zeros(len(dataset.train), np.int64), None, (name,), (recipe.task_names[number],))
 
     @classmethod
-    def apart(cls, recipe: Recipe, names: tuple[str, ...], sizes: Ints, dim: int, test: str | None) -> Federation:
-        """The server's view of clients that hold their data themselves: their names, and how many examples they have.
+    def apart(
+        cls,
+        recipe: Recipe,
+        names: tuple[str, ...],
+        sizes: Ints,
+        dim: int,
+        test: str | None,
+        members: Ints | None = None,
+    ) -> Federation:
+        """The server's view of clients that hold their data themselves: their names, how many examples they have, and,
+        where the recipe has several tasks, which is whose (members [K]).
 
-        dim: the length of their features, where the data are features; test: the server's own data to test on.
+        dim: the length of their features, where the data are features; test: the server's own data to test on; with
+        several tasks, a folder with a file or a folder for each, called as the task.
         """
-        data = _one_task(recipe)
-        if test is not None:
-            dataset = load_silo(data, test, recipe.seed)
-        else:
-            classes = tuple(map(str, data.classes or ()))
-            kind: Kind = "features" if recipe.model.backbone == "features" else "image"
-            source = np.zeros((0, dim), np.float32)
-            target = data.target or "classes"
+        kind: Kind = "features" if recipe.model.backbone == "features" else "image"
+        source, none = np.zeros((0, dim), np.float32), np.zeros(0, np.int64)
+        parts = []
+        for data, task in zip(_data_of(recipe), recipe.task_names, strict=True):
+            classes, target = tuple(map(str, data.classes or ())), data.target or "classes"
             values = None if target == "classes" else np.zeros((0, len(classes)))
-            none = np.zeros(0, np.int64)
             nothing = Examples(kind, source, (), none, none, targets=values)
             dataset = Dataset("the clients' own data", classes, nothing, nothing, target=target)
-        nobody = np.full(len(dataset.train), UNUSED)
-        return cls(dataset, nobody, None, names, remote_sizes=sizes)
+            if test is not None:
+                dataset = load_silo(data, _of_task(test, task) if recipe.tasks else test, recipe.seed)
+            parts.append(cls(dataset, np.full(len(dataset.train), UNUSED), None, ()))
+        whole = cls._joined(parts, list(recipe.task_names)) if recipe.tasks else parts[0]
+        return replace(whole, names=names, members=members, remote_sizes=sizes)
 
     @classmethod
     def _joined(cls, parts: list[Federation], tasks: list[str]) -> Federation:
@@ -112,7 +125,8 @@ class Federation:
         if len({part.test_owners is None for part in parts}) > 1:
             raise HeadstartError("tasks: set partition.test to the same value ('shared' or 'follow') in every task")
         class_starts = [0, *np.cumsum([len(dataset.classes) for dataset in datasets])]
-        client_starts = [0, *np.cumsum([part.n_clients for part in parts])]
+        clients = [part.n_clients for part in parts]
+        client_starts = [0, *np.cumsum(clients)]
 
         def examples(split: str) -> Examples:
             given = [getattr(dataset, split) for dataset in datasets]
@@ -137,7 +151,7 @@ class Federation:
             owners(followed) if followed else None,
             tuple(f"{task}/{name}" for task, part in zip(tasks, parts, strict=True) for name in part.names),
             tuple(tasks),
-            tuple(map(int, client_starts[:-1])),
+            np.repeat(np.arange(len(parts)), clients),
             tuple(map(int, class_starts[:-1])),
         )
 
@@ -151,9 +165,9 @@ class Federation:
             for number, task in enumerate(self.tasks)
         ]
 
-    def clients_of(self, task: int) -> slice:
+    def clients_of(self, task: int) -> Ints:
         """The clients of a task, by its number."""
-        return slice(*(*self.client_starts, self.n_clients)[task : task + 2])
+        return np.arange(self.n_clients) if self.members is None else np.flatnonzero(self.members == task)
 
     def classes_of(self, task: int) -> slice:
         """The classes of a task, by its number."""
@@ -166,7 +180,7 @@ class Federation:
 
     def tasks_of(self, clients: Ints) -> Ints:
         """The task of each client [M]."""
-        return np.searchsorted(self.client_starts, clients, side="right") - 1
+        return np.zeros(len(clients), np.int64) if self.members is None else self.members[clients]
 
     @property
     def n_clients(self) -> int:
@@ -213,11 +227,21 @@ class Federation:
         return order[self.unused :]
 
 
-def _one_task(recipe: Recipe) -> Data:
-    """The data of a recipe for clients that hold their own."""
-    if recipe.data is None:
-        raise HeadstartError("tasks: clients that hold their own data serve one task; give [data] instead of [[tasks]]")
-    return recipe.data
+def _data_of(recipe: Recipe) -> Sequence[Data]:
+    """The data of each task."""
+    return recipe.tasks if recipe.data is None else (recipe.data,)
+
+
+def _of_task(folder: str, task: str) -> str:
+    """Of a folder with data for each task, the path of one."""
+    place = Path(os.path.expanduser(folder))
+    found = [path for path in place.iterdir() if task in (path.name, path.stem)] if place.is_dir() else []
+    if len(found) != 1:
+        raise HeadstartError(
+            f"test {folder}: with several tasks it is a folder that holds one file or folder for each, called as the "
+            f"task; for {task!r} it has {len(found)}"
+        )
+    return str(found[0])
 
 
 def _firsts(owners: Ints, clients: int) -> Ints:

@@ -36,7 +36,8 @@ def load_silo(data: Data, path: str, seed: int = 0) -> Dataset:
     may be empty."""
     if data.classes is None:
         raise HeadstartError("data.classes: name the classes: clients that hold their own data number them by it")
-    dataset = load_dataset(data.model_copy(update={"dataset": path}), seed, alone=True)
+    task = data.task if path.endswith(".npz") else None
+    dataset = load_dataset(data.model_copy(update={"dataset": path, "task": task}), seed, alone=True)
     if dataset.target != (data.target or "classes"):
         raise HeadstartError(
             f"data.target: {path} has {dataset.target} targets; where clients hold their own data, the recipe has to "
@@ -57,7 +58,7 @@ def load_dataset(data: Data, seed: int = 0, alone: bool = False) -> Dataset:
     elif data.dataset == "digits":
         dataset = _held_out(_digits(), 0.2, _BUNDLED_SEED)
     elif known is None and data.dataset.endswith(".npz"):
-        dataset = _from_npz(Path(os.path.expanduser(data.dataset)), data)
+        dataset = _from_npz(Path(os.path.expanduser(data.dataset)), data, alone)
     else:
         dataset = _from_tables(data, known)
     if len(dataset.train) and not len(dataset.test):
@@ -133,10 +134,10 @@ def _from_tables(data: Data, known: Known | None) -> Dataset:
     return from_tables(data, known, tables)
 
 
-def _from_npz(path: Path, data: Data) -> Dataset:
+def _from_npz(path: Path, data: Data, alone: bool) -> Dataset:
     """X [N, d], y [N] or [N, q]; optionally split [N] (0 train, 1 validation, 2 test), client, domain, task [N].
 
-    Of a file with several tasks, the examples of one of them, or all.
+    Of a file with several tasks, the examples of one of them, or all; a client's own (alone) may be of one task.
     """
     if os.path.isfile(path) and not zipfile.is_zipfile(path):
         raise HeadstartError(f"{path} is not an .npz file; write it with numpy.savez(path, X=X, y=y)")
@@ -171,7 +172,7 @@ def _from_npz(path: Path, data: Data) -> Dataset:
                 shape = f"{given.dtype} {list(given.shape)}"
                 raise HeadstartError(f"{path}: {name} must be whole numbers [{len(X)}]; it is {shape}")
             ids[name] = given.astype(np.int64)
-    if task is not None:
+    if task is not None and ("task" in ids or not alone):
         if "task" not in ids or task not in ids["task"]:
             there = ", ".join(map(str, np.unique(ids["task"]))) if "task" in ids else "no column of that name"
             raise HeadstartError(f"data.task: {path} has no task {task}; it has {there}")

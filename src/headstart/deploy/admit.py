@@ -153,7 +153,7 @@ class Server:
                     "server": f"make a new one with `headstart deploy renew {self.folder}`",
                     "ca": "make a new folder, and give every node its new kit",
                 }[name]
-                verb = "ended" if end < datetime.now(UTC) else "ends"
+                verb = "ended, and nobody can connect any more," if end < datetime.now(UTC) else "ends"
                 said.append(f"certificates/{name}.pem {verb} on {end:%Y-%m-%d}: {how}")
         return said
 

@@ -60,7 +60,8 @@ def serve(grid: Grid, context: Context) -> None:
     test = str(config.get("test") or "") or None
     nodes.agree(_known(recipe, test))
     sizes = np.array([nodes.said.get(number, {"examples": 0})["examples"] for number in range(len(names))])
-    federation = Federation.apart(recipe, names, sizes, nodes.agreed["dim"], test)
+    members = np.array([nodes.task_of(number) for number in range(len(names))]) if recipe.tasks else None
+    federation = Federation.apart(recipe, names, sizes, nodes.agreed["dim"], test, members)
     resume = (out / "recipe.toml").is_file()
     result = run_federation(recipe, federation, out, resume, Progress(recipe, len(names)), nodes)
     for stage in result.summary["stages"]:
@@ -91,6 +92,8 @@ class Progress:
 
 def _known(recipe: Recipe, test: str | None) -> dict[str, Any]:
     """What the server itself knows of the backbone and the features that nodes have to have."""
+    import numpy as np
+
     from headstart.data import Federation
 
     if recipe.model.backbone != "features":
@@ -99,7 +102,7 @@ def _known(recipe: Recipe, test: str | None) -> dict[str, Any]:
         return {"weights": load_backbone(recipe.model).weights_digest()}
     if test is None:
         return {}
-    return {"dim": Federation.silo(recipe, test, "the server").dataset.test.features().shape[1]}
+    return {"dim": Federation.apart(recipe, (), np.zeros(0, np.int64), 0, test).dataset.test.features().shape[1]}
 
 
 @client.query()
@@ -107,9 +110,10 @@ def answer(message: Message, context: Context) -> Message:
     """The answer of a node with its own data.
 
     Node configuration: `name`, `data` (a path as in a recipe's `dataset`), `state` (a folder for what is to last), and
-    optionally `recipe` (a file: the node takes part in this recipe only) and `limits` (a node.toml). `signing_key` (an
-    OpenSSH Ed25519 private key) and `peers` (a file with a line for every node, its name and public key, in the order
-    of the server's list of nodes) say which client the node is; recipes with secure sums need them.
+    optionally `recipe` (a file: the node takes part in this recipe only) and `limits` (a node.toml). For recipes with
+    several tasks also `task` (the name of the node's own). `signing_key` (an OpenSSH Ed25519 private key) and `peers`
+    (a file with a line for every node, its name and public key, in the order of the server's list of nodes) say which
+    client the node is; recipes with secure sums need them.
     """
     from headstart.config.node import NodeLimits
     from headstart.data import Federation
@@ -123,7 +127,7 @@ def answer(message: Message, context: Context) -> Message:
         if "recipe" in config and _recipe(Path(str(config["recipe"])).read_text(encoding="utf-8")) != recipe:
             raise HeadstartError("the server runs another recipe than the one that this node agreed to")
         name = str(config["name"])
-        federation = Federation.silo(recipe, str(config["data"]), name)
+        federation = Federation.silo(recipe, str(config["data"]), name, str(config.get("task") or ""))
         limits = NodeLimits.load(Path(str(config["limits"]))) if "limits" in config else NodeLimits()
         folder = Path(str(config["state"])) / run_of(message)
         node = Node(recipe, federation, folder, True, _identity(config, name), limits)

@@ -11,20 +11,25 @@ import subprocess
 import sys
 import threading
 import time
+import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import tomli_w
 
+from headstart.config.recipe import Recipe
 from headstart.core.files import write_text
 from headstart.deploy.guard import check_flower
 from headstart.deploy.kit import Kit, check_keys
+from headstart.deploy.probe import trouble
 from headstart.engine.flower_messages import package_version
 from headstart.errors import HeadstartError
 
 AGAIN = 5.0
 """Seconds between two attempts to connect."""
+PROBE = 30.0
+"""Seconds between two looks at the server's certificate and clock: of what is wrong with them, Flower says little."""
 Say = Callable[[str], None]
 
 _WORDS = {
@@ -32,10 +37,6 @@ _WORDS = {
     r"\[code: 2001\]|\[code: 2004\]|\[code: 2002\]": (
         "refused by {address}: the server has not admitted this key, or has revoked it, or a node with this key is "
         "online or was killed less than a minute ago; asking again"
-    ),
-    r"CERTIFICATE_VERIFY_FAILED": (
-        "not connected: the certificate of {address} is not what the kit says, or has ended; ask the server's owner, "
-        "and do not go on with a kit that came on another way"
     ),
     r"Connection attempt failed|ConnectError|Connection refused": "nobody answers at {address}; asking again",
     r"(Refused: the app of this run .*)": "{found}",
@@ -46,16 +47,20 @@ _WORDS = {
 """What Flower's log says, and what a user is told."""
 
 
-def attend(path: Path, data: str, folder: Path, say: Say) -> int:
-    """Run the node of a kit until it is told to stop; returns the exit status."""
+def attend(path: Path, data: str, folder: Path, say: Say, task: str = "") -> int:
+    """Run the node of a kit until it is told to stop; returns the exit status.
+
+    task: the node's own, where the recipe has several.
+    """
     check_flower()
     kit = Kit.load(path)
     check_version(kit, path)
     check_keys(kit, folder)
     if "://" not in data and not Path(data).exists():
         raise HeadstartError(f"--data {data}: there is nothing")
+    Recipe.parse(tomllib.loads(kit.recipe)).task_number(task)
     folder = folder.absolute()
-    _unpack(kit, data, folder, say)
+    _unpack(kit, data, task, folder, say)
     say(f"{kit.name}: the kit's fingerprint is {kit.fingerprint()}")
     voice = _Voice(say)
     with stoppable():
@@ -74,7 +79,7 @@ def check_version(kit: Kit, path: Path) -> None:
         )
 
 
-def _unpack(kit: Kit, data: str, folder: Path, say: Say) -> None:
+def _unpack(kit: Kit, data: str, task: str, folder: Path, say: Say) -> None:
     """Write the files that the SuperNode reads; say which keys of other nodes have changed since the kit before."""
     place = folder / "kit"
     place.mkdir(exist_ok=True)
@@ -87,7 +92,7 @@ def _unpack(kit: Kit, data: str, folder: Path, say: Say) -> None:
     write_text(place / "peers", kit.peers)
     path = Path(data)
     config = {
-        "name": kit.name, "data": str(path.absolute()) if path.exists() else data,
+        "name": kit.name, "data": str(path.absolute()) if path.exists() else data, "task": task,
         "recipe": str(place / "recipe.toml"), "limits": str(folder / "node.toml"), "state": str(folder / "state"),
         "signing_key": str(folder / "signing"), "peers": str(place / "peers"),
     }  # fmt: skip
@@ -133,10 +138,15 @@ def _attempt(kit: Kit, folder: Path, say: Say) -> int:
     told = threading.Thread(target=_tell, args=(process, kit, folder, say), daemon=True)
     told.start()
     answers = _Answers(folder / "state" / "ledger.jsonl")
+    looked = -PROBE
     try:
         while process.poll() is None:
             for line in answers.new():
                 say(line)
+            if time.monotonic() - looked > PROBE:
+                looked = time.monotonic()
+                if wrong := trouble(kit.host, kit.port, folder / "kit" / "ca.pem"):
+                    say(wrong)
             time.sleep(0.5)
         for line in answers.new():
             say(line)
@@ -170,7 +180,7 @@ def _tell(process: subprocess.Popen[str], kit: Kit, folder: Path, say: Say) -> N
             said = plain(line, {"address": f"{kit.host}:{kit.port}"})
             if said and not refused:  # what follows is how the processes of a refused node end
                 say(said)
-                refused = said.startswith(("refused", "not connected"))
+                refused = said.startswith("refused")
 
 
 class _Voice:

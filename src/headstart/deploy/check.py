@@ -49,9 +49,9 @@ class Finding:
 class NodeCheck:
     """The checks of a node that has a kit."""
 
-    def __init__(self, path: Path, data: str, folder: Path) -> None:
-        """folder: that of `headstart node init`."""
-        self.path, self.data, self.folder, self.kit = path, data, folder, Kit.load(path)
+    def __init__(self, path: Path, data: str, folder: Path, task: str = "") -> None:
+        """folder: that of `headstart node init`; task: the node's own, where the recipe has several."""
+        self.path, self.data, self.task, self.folder, self.kit = path, data, task, folder, Kit.load(path)
         self.ledger = NodeLedger(folder / "state")
 
     def findings(self) -> Iterator[Finding]:
@@ -162,7 +162,7 @@ class NodeCheck:
         """The node's data, and what reading them says."""
         said = io.StringIO()
         with redirect_stderr(said):
-            federation = Federation.silo(self.recipe, self.data, self.kit.name)
+            federation = Federation.silo(self.recipe, self.data, self.kit.name, self.task)
         return federation, said.getvalue().strip()
 
     def _data(self) -> Said:

@@ -42,7 +42,7 @@ def server_service(folder: Path, out: Path | None, wait: float | None, test: str
     return _service(words, server.folder, volumes) | ports | {"restart": "on-failure:3"}
 
 
-def node_service(kit: Path, data: str, folder: Path) -> dict[str, Any]:
+def node_service(kit: Path, data: str, task: str, folder: Path) -> dict[str, Any]:
     """The service of `headstart node run`."""
     volumes = [(folder.absolute(), "/node", True)]
     inside = kit.absolute().is_relative_to(folder.absolute())
@@ -50,6 +50,7 @@ def node_service(kit: Path, data: str, folder: Path) -> dict[str, Any]:
     if not inside:
         volumes.append((kit.absolute(), there, False))
     words = ["node", "run", there, "--data", _data(data, volumes), "--folder", "/node"]
+    words += ["--task", task] if task else []
     return _service(words, folder, volumes) | {"restart": "unless-stopped"}
 
 

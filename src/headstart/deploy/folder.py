@@ -62,8 +62,11 @@ def check_server(folder: Path, recipe: Recipe, host: str, port: int) -> None:
     """Refuse what no server can be made of."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise HeadstartError(f"{folder} is in use: name a folder that is empty or does not exist yet")
-    if recipe.data is not None and recipe.data.classes is None:
-        raise HeadstartError("data.classes: name the classes, since nodes that hold their own data number them by it")
+    tables = {"data": recipe.data} if recipe.data else {f"tasks.{n}": task for n, task in enumerate(recipe.tasks)}
+    if unnamed := [f"{place}.classes" for place, data in tables.items() if data.classes is None]:
+        raise HeadstartError(
+            f"{', '.join(unnamed)}: name the classes, since nodes that hold their own data number them by it"
+        )
     if address_of(host) is None and not all(_LABEL.fullmatch(label) for label in host.split(".")):
         raise HeadstartError(f"host {host!r}: give the server's DNS name or IPv4 address, without a port")
     if not 1 <= port <= 65535:
@@ -139,6 +142,7 @@ def _write(folder: Path, recipe: Recipe, nodes: Sequence[str], host: str, port: 
                 "port": (str(port), ""),
                 "name": (name, ""),
                 "data": (f"$here/data/{name}", "what a recipe may name as its dataset"),
+                "task": ("", f"this node's: {', '.join(recipe.task_names)}" if recipe.tasks else "none: there is one"),
                 "recipe": ("$here/recipe.toml", "the only one that this node takes part in"),
                 "limits": (f"$here/node-{name}.toml", "what may leave this machine"),
                 "signing_key": (f"$here/signing/{name}", "for secure sums"),
@@ -219,6 +223,7 @@ cd -- "$here"
 cat >"$FLWR_HOME/node-config.toml" <<END
 name = $(toml "$name")
 data = $(toml "$data")
+task = $(toml "$task")
 recipe = $(toml "$recipe")
 limits = $(toml "$limits")
 state = $(toml "$here/state/$name")

@@ -21,7 +21,7 @@ from logging import ERROR
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headstart.deploy import polling, warm
+from headstart.deploy import polling, renewal, warm
 from headstart.errors import HeadstartError
 
 if TYPE_CHECKING:
@@ -105,6 +105,7 @@ def superlink(arguments: Sequence[str]) -> None:
         os.environ.pop(name, None)
     os.environ[LOG] = str(Path(given.database).absolute().with_name("log.jsonl"))
     others = extensions.get_middleware
+    renewal.install()
     extensions.get_middleware = lambda: (Middleware(LocalOnly), Middleware(polling.Held), *others())
     _run("superlink", flower_superlink, arguments)
 

@@ -121,6 +121,7 @@ class Roll:
     def __init__(self, server: Server, say: Say, run: str) -> None:
         self.server, self.say, self.last, self.run = server, say, None, run
         self.phase, self.reason = "waiting", ""
+        self.warned = set(server.warnings())
 
     last: dict[str, str] | None
     """Missing nodes, and since when, as they were last spoken of."""
@@ -150,6 +151,9 @@ class Roll:
         """Look again and again, until the run has ended."""
         with Control.of(self.server) as control:
             while not ended.wait(LOOK):
+                for line in set(self.server.warnings()) - self.warned:
+                    self.say(f"warning: {line}")
+                    self.warned.add(line)
                 with suppress(ControlError, HeadstartError):
                     self.call(control)
 

@@ -26,7 +26,7 @@ from headstart.engine.flower_messages import count_of, noise_keys, read_reply, r
 from headstart.engine.grid import Nodes
 from headstart.engine.node import WRITTEN, StateLostError
 from headstart.engine.round import AnyReply
-from headstart.engine.server import Bools, Request
+from headstart.engine.server import Bools, Request, check_sum
 from headstart.engine.server_log import Question
 from headstart.engine.setup import StageSetup, digest
 from headstart.errors import HeadstartError, MessageError
@@ -56,8 +56,8 @@ class FlowerClients:
     earlier: Sequence[tuple[int, ClientStates]]
     shapes: Callable[[int], Mapping[str, tuple[int, ...]]]
     """Names and shapes of what clients add in the secure sum of a round (from 0)."""
-    figures: FiguresChannel
-    """What clients tell of tests."""
+    figures: Sequence[FiguresChannel]
+    """What clients of each task tell of tests."""
     shared: Callable[[], SharedNoise | None] = lambda: None
     """The noise that clients add to a secure sum together."""
     _told: dict[tuple[int, bool], tuple[bytes, str]] = field(default_factory=dict)
@@ -184,49 +184,57 @@ class FlowerClients:
         for client in wrote:
             self.states.accept(client)
 
-    def evaluate(self, models: Sequence[Message]) -> Tested:
-        """A model at all clients that are there; models: of each task."""
+    def evaluate(self, models: Sequence[Message]) -> list[Tested]:
+        """The model of each task at all of its clients that are there."""
         if not self.stage.tests_on_nodes:  # they would refuse
-            return Tested()
+            return [Tested()] * len(models)
         if self.stage.secure:
-            return self._test_sum(models)
+            return [self._test_sum(task, model) for task, model in enumerate(models)]
         asked, clients = {}, {node: client for client, node in self.nodes.ids.items()}
+        up, down = np.zeros((2, len(models)), np.int64)
         for client in self._testers():
-            asked[self.nodes.ids[client]] = self._request(client, models[int(self.tasks[client])], True, "evaluate")
-        found, up = {}, 0
-        down = sum(len(part) for _, parts in asked.values() for part in parts.values())
+            task = int(self.tasks[client])
+            _, parts = asked[self.nodes.ids[client]] = self._request(client, models[task], True, "evaluate")
+            down[task] += sum(map(len, parts.values()))
+        found: list[dict[int, Tally]] = [{} for _ in models]
         for node, reply in self._send(asked):
+            client = clients[node]
+            task = int(self.tasks[client])
             try:
-                _, data = self._said(clients[node], reply)
-                up += len(data)
-                found[clients[node]] = self.figures.read(Message.from_bytes(data))
+                _, data = self._said(client, reply)
+                up[task] += len(data)
+                found[task][client] = self.figures[task].read(Message.from_bytes(data))
             except MessageError as error:
-                log.warning("client %d does not test the model: %s", clients[node], error)
-        total = added([found[client] for client in sorted(found)])
-        return Tested(total, {} if self.stage.protected else found, (up, down))
+                log.warning("client %d does not test the model: %s", client, error)
+        tested = []
+        for each, *nbytes in zip(found, up.tolist(), down.tolist(), strict=True):
+            total = added([each[client] for client in sorted(each)])
+            tested.append(Tested(total, {} if self.stage.protected else each, (nbytes[0], nbytes[1])))
+        return tested
 
     def _testers(self) -> list[int]:
         """Clients that are asked to test a model: those that are there and have not missed a deadline lately."""
         present = self.nodes.available(1, self.stage.deadline)
         return sorted(self.nodes.rested(present) or present)
 
-    def _test_sum(self, models: Sequence[Message]) -> Tested:
-        """What all clients that are there tell, as one secure sum."""
-        there = np.array(self._testers())
-        messages = [models[int(self.tasks[client])] for client in there]
+    def _test_sum(self, task: int, model: Message) -> Tested:
+        """What all clients of a task that are there tell, as one secure sum."""
+        there = np.array([client for client in self._testers() if self.tasks[client] == task], np.int64)
         new, threshold = np.ones(len(there), np.bool_), self.stage.survivors(len(there))
-        request = Request(self._played, there, messages, np.full(len(there), -1), new, threshold)
+        request = Request(self._played, there, [model] * len(there), np.full(len(there), -1), new, threshold)
         try:
-            reply = self._sum(request, "secure-test", self.figures.shapes)
+            check_sum(self.stage, self._played, len(there))
+            reply = self._sum(request, "secure-test", self.figures[task].shapes)
         except HeadstartError as error:
             log.warning("the model is not tested: %s", error)
             return Tested()
         nbytes = int(reply.bytes_up.sum()), int(reply.bytes_down.sum())
-        return Tested(self.figures.of_sum(reply.values), {}, nbytes)
+        return Tested(self.figures[task].of_sum(reply.values), {}, nbytes)
 
-    def judged(self, total: Tally) -> tuple[float | None, float | None, Metrics]:
-        """Accuracy, loss and the other metrics of what was added up."""
-        return self.figures.finish(total, self._played) if total else (None, None, self.figures.metrics({}))
+    def judged(self, task: int, total: Tally) -> tuple[float | None, float | None, Metrics]:
+        """Accuracy, loss and the other metrics of what clients of a task told, added up."""
+        figures = self.figures[task]
+        return figures.finish(total, self._played, task) if total else (None, None, figures.metrics({}))
 
     def _send(
         self, asked: Mapping[int, Question], about: Mapping[str, Any] | None = None

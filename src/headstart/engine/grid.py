@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from headstart.config.recipe import Recipe
+from headstart.core.statistics import Ints
 from headstart.engine.flower_messages import (
     LONGEST_REASON,
     RECORD,
@@ -58,6 +59,9 @@ class Nodes:
         """Why a node that is waited for cannot take part, by its name."""
         self.agreed: dict[str, Any] = {}
         """What all nodes have to say alike, once that is settled."""
+        self.tasks = recipe.task_names if recipe.tasks else ()
+        self.members: Ints | None = None
+        """[K] The task of each client, once a run with several has begun; -1 for one that had not said which."""
         self.late: dict[int, int] = {}
         """Nodes that have missed a deadline, and in how many rounds they are asked again."""
         self._refused: set[tuple[int, str]] = set()
@@ -157,6 +161,7 @@ class Nodes:
             if not all(count_of(said, key) for key in ("examples", "dim")):
                 raise MessageError("it has no training examples")
             self._check_alike(said)
+            self._check_member(client, said)
             self.ids[client], self.said[client] = node, said
             self.refusals.pop(name, None)
         except MessageError as error:
@@ -174,19 +179,44 @@ class Nodes:
             raise MessageError(f"{_ALIKE['dim']} is {said['dim']}, and {LARGEST_DIM} is the most")
         if not isinstance(said.get("weights"), str | None) or len(said.get("weights") or "") > LONGEST_REASON:
             raise MessageError(f"{_ALIKE['weights']} is none")
+        if self.agreed and self.tasks and said.get("task") not in self.tasks:
+            task = reason_of({"error": said.get("task")})
+            raise MessageError(f"its task is {task!r}, and the recipe's are {', '.join(self.tasks)}")
         for key, value in self.agreed.items():
             if said.get(key) != value:
                 found = reason_of({"error": said.get(key)})
                 raise MessageError(f"{_ALIKE[key]} is {found}, and the federation's is {value}")
 
+    def task_of(self, client: int) -> int:
+        """The number of the task that a client's node says it has; -1 for a client that has not come."""
+        return self.tasks.index(self.said[client]["task"]) if client in self.said else -1
+
+    def _check_member(self, client: int, said: Mapping[str, Any]) -> None:
+        """Refuse a node with another task than it had when the run began."""
+        if self.members is None or (task := int(self.members[client])) == self.tasks.index(said["task"]):
+            return
+        if task < 0:
+            raise MessageError("the run began before it had said its task; it takes part once the run is started again")
+        raise MessageError(f"its task is {said['task']!r}, and was {self.tasks[task]!r} when the run began")
+
     def agree(self, known: Mapping[str, Any]) -> None:
         """Settle what all nodes have to say alike, by what the server knows or else by the majority of those that have
         joined; the others are refused."""
         self.agreed = {key: known[key] if key in known else self._majority(key) for key in _ALIKE}
+        self._check_all()
+
+    def begin(self, members: Ints | None) -> None:
+        """From now on a node has the task that its client has in the run; others are refused."""
+        self.members = members
+        self._check_all()
+
+    def _check_all(self) -> None:
+        """Refuse nodes that have joined and are not what is settled."""
         names, since = {number: name for name, number in self.numbers.items()}, self._since()
         for client, said in list(self.said.items()):
             try:
                 self._check_alike(said)
+                self._check_member(client, said)
             except MessageError as error:
                 node = self.ids.pop(client)
                 del self.said[client]

@@ -130,6 +130,8 @@ class Node:
         if any(stage.privacy and stage.privacy.from_server for stage in self.recipe.stages):  # is not to be known
             examples = min(examples, 1)
         found: dict[str, Any] = {"examples": examples, "dim": dim}
+        if self.alone and self.recipe.tasks:
+            (found["task"],) = self.federation.tasks
         if self.alone:
             if self.recipe.model.backbone != "features":
                 from headstart.backbones import load_backbone
@@ -375,6 +377,11 @@ class Node:
         setup = StageSetup.from_message(Message.from_bytes(path.read_bytes()))
         if type(setup.number) is not int or not 0 <= setup.number < len(self.recipe.stages):
             raise MessageError(f"the recipe has {len(self.recipe.stages)} stages, from 0, and none {setup.number!r}")
+        tasks = [name for name, *_ in setup.tasks]
+        if self.alone and (tuple(tasks), tasks[setup.task : setup.task + 1]) != (
+            self.recipe.task_names, [*self.federation.tasks],
+        ):  # fmt: skip
+            raise HeadstartError(f"the node's task is {self.federation.tasks[0]!r}, and the server asks for another")
         return setup
 
     def _states(self, asked: NodeRequest) -> ClientStates:

@@ -155,10 +155,9 @@ def _order(stage: ClosedForm | Rounds, federation: Federation, seed: Seed, key: 
     ranks, turns, clients, turn = [], [], [], sum(key)
     for task in range(len(federation.tasks)):  # whom a task sends does not depend on the other tasks
         mine = federation.clients_of(task)
-        count = mine.stop - mine.start
-        clients.append(mine.start + _generator(seed, *key, task).permutation(count))
-        ranks.append(np.arange(count))
-        turns.append(np.full(count, (task - turn) % len(federation.tasks)))
+        clients.append(mine[_generator(seed, *key, task).permutation(len(mine))])
+        ranks.append(np.arange(len(mine)))
+        turns.append(np.full(len(mine), (task - turn) % len(federation.tasks)))
     return np.concatenate(clients)[np.lexsort((np.concatenate(turns), np.concatenate(ranks)))]
 
 

@@ -123,11 +123,12 @@ class RunDirectory:
         """32 hexadecimal digits that no other run has."""
         return secret(self._checkpoints / "identity")[:16].hex()
 
-    def known(self, sizes: Ints) -> Ints:
-        """What clients say of the number of their examples [K]; of one that is not there, what it said before."""
-        path = self._checkpoints / "sizes.json"
-        before = np.array(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else sizes
-        known = np.where(sizes > 0, sizes, before)
+    def known(self, what: str, values: Ints, unknown: int) -> Ints:
+        """What clients say of themselves [K], as they said it first in this run: nodes answer the questions of a round
+        once, which therefore stay the same."""
+        path = self._checkpoints / f"{what}.json"
+        before = np.array(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else values
+        known = np.where(before != unknown, before, values)
         write_json(path, known.tolist())
         return known
 

@@ -26,9 +26,9 @@ class NoDirectory:
     def discard(self) -> None:
         """There is nothing to remove."""
 
-    def known(self, sizes: Ints) -> Ints:
+    def known(self, what: str, values: Ints, unknown: int) -> Ints:
         """What clients say."""
-        return sizes
+        return values
 
     def load_checkpoint(self) -> None:
         """There is none."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -130,16 +130,17 @@ def evaluate_each(scorers: Iterable[Scorer], labels: Ints, owners: Ints | None, 
 def combined(parts: list[Evaluation], starts: Sequence[int]) -> Evaluation:
     """Several tasks as one: the mean of their metrics, all their clients, and answers in the classes of all tasks,
     where each task's begin at a number of ``starts``."""
+    accuracies = [part.accuracy for part in parts if part.accuracy is not None]
     losses = [part.loss for part in parts if part.loss is not None]
     clients = [part.client_accuracy for part in parts if part.client_accuracy is not None]
     pairs = [np.stack(part.answers) + start for part, start in zip(parts, starts, strict=True) if part.answers]
-    labels, answers = np.concatenate(pairs, axis=1)
     known = {name: [value for part in parts if (value := part.more[name]) is not None] for name in parts[0].more}
+    answers = np.concatenate(pairs, axis=1) if pairs else None
     return Evaluation(
-        float(np.mean([part.accuracy for part in parts if part.accuracy is not None])),
+        float(np.mean(accuracies)) if accuracies else None,
         float(np.mean(losses)) if losses else None,
         np.concatenate(clients) if clients else None,
-        (labels, answers),
+        (answers[0], answers[1]) if answers is not None else None,
         {name: float(np.mean(values)) if values else None for name, values in known.items()},
     )
 
@@ -210,16 +211,21 @@ class NodeEvaluator:
     def __call__(self, state: Any, split: str) -> tuple[Evaluation, dict[str, Evaluation]]:
         """On the clients' test examples, whichever they are."""
         tasks = range(len(self.federation.tasks))
-        found = self.clients.evaluate([self.method.model(state, task) for task in tasks])
+        tested = self.clients.evaluate([self.method.model(state, task) for task in tasks])
         by_client = np.full(self.federation.n_clients, np.nan)
-        for client, tally in found.each.items():
+        for client, tally in (pair for one in tested for pair in one.each.items()):
             examples, right = tally["figures"][:2]
             by_client[client] = right / examples if examples else np.nan
         if self.federation.dataset.target == "regression":
             by_client = np.full_like(by_client, np.nan)
-        accuracy, loss, more = self.clients.judged(found.total)
-        whole = Evaluation(accuracy, loss, by_client, None, more, found.nbytes)
-        return whole, {self.federation.tasks[0]: whole}
+        found = {}
+        for task, name in enumerate(self.federation.tasks):
+            mine = by_client[self.federation.clients_of(task)]
+            accuracy, loss, more = self.clients.judged(task, tested[task].total)
+            found[name] = Evaluation(accuracy, loss, mine, None, more, tested[task].nbytes)
+        whole = combined(list(found.values()), self.federation.class_starts)
+        nbytes = sum(one.nbytes[0] for one in tested), sum(one.nbytes[1] for one in tested)
+        return replace(whole, client_accuracy=by_client, nbytes=nbytes), found
 
     def features(self, state: Any, split: str) -> Features:
         """They stay with the clients."""
@@ -290,7 +296,9 @@ class LocalEvaluator:
         labels = getattr(self.federation.dataset, split).labels[rows] - classes.start
         mine = None
         if split == "test" and owners is not None:
-            mine = np.where(owners[rows] >= 0, owners[rows] - clients.start, -1)
+            place = np.full(self.federation.n_clients + 1, -1)  # the last is nobody's
+            place[clients] = np.arange(len(clients))
+            mine = place[owners[rows]]
         return labels, mine, self.federation.counts[clients, classes]
 
     def _global(self, state: Any, task: int, split: str) -> tuple[LinearHead, Features]:
@@ -305,7 +313,7 @@ class LocalEvaluator:
     def _models(self, state: Any, task: int) -> Iterator[tuple[int, LinearHead, bool]]:
         """Each client of a task, with its head, its body loaded, and whether that body is its own."""
         clients, model = self.federation.clients_of(task), self.method.model(state, task)
-        for client in range(clients.start, clients.stop):
+        for client in clients.tolist():
             own = {}
             if self.states.has(client):
                 read = partial(self.states.read, clients=np.array([client]))

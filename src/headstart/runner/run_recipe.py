@@ -12,6 +12,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from headstart.config.recipe import Recipe
 from headstart.config.stage import Stage
 from headstart.core.ledger import peak_memory
@@ -20,6 +22,7 @@ from headstart.core.progress import reported
 from headstart.data import Federation
 from headstart.engine.body import PRETRAINED, Body
 from headstart.engine.client_states import RemoteStates, collect
+from headstart.engine.server import SMALLEST_SUM
 from headstart.errors import HeadstartError
 from headstart.heads import LinearHead
 from headstart.records import Checkpoint, NoDirectory, Record, RunDirectory, StageModel, privacy_spent
@@ -89,7 +92,9 @@ def run_federation(
             if nodes is not None and isinstance(directory, RunDirectory):
                 nodes.run = directory.identity()
             if federation.remote_sizes is not None:
-                federation = replace(federation, remote_sizes=directory.known(federation.remote_sizes))
+                federation = _known(recipe, federation, directory)
+                if nodes is not None:
+                    nodes.begin(federation.members)
             folder = states or (directory.path / "checkpoint" if directory.path else Path(temporary))
             return Run(recipe, federation, directory, on_metrics or (lambda line: None), folder, nodes).play()
     except BaseException as error:
@@ -100,6 +105,25 @@ def run_federation(
             how = "go on with --resume: what the last checkpoint holds is safe" if safe else "start again"
             raise HeadstartError(f"{error.filename or out}: {error.strerror}; make room, and {how}") from None
         raise
+
+
+def _known(recipe: Recipe, federation: Federation, directory: RunDirectory | NoDirectory) -> Federation:
+    """Clients that hold their own data, with what is known of them from before the run was interrupted."""
+    sizes = directory.known("sizes", federation.remote_sizes, 0) if federation.remote_sizes is not None else None
+    members = federation.members
+    if members is not None:
+        members = directory.known("tasks", members, -1)
+        fewest = SMALLEST_SUM if any(stage.secure for stage in recipe.stages) else 1
+        counts = np.bincount(members[members >= 0], minlength=len(federation.tasks))
+        for task, count in zip(federation.tasks, counts, strict=True):
+            if not count:
+                raise HeadstartError(f"no node has the task {task!r}; start when one is there, or leave the task out")
+            if count < fewest:
+                raise HeadstartError(
+                    f"secure: the task {task!r} has {count} of {fewest} nodes; its part of a sum would show their "
+                    "updates"
+                )
+    return replace(federation, remote_sizes=sizes, members=members)
 
 
 def _check(recipe: Recipe, federation: Federation) -> None:

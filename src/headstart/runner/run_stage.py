@@ -132,7 +132,7 @@ class StageRun:
         tasks = []
         for number, name in enumerate(federation.tasks):
             classes, clients = federation.classes_of(number), federation.clients_of(number)
-            population = Population(clients.stop - clients.start, int(federation.sizes[clients].sum()))
+            population = Population(len(clients), int(federation.sizes[clients].sum()))
             values = module.values[number] if module and module.values else None
             head, target = self.begin.heads[number], federation.dataset.target
             tasks.append(Task(name, classes.stop - classes.start, population, head, values, target))
@@ -226,7 +226,8 @@ class StageRun:
         states = self.begin.states
         owns = [states is not None and states.has(client) for client in range(self.federation.n_clients)]
         sizes = {key: setup.nbytes for key, setup in self.setups.items()}
-        needs = np.array([sizes[int(task), has] for task, has in zip(self._members, owns, strict=True)])
+        # Whose task is not known is not asked.
+        needs = np.array([sizes.get((int(task), has), 0) for task, has in zip(self._members, owns, strict=True)])
         return Costs(self.ledger, needs, self.settings.communicates)
 
     # ------------------------------------------------------------------------------------------------- what is noted
@@ -237,10 +238,10 @@ class StageRun:
         return Observers(self)
 
     @cached_property
-    def figures(self) -> FiguresChannel:
-        """What nodes tell of tests."""
-        task = self.tasks[0]
-        return FiguresChannel.of(self.settings, self.federation.n_clients, self.noise, task.n_classes, task.target)
+    def figures(self) -> list[FiguresChannel]:
+        """What nodes of each task tell of tests."""
+        clients, noise = self.federation.n_clients, self.noise
+        return [FiguresChannel.of(self.settings, clients, noise, task.n_classes, task.target) for task in self.tasks]
 
     @property
     def _tested_by_nodes(self) -> bool:
@@ -306,8 +307,8 @@ class StageRun:
         if guarantee:
             warning = self._large_delta()
             found["privacy"] = guarantee | ({"warning": warning} if warning else {})
-        if self.figures.promise and self._tested_by_nodes:
-            found["test_privacy"] = self.figures.promise
+        if (promise := self.figures[0].promise) and self._tested_by_nodes:
+            found["test_privacy"] = promise
         return found
 
     def _large_delta(self) -> str | None:
