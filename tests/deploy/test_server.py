@@ -129,6 +129,12 @@ def test_what_is_no_bug_is_shown_without_a_traceback() -> None:
     shown.take("\x1b[92mINFO \x1b[0m: Flower\nround 1\nTraceback (most recent call last):\n  File x\n    raise\n")
     shown.take("headstart.errors.HeadstartError: none of the nodes came: a\nTraceback (most recent call last):\n")
     shown.take("  File y\nKeyError: 1\n")
+    shown.take(
+        "\x1b[91mERROR \x1b[0m:     ServerApp raised an exception\n\x1b[91mERROR \x1b[0m:     Exit Code: 201\n\n"
+    )
+    shown.take(
+        "An unhandled exception occurred in the ServerApp.\nFor more information, visit: <https://flower.ai/x>\n"
+    )
     assert shown.reason == "none of the nodes came: a"
     assert said == ["round 1", "Traceback (most recent call last):", "  File y", "KeyError: 1"]
 

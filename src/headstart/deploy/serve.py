@@ -234,8 +234,11 @@ def _follow(run: int, roll: Roll, control: Control, say: Say) -> str:
     return shown.reason
 
 
-_NOISE = re.compile(r"(\x1b\[\d+m)*(INFO|DEBUG)\b|Successfully installed ")
-"""Of Flower's, about its own processes."""
+_NOISE = re.compile(
+    r"(\x1b\[\d+m)*(INFO|DEBUG)\b|Successfully installed |.*(ServerApp raised an exception|Exit Code: 201)"
+    r"|An unhandled exception occurred in the ServerApp|For more information, visit: <https://flower|\s*$"
+)
+"""Of Flower's, about its own processes, and that a ServerApp failed: why is said by its error, or its traceback."""
 
 
 class Shown:

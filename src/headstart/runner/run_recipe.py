@@ -120,8 +120,7 @@ def _known(recipe: Recipe, federation: Federation, directory: RunDirectory | NoD
                 raise HeadstartError(f"no node has the task {task!r}; start when one is there, or leave the task out")
             if count < fewest:
                 raise HeadstartError(
-                    f"secure: the task {task!r} has {count} of {fewest} nodes; its part of a sum would show their "
-                    "updates"
+                    f"secure: the task {task!r} has {count} of {fewest} nodes; its part of a sum would show their own"
                 )
     return replace(federation, remote_sizes=sizes, members=members)
 
