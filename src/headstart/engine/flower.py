@@ -103,11 +103,15 @@ class FlowerClients:
             asked[self.nodes.ids[client]] = self._request(client, message, bool(new))
         clients, began = {self.nodes.ids[int(client)]: int(client) for client in request.clients}, time.monotonic()
         order, ready = [int(client) for client in request.clients], dict[int, AnyReply]()
-        for node, reply in self.nodes.send(asked, self.stage.deadline):
+        for node, reply in self.nodes.send(asked, self.stage.deadline, self._needs(len(asked))):
             client = clients[node]
             ready[client] = self._reply(client, reply, time.monotonic() - began)
             while order and order[0] in ready:
                 yield ready.pop(order.pop(0))
+
+    def _needs(self, asked: int) -> bool:
+        """Whether a round cannot go on without any of those that are asked: who leaves is waited for."""
+        return self.stage.deadline is not None and (self.stage.min_replies or 1) >= asked
 
     def _sum(
         self, request: Request, kind: str, shapes: Mapping[str, tuple[int, ...]], shared: SharedNoise | None = None
