@@ -124,14 +124,15 @@ class Commands(Processes):
     """The folders of a server and of its nodes, and the commands that run there."""
 
     def __init__(
-        self, home: Path, recipe: Recipe | None = None, host: str = "127.0.0.1", names: Sequence[str] = NODES
-    ) -> None:
+        self, home: Path, recipe: Recipe | None = None, host: str = "127.0.0.1", names: Sequence[str] = NODES,
+        port: int | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(home)
         self.environment["PATH"] = "/usr/bin:/bin"  # as a service manager has it, without Flower's commands
         self.server, self.data, self.names = home / "server", home / "data", names
         self.data.mkdir()
         silos(self.data)
-        init_server(self.server, recipe or recipe_of(self.data, {"method": "fedncm"}), host, free_ports(1))
+        init_server(self.server, recipe or recipe_of(self.data, {"method": "fedncm"}), host, port or free_ports(1))
         add(Server.load(self.server), [init_node(home / name, name) for name in names])
 
     def command(self, log: str, *words: str | Path, prefix: Sequence[str] = ()) -> subprocess.Popen[bytes]:

@@ -31,6 +31,7 @@ from tests.deploy.processes import (
     PATIENCE,
     Commands,
     assert_same_models,
+    free_ports,
     played,
     recipe_of,
     silos,
@@ -164,7 +165,7 @@ def test_nodes_on_machines_of_their_own_behind_a_slow_and_lossy_network(
 def test_a_rolling_restart_of_every_part_leaves_the_model_as_it_would_have_been(
     commands: Folders, tmp_path: Path
 ) -> None:
-    recipe = commands.recipe({**PERSONAL, "rounds": 12})
+    recipe = commands.recipe({**PERSONAL, "rounds": 60, "evaluate_every": 100})
     here = run(recipe, tmp_path / "here").out
     federation = commands.make(recipe)
     out, statuses = federation.server / "run", list[int]()
@@ -187,15 +188,17 @@ def test_a_rolling_restart_of_every_part_leaves_the_model_as_it_would_have_been(
 
     nodes = {name: federation.node(name) for name in NODES}
     process = go_on(server(), 1)
-    for number, name in enumerate(NODES):  # each in its turn
+    for name in NODES:  # each in its turn
         nodes[name].send_signal(signal.SIGTERM)
         assert nodes[name].wait(60) == 130
         nodes[name] = federation.node(name)
-        process = go_on(process, 2 + number)
+        wait_for(lambda name=name: federation.log(name).count("connected to 127.0.0.1") >= 2)  # type: ignore[misc]
+        process = go_on(process, played(out) + 2)
+    assert statuses == []  # a node that is not away for longer than the deadline stops nobody
     process.kill()  # the command alone: the SuperLink and the run go on
     process.wait(10)
-    process = go_on(server(), 6)
-    assert "a run is under way" in federation.log("server")
+    process = server()
+    wait_for(lambda: "a run is under way" in federation.log("server"))
     link = int((federation.server / "state" / "superlink.pid").read_text())
     os.killpg(link, signal.SIGKILL)
     wait_for(lambda: not listens(Server.load(federation.server)))
@@ -293,7 +296,8 @@ def test_a_node_whose_clock_is_wrong_says_so_and_takes_part_when_it_is_right(com
 def test_two_federations_on_one_machine_do_not_see_each_other(commands: Folders, tmp_path: Path) -> None:
     """At the same time, with nodes of the same names, and data and recipes of their own."""
     recipes = {"one": commands.recipe({"method": "fedncm"}), "two": commands.recipe({"method": "fed3r"})}
-    both = {name: commands.make(recipe, name) for name, recipe in recipes.items()}
+    port = free_ports(2)
+    both = {name: commands.make(recipes[name], name, port=port + number) for number, name in enumerate(recipes)}
     processes = {name: one.command("server", "server", one.server) for name, one in both.items()}
     for one in both.values():
         for name in NODES:
@@ -309,8 +313,14 @@ def test_two_federations_on_one_machine_do_not_see_each_other(commands: Folders,
         here = run(recipes[name], tmp_path / f"here-{name}").out
         assert here is not None
         assert_same_models(here, one.server / "run")
-    ports = {Server.load(one.server).port for one in both.values()}
-    assert len(ports) == 2
+
+    # A third one at the port of another says so.
+    clash = commands.make(recipes["one"], "three", port=port)
+    other = both["one"].command("again", "server", both["one"].server, "--out", tmp_path / "again")
+    wait_for(lambda: "the SuperLink listens" in both["one"].log("again"))
+    assert clash.command("server", "server", clash.server).wait(PATIENCE) == 1
+    assert "who answers at the port is not this server" in clash.log("server")
+    assert other.poll() is None
 
 
 # --------------------------------------------------------------------------------------------------------------- tasks

@@ -24,6 +24,7 @@ from sklearn.datasets import load_digits
 pytest.importorskip("flwr")
 
 from flwr.app import ArrayRecord, ConfigRecord, Error, Message, RecordDict
+from flwr.common.constant import ErrorCode
 from flwr.supercore.task_identity import TaskIdentity
 
 from headstart.backbones.nets import FourConv
@@ -258,6 +259,34 @@ def test_a_node_that_lost_what_a_client_kept_in_an_earlier_stage_takes_part_agai
     assert dropped(result, 1) == [(1, "b", "the node no longer has the client's state")]
     (kept,) = grid.folder("b").glob("*/clients-1/personal.bin")
     assert any(kept.read_bytes())
+
+
+def test_a_node_that_leaves_in_a_round_that_needs_it_is_asked_again_when_it_is_back(
+    silos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It had answered before it left, or had not: the model is the same."""
+    monkeypatch.setattr("headstart.engine.grid._ROLL_CALL", 0.0)
+    stage = {**MLP, "method": "fedper", "min_replies": 3, "deadline": 60}
+    recipe = recipe_of(silos, stage)
+    run(recipe, tmp_path / "here")
+    grid = Grid(recipe, silos, tmp_path / "state")
+
+    def leave(node: int, number: int, message: Message) -> Message | None:
+        if number not in (3 + 2, 3 + 3 + 1 + 3):  # b in the first round, and c in the second, when b is asked twice
+            return None
+        if number == 3 + 2:
+            grid.node(node, message)
+        return Message(Error(ErrorCode.NODE_UNAVAILABLE, "it has left"), reply_to=message)
+
+    grid.change = leave
+    result = serve(grid, tmp_path / "there")
+    assert dropped(result) == []
+    assert [name for name, kind, _ in grid.said if kind == "answer"] == [*"abcb", *"abcc", *"abc"]
+    assert_same_models(tmp_path / "here", tmp_path / "there", 1)
+
+    # Where a round can go on without it, nobody waits.
+    grid = Grid(recipe_of(silos, stage | {"min_replies": 2}), silos, tmp_path / "other", leave)
+    assert [drop[:2] for drop in dropped(serve(grid, tmp_path / "out"))] == [(1, "b"), (3, "a")]
 
 
 def test_a_node_that_lost_its_log_is_told_everything_again(silos: Path, tmp_path: Path) -> None:

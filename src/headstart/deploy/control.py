@@ -113,6 +113,11 @@ def _answered() -> Iterator[None]:
     except httpx.HTTPStatusError as error:
         raise ControlError(f"the SuperLink refused: {error.response.text[:500]}") from None
     except httpx.HTTPError as error:
+        if "CERTIFICATE_VERIFY_FAILED" in str(error):
+            raise ControlError(
+                f"who answers at the port is not this server, or its certificate has ended: {first_line(error)}; "
+                "another federation on this machine needs another port, `headstart deploy init --port`"
+            ) from None
         raise ControlError(f"the SuperLink does not answer: {first_line(error)}") from None
 
 

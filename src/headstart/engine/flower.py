@@ -104,11 +104,15 @@ class FlowerClients:
             asked[self.nodes.ids[client]] = self._request(client, message, bool(new))
         clients, began = {self.nodes.ids[int(client)]: int(client) for client in request.clients}, time.monotonic()
         order, ready = [int(client) for client in request.clients], dict[int, AnyReply]()
-        for node, reply in self._send(asked):
+        for node, reply in self._send(asked, again=self._needs(len(asked))):
             client = clients[node]
             ready[client] = self._reply(client, reply, time.monotonic() - began)
             while order and order[0] in ready:
                 yield ready.pop(order.pop(0))
+
+    def _needs(self, asked: int) -> bool:
+        """Whether a round cannot go on without any of those that are asked: who leaves is waited for."""
+        return self.stage.deadline is not None and (self.stage.min_replies or 1) >= asked
 
     def _sum(
         self, request: Request, kind: str, shapes: Mapping[str, tuple[int, ...]], shared: SharedNoise | None = None
@@ -237,11 +241,12 @@ class FlowerClients:
         return figures.finish(total, self._played, task) if total else (None, None, figures.metrics({}))
 
     def _send(
-        self, asked: Mapping[int, Question], about: Mapping[str, Any] | None = None
+        self, asked: Mapping[int, Question], about: Mapping[str, Any] | None = None, again: bool = False
     ) -> Iterator[tuple[int, FlowerMessage | str]]:
-        """Ask nodes; about: what is noted in the server's log beside the stage and the round."""
+        """Ask nodes; about: what is noted in the server's log beside the stage and the round; again: whether those that
+        leave are waited for."""
         about = {"stage": self.number, "round": self._played - 1, **(about or {})}
-        return self.nodes.send(asked, self.stage.deadline, about)
+        return self.nodes.send(asked, self.stage.deadline, about, again)
 
     def _request(self, client: int, message: Message, new: bool, kind: str = "answer", tell: bool = True) -> Question:
         key = int(self.tasks[client]), any(states.has(client) for _, states in self.earlier)

@@ -62,6 +62,13 @@ def read_reply(reply: FlowerMessage | str) -> tuple[dict[str, Any], bytes]:
     return facts, parts.get("message", b"")
 
 
+def is_unavailable(reply: FlowerMessage) -> bool:
+    """Whether Flower replies in the place of a node that has left."""
+    from flwr.common.constant import ErrorCode
+
+    return reply.has_error() and reply.error.code == ErrorCode.NODE_UNAVAILABLE
+
+
 def facts_of(message: FlowerMessage) -> tuple[dict[str, Any], dict[str, bytes]]:
     """The facts and the parts of a message of ours."""
     try:

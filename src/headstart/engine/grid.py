@@ -16,6 +16,7 @@ from headstart.engine.flower_messages import (
     LONGEST_REASON,
     RECORD,
     count_of,
+    is_unavailable,
     package_version,
     read_reply,
     reason_of,
@@ -287,47 +288,69 @@ class Nodes:
         return list(zip(questions, names, strict=True))
 
     def send(
-        self, questions: Mapping[int, Question], patience: float | None, about: Mapping[str, Any]
+        self, questions: Mapping[int, Question], patience: float | None, about: Mapping[str, Any], again: bool = False
     ) -> Iterator[tuple[int, FlowerMessage | str]]:
         """Send facts and bytes to nodes; yields each node with its reply, or with the reason why there is none.
 
-        about: what the server's log says of it, the stage and the round.
+        about: what the server's log says of it, the stage and the round; again: whether a node that leaves before it
+        has answered is waited for, and asked once more when it is back.
         """
-        for node, reply in self._replies(questions, patience, about):
+        for node, reply in self._replies(questions, patience, about, again):
             self._note(node, questions[node], reply, about)
             yield node, reply
 
     def _replies(
-        self, questions: Mapping[int, Question], patience: float | None, about: Mapping[str, Any]
+        self, questions: Mapping[int, Question], patience: float | None, about: Mapping[str, Any], again: bool
     ) -> Iterator[tuple[int, FlowerMessage | str]]:
         since = self._since() if questions else {}
         waiting: dict[str, int] = {}
+        left: dict[int, FlowerMessage | str] = {}
         for node, message in self._push(questions, about):
             if message:
                 waiting[message] = node
             else:
-                yield node, "the node has left"
+                left[node] = "the node has left"
         began = last = looked = time.monotonic()
-        while waiting:
+        while waiting or left:
+            if not again:
+                yield from left.items()
+                left.clear()
             asked = time.monotonic()
             replies = list(self.grid.pull_messages([*waiting, *self._joins]))
             for reply in replies:
                 if not self._hear(reply) and (message := reply.metadata.reply_to_message_id) in waiting:
-                    self.late.pop(waiting[message], None)
-                    yield waiting.pop(message), reply
+                    node = waiting.pop(message)
+                    if is_unavailable(reply):
+                        left[node] = reply
+                    else:
+                        self.late.pop(node, None)
+                        yield node, reply
             now = time.monotonic()
             last = now if replies else last
             if patience is not None and now - began > patience:
                 for node in waiting.values():
                     self.late[node] = _AGAIN
                     yield node, f"no answer within {patience:g} s"
+                yield from left.items()
                 return
-            if waiting and now - looked > _ROLL_CALL:
+            if (waiting or left) and now - looked > _ROLL_CALL:
                 looked, there = now, self._since()
                 for message, node in list(waiting.items()):
                     if there.get(node) != since.get(node):  # what a node had taken is not given to it again
                         del waiting[message]
-                        yield node, "the node was started anew" if node in there else "the node has left"
-            if waiting:
+                        left[node] = "the node was started anew" if node in there else "the node has left"
+                if again:
+                    since |= there
+                    waiting |= self._ask_again({node: questions[node] for node in left if node in there}, about, left)
+            if waiting or (left and again):
                 # A SuperLink that waits for replies has waited in this one's place.
                 time.sleep(max(0.0, min(_LONGEST, max(_SHORTEST, _SHARE * (now - last))) - (now - asked)))
+
+    def _ask_again(
+        self, questions: Mapping[int, Question], about: Mapping[str, Any], left: dict[int, Any]
+    ) -> dict[str, int]:
+        """Send what was asked to nodes that had left, once more; the messages that are waited for."""
+        waiting = {message: node for node, message in self._push(questions, about) if message}
+        for node in waiting.values():
+            del left[node]
+        return waiting
