@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.ticker import FormatStrFormatter, NullFormatter
 from PIL import Image, ImageEnhance, ImageFilter
 
 from benchmarks.common import SHARED, show
@@ -47,7 +48,7 @@ SETS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "cifar100-mobilenet": (MOBILENET, {"dataset": "cifar100", **SOME}),
     "cifar100-mobilenet-sites": (MOBILENET, {"dataset": "cifar100", **SOME}),
 }
-CHOSEN_ON = ("pacs-squeezenet", "flowers102-mobilenet", "eurosat-mobilenet-sites")
+CHOSEN_ON = ("pacs-squeezenet", "flowers102-mobilenet", "eurosat-mobilenet-sites", "cub200-mobilenet")
 CLIENTS, ALPHA, SEEDS, MOST_DIRECTIONS = (3, 5, 10, 100, 1000), 0.1, 2, 100
 HEADS: dict[str, Any] = {
     "FedNCM": FedNCM(),
@@ -208,8 +209,12 @@ def draw(pictures: dict[tuple[str, int], dict[str, tuple[float, float, float]]])
             if title == "trace":  # as many bytes as "auto"
                 continue
             axis.scatter(mb, score, s=24, zorder=2)
-            axis.annotate(title, (mb, score), (3, 3), textcoords="offset points", fontsize=7)
+            below = title in ("FedCOF", "diagonal", "Fed3R")
+            axis.annotate(title, (mb, score), (3, -9 if below else 3), textcoords="offset points", fontsize=7)
         axis.set(xscale="log", xlabel="MB up", ylabel="accuracy, %", title=f"{name}, {clients} clients")
+        axis.xaxis.set_minor_formatter(NullFormatter())
+        axis.xaxis.set_major_formatter(FormatStrFormatter("%g"))
+        axis.margins(0.15, 0.1)
     write_atomically(PLOT, lambda temporary: figure.savefig(temporary, dpi=100, facecolor="white"))
 
 
