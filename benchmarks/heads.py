@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.ticker import FormatStrFormatter, NullFormatter
 from PIL import Image, ImageEnhance, ImageFilter
 
 from benchmarks.common import SHARED, show
@@ -33,7 +34,7 @@ SQUEEZENET = {"backbone": "squeezenet1_1", "weights": "squeezenet1_1-caffe.safet
 MOBILENET = {"backbone": "mobilenet_v2", "weights": "mobilenet_v2-torchvision.safetensors"}
 FEW = {"test_fraction": 0.3, "train_examples": 5000, "test_examples": 2000}
 SOME = {"train_examples": 7500, "test_examples": 2000}
-SETS: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
+SETS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "pacs-squeezenet": (SQUEEZENET, {}),
     "flowers102-mobilenet": (MOBILENET, {"dataset": "flowers102", "test_examples": 3060}),
     "eurosat-mobilenet-sites": (MOBILENET, {"dataset": "eurosat", **FEW}),
@@ -47,7 +48,7 @@ SETS: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
     "cifar100-mobilenet": (MOBILENET, {"dataset": "cifar100", **SOME}),
     "cifar100-mobilenet-sites": (MOBILENET, {"dataset": "cifar100", **SOME}),
 }
-CHOSEN_ON = ("pacs-squeezenet", "flowers102-mobilenet", "eurosat-mobilenet-sites")
+CHOSEN_ON = ("pacs-squeezenet", "flowers102-mobilenet", "eurosat-mobilenet-sites", "cub200-mobilenet")
 CLIENTS, ALPHA, SEEDS, MOST_DIRECTIONS = (3, 5, 10, 100, 1000), 0.1, 2, 100
 HEADS: dict[str, Any] = {
     "FedNCM": FedNCM(),
@@ -91,9 +92,10 @@ def extract(name: str) -> None:
     if name.startswith("pacs"):
         for number, domain in enumerate(DOMAINS):
             dataset = load_dataset(Data(dataset=f"pacs-{domain}"))
-            for split, examples in ((0, dataset.train), (2, dataset.test)):
-                features = np.asarray(cached(backbone, examples, domain))
-                parts.append((features, examples.labels, split, np.full(len(examples), number)))
+            for split, part in ((0, dataset.train), (2, dataset.test)):
+                parts.append(
+                    (np.asarray(cached(backbone, part, domain)), part.labels, split, np.full(len(part), number))
+                )
     else:
         dataset, rng = load_dataset(Data(**keys)), np.random.default_rng(19)
         for split, examples in ((0, dataset.train), (0, dataset.validation), (2, dataset.test)):
@@ -110,9 +112,9 @@ def extract(name: str) -> None:
             if not name.endswith("-sites"):
                 features = np.asarray(cached(backbone, examples, name))
             parts.append((features, examples.labels, split, sites))
-    X, y, domain = (np.concatenate([part[i] for part in parts]) for i in (0, 1, 3))
-    split = np.concatenate([np.full(len(part[1]), part[2]) for part in parts])
-    np.savez(file_of(name), X=X, y=y, split=split, domain=domain)
+    X, y, domains = (np.concatenate([part[i] for part in parts]) for i in (0, 1, 3))
+    splits = np.concatenate([np.full(len(part[1]), part[2]) for part in parts])
+    np.savez(file_of(name), X=X, y=y, split=splits, domain=domains)
 
 
 def file_of(name: str) -> Path:
@@ -150,7 +152,7 @@ def bytes_up(head: Any, labels: np.ndarray, owners: np.ndarray, dim: int) -> int
     if isinstance(head, FedCOF):
         moments = moments_for(head.covariance, head.within)
     told = told_directions(counts.sum(axis=1), rows, rank, dim).tolist() if rank else [None] * len(rows)
-    return sum(message_nbytes(n, dim, moments, True, some) for n, some in zip(rows.tolist(), told, strict=True))  # type: ignore[arg-type]
+    return sum(message_nbytes(n, dim, moments, True, some) for n, some in zip(rows.tolist(), told, strict=True))
 
 
 def measured(name: str, clients: int, seeds: int = SEEDS) -> tuple[int, dict[str, tuple[float, float, float]]]:
@@ -207,8 +209,12 @@ def draw(pictures: dict[tuple[str, int], dict[str, tuple[float, float, float]]])
             if title == "trace":  # as many bytes as "auto"
                 continue
             axis.scatter(mb, score, s=24, zorder=2)
-            axis.annotate(title, (mb, score), (3, 3), textcoords="offset points", fontsize=7)
+            below = title in ("FedCOF", "diagonal", "Fed3R")
+            axis.annotate(title, (mb, score), (3, -9 if below else 3), textcoords="offset points", fontsize=7)
         axis.set(xscale="log", xlabel="MB up", ylabel="accuracy, %", title=f"{name}, {clients} clients")
+        axis.xaxis.set_minor_formatter(NullFormatter())
+        axis.xaxis.set_major_formatter(FormatStrFormatter("%g"))
+        axis.margins(0.15, 0.1)
     write_atomically(PLOT, lambda temporary: figure.savefig(temporary, dpi=100, facecolor="white"))
 
 

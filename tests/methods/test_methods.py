@@ -276,7 +276,8 @@ def test_a_client_speaks_of_a_class_as_often_as_its_method_asks(variant: str, mo
     bench = lone(variant, 3, 2)
     for times in (most, most + 1):
         rows = np.ones(times, np.int32)
-        message = Message({"labels": rows, "counts": rows, "sums": np.ones((times, 2), np.float32)})
+        arrays = {"labels": rows, "counts": rows, "sums": np.ones((times, 2), np.float32), "within": np.zeros(1)}
+        message = Message(arrays)
         reply = Reply(np.array([0]), message, np.array([0]), np.array([0]))
         if times == most:
             assert len(bench.total(bench.init(), [reply]).merged().labels) == most
@@ -298,7 +299,7 @@ def test_published_costs_by_hand() -> None:
     counts = np.zeros((100, 100), np.int64)
     counts.ravel()[:2870] = 1  # P = 2,870 means, MobileNetV2 features
     assert round(cost_of(lone("fed3r", 100, 1280), counts).bytes / 1e6, 1) == 670.1
-    done = Played("fedcof")
+    done = Played("fedcof-paper")
     published = cost_of(done.bench, done.federation.counts, done.state)
     assert published.bytes == np.count_nonzero(done.federation.counts) * 64 * 4
     # Linear probing on CIFAR-10 in table 2: 200 rounds of 100 clients are 0.82 GB, both ways.
@@ -310,15 +311,27 @@ def test_published_costs_by_hand() -> None:
 
 
 @pytest.mark.parametrize(
-    ("covariance", "extra"), [("estimated", 0), ("full", 64 * 64), ("diagonal", 64), ("spherical", 1)]
+    ("keys", "extra"),
+    [
+        ({"within": "estimated"}, 0),
+        ({"covariance": "full"}, 6 * 64 * 64),
+        ({"covariance": "diagonal"}, 6 * 64),
+        ({"covariance": "spherical"}, 6),
+        # Of each of two clients a number, or as many as dimensions; 15 examples around 3 means have 12 directions.
+        ({"within": "trace"}, 2),
+        ({"within": "diagonal"}, 2 * 64),
+        ({"rank": 5}, 2 + 2 * 5 * 64),
+        ({"rank": 20}, 2 + 2 * 12 * 64),
+        ({"rank": 20, "min_examples": 3}, 2 + 2 * 4 * 64),
+    ],
 )
-def test_published_costs_of_fedcofs_oracles(covariance: str, extra: int) -> None:
-    """A mean [64] and, where clients send them, the second moments of its class, for each class of each client."""
-    bench = lone("fedcof", 3, covariance=covariance)
+def test_published_costs_of_what_fedcofs_clients_tell(keys: dict[str, Any], extra: int) -> None:
+    """A mean [64] for each class of each client, and what they send besides: the oracles, of each class."""
+    bench = lone("fedcof", 3, **keys)
     none = bench.method.summary.empty()
     heard = replace(none, labels=np.arange(3), counts=np.full(3, 5), sums=np.ones((3, 64)))
     published = cost_of(bench, np.full((2, 3), 5), ClosedFormState((heard, heard)))
-    assert published.bytes == 2 * 3 * (64 + extra) * 4
+    assert published.bytes == (2 * 3 * 64 + extra) * 4
 
 
 @pytest.mark.parametrize(

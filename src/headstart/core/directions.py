@@ -65,7 +65,7 @@ def largest_directions(blocks: Blocks, dim: int, count: int, seed: tuple[int, ..
     if width < dim:
         basis = np.random.default_rng(seed).standard_normal((dim, width))
         for _ in range(_PASSES):
-            basis, _ = linalg.qr(product(basis), mode="economic", check_finite=False)
+            basis = linalg.qr(product(basis), mode="economic", check_finite=False)[0].astype(np.float64, copy=False)
     last = product(basis)
     inner = basis.T @ last
     values, vectors = linalg.eigh((inner + inner.T) / 2, check_finite=False)
