@@ -16,7 +16,7 @@ from headstart.core.files import csv_text, write_text
 from headstart.records.record import Group
 
 # As the papers write them.
-_SYMBOLS = {"ridge": "λ", "shrinkage": "γ"}
+_SYMBOLS = {"ridge": "λ", "shrinkage": "γ", "temperature": "T"}
 _NOISE = {"server": "by the server", "client": "by the client", "shared": "shared by the clients"}
 
 
