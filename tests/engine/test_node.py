@@ -42,6 +42,7 @@ from headstart.engine.server import draw
 from headstart.engine.server_log import ServerLog
 from headstart.engine.setup import digest
 from headstart.errors import HeadstartError, MessageError
+from headstart.heads import LinearHead
 from headstart.report import remarks, summary_table
 from headstart.runner import Result, run, run_federation
 from tests.helpers import identities
@@ -202,6 +203,41 @@ def test_nodes_give_the_model_of_the_same_run_in_process(silos: Path, tmp_path: 
     result = serve(Grid(recipe, silos, tmp_path / "state"), tmp_path / "there")
     assert_same_models(tmp_path / "here", tmp_path / "there", 2)
     assert dropped(result) == []
+
+
+def test_closed_forms_that_hear_nodes_more_than_once(silos: Path, tmp_path: Path) -> None:
+    """Centres, a temperature, and training that is told of it; a pass asks every node once, and only once."""
+    first = {"min_examples": 2, "temperature": "auto"}  # a node has at least two examples of what it speaks of
+    recipe = recipe_of(
+        silos,
+        {**first, "method": "fedncm", "centres": 2, "iterations": 2},
+        {**first, "method": "fedcof"},
+        {**LOCAL, "method": "fedavg", "temperature": "auto"},
+    )
+    here = run(recipe, tmp_path / "here").summary
+    grid = Grid(recipe, silos, tmp_path / "state")
+    there = serve(grid, tmp_path / "there").summary
+    assert_same_models(tmp_path / "here", tmp_path / "there", 3)
+    assert [stage["rounds"] for stage in there["stages"][:2]] == [5, 2]
+    for ours, theirs in zip(here["stages"], there["stages"], strict=True):
+        assert (theirs["bytes_up"], theirs["bytes_down"]) == (ours["bytes_up"], ours["bytes_down"])
+        assert theirs["dropped"] == []
+        assert theirs["forward_passes"] == ours["forward_passes"]
+    assert LinearHead.load(tmp_path / "there" / "model" / "head.safetensors").temperature == pytest.approx(
+        here["stages"][1]["chosen"]["temperature"]
+    )
+
+
+def test_secure_sums_of_every_pass(silos: Path, tmp_path: Path) -> None:
+    """Three nodes, added up: the centres and the temperature of the same run in process."""
+    stage = {"method": "fedncm", "centres": 2, "iterations": 1, "temperature": "auto", "secure": True}
+    recipe = recipe_of(silos, stage)
+    run(recipe, tmp_path / "here")
+    result = serve(Grid(recipe, silos, tmp_path / "state"), tmp_path / "there")
+    assert dropped(result) == []
+    ours, theirs = (LinearHead.load(tmp_path / each / "model" / "head.safetensors") for each in ("here", "there"))
+    np.testing.assert_allclose(theirs.weight, ours.weight, rtol=1e-5, atol=1e-6)
+    assert theirs.temperature == pytest.approx(ours.temperature, rel=1e-5)
 
 
 def test_compressed_updates_of_nodes_are_those_of_the_same_run_in_process(silos: Path, tmp_path: Path) -> None:

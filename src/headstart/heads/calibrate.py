@@ -39,15 +39,15 @@ def losses(scores: Features, labels: Ints, grid: Floats) -> Floats:
 def least(grid: Floats, total: Floats) -> float:
     """The temperature with the least loss: the minimum of a parabola through the best of the grid and its neighbours.
 
-    grid, total: [G]. Of several with the same loss, as where every example is far on the right side, the largest.
+    grid, total: [G]. Of several with the same loss, as where every example is far on the right side, the largest. To
+    four digits, which is more than the parabola knows: the bits below depend on how many examples were scored at once.
     """
-    best = len(total) - 1 - int(np.argmin(total[::-1]))
-    if not 0 < best < len(grid) - 1 or grid[0] == grid[-1]:
-        return float(grid[best])
-    before, here, after = total[best - 1 : best + 2]
-    curvature = before - 2 * here + after
-    step = 0.5 * (before - after) / curvature if curvature > 0 else 0.0
-    return float(grid[best] * (grid[best + 1] / grid[best]) ** step)
+    best, step = len(total) - 1 - int(np.argmin(total[::-1])), 0.0
+    if 0 < best < len(grid) - 1:
+        before, here, after = total[best - 1 : best + 2]
+        curvature = before - 2 * here + after
+        step = 0.5 * (before - after) / curvature if curvature > 0 else 0.0
+    return float(f"{grid[best] * (grid[1] / grid[0]) ** step:.4g}")
 
 
 def temperature_of(scores: Features, labels: Ints) -> float:

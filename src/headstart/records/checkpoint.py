@@ -16,7 +16,7 @@ from headstart.engine.client_states import ClientStates
 from headstart.errors import HeadstartError
 from headstart.heads import LinearHead
 
-_FORMAT = 2
+_FORMAT = 3
 """Of checkpoints; another one is of another version of headstart."""
 _COSTS = ("bytes_up", "bytes_down", "forward_passes", "last_round")
 

@@ -17,7 +17,7 @@ from headstart.core.metrics import SHOWN
 from headstart.records.record import Group
 
 # As the papers write them.
-_SYMBOLS = {"ridge": "λ", "shrinkage": "γ", "means_share": "a"}
+_SYMBOLS = {"ridge": "λ", "shrinkage": "γ", "means_share": "a", "temperature": "T"}
 _METRICS = {
     "accuracy": "accuracy, %", "r2": "R²", "mae": "mean absolute error", "macro_f1": "macro-F1, %",
     "balanced_accuracy": "balanced accuracy, %", "roc_auc": "ROC AUC", "average_precision": "average precision",
