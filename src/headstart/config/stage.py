@@ -198,7 +198,7 @@ class ClosedFormStage(_Sampled):
         return every if self.rounds is None else min(self.rounds, every)
 
 
-Part = Literal["head", "body", "all", "lora", "adapter", "vpt"]
+Part = Literal["head", "body", "all", "norms", "lora", "adapter", "vpt"]
 
 
 class _Optimiser(_Stage):
@@ -229,7 +229,7 @@ class _Optimiser(_Stage):
     def plan(self) -> Plan:
         """What is frozen, shared and personal: what ``train`` and ``norm_statistics`` name, in the method's roles."""
         train, norm_statistics = getattr(self, "train"), getattr(self, "norm_statistics")  # noqa: B009 (of a subclass)
-        body: Role = self.representation if train in ("all", "body") else "frozen"
+        body: Role = self.representation if train in ("all", "body", "norms") else "frozen"
         module: Role = self.representation if train in MODULES else "frozen"
         hidden: Role = "frozen" if train == "body" else self.representation
         head: Role = "frozen" if train == "body" else self.classifier
@@ -251,8 +251,9 @@ class _Rounds(_Sampled, _Optimiser):
     """Anything that is trained round after round."""
 
     train: Part
-    """What is trained: the head, on cached features of the frozen body; the body under a frozen head; both; or the head
-    and a small module on a frozen transformer: low-rank updates, adapters, or prompts."""
+    """What is trained: the head, on cached features of the frozen body; the body under a frozen head; both; the head
+    and, of the body, norms and biases alone; or the head and a small module on a frozen transformer: low-rank updates,
+    adapters, or prompts."""
     head: Literal["linear", "mlp"] = "linear"
     """"mlp": two hidden layers of rectified units before the linear one (the FedNCM paper's three-layer head)."""
     hidden: PositiveInt = 256
@@ -272,6 +273,9 @@ class _Rounds(_Sampled, _Optimiser):
     """Of LoRA's updates."""
     alpha_lora: PositiveFloat = 16.0
     """LoRA's updates are scaled by alpha_lora / rank."""
+    targets: Literal["all-linear"] | Annotated[tuple[str, ...], Field(strict=False, min_length=1)] | None = None
+    """Linear layers that LoRA is on, by the ends of their names, such as ["q_proj", "v_proj"], or all in the blocks;
+    None: the projections to queries and values."""
     bottleneck: PositiveInt = 8
     """Width of adapters."""
     tokens: PositiveInt = 8
@@ -283,8 +287,12 @@ class _Rounds(_Sampled, _Optimiser):
     @property
     def module_settings(self) -> dict[str, Any]:
         """What the module is made by, where one is trained."""
-        keys = {"lora": ("rank", "alpha_lora"), "adapter": ("bottleneck",), "vpt": ("tokens",)}.get(self.train)
-        return {key: getattr(self, key) for key in (*keys, "blocks")} if keys else {}
+        keys = {"lora": ("rank", "alpha_lora", "targets"), "adapter": ("bottleneck",), "vpt": ("tokens",)}.get(
+            self.train
+        )
+        values = {key: getattr(self, key) for key in (*keys, "blocks")} if keys else {}
+        # As they are read back from a file, where there are no tuples.
+        return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
 
 
 class TrainingStage(_Rounds, _SGD):
@@ -345,7 +353,7 @@ class ZerothOrderStage(_Plain, _Rounds):
     one_task: ClassVar[bool] = True
     norm_statistics: ClassVar[Literal["freeze"]] = "freeze"
     augment: ClassVar[Literal["none"]] = "none"
-    train: Literal["head", "body", "all", "lora", "adapter"]
+    train: Literal["head", "body", "all", "norms", "lora", "adapter"]
     lr: PositiveFloat = 1e-4
     epsilon: PositiveFloat = 1e-3
     """How far a probe goes along a direction, both ways."""

@@ -34,6 +34,8 @@ class Network:
         self.parameters = model.parameters()
         self.parameters |= {name: nn.Parameter(value.to(self.device)) for name, value in head.items()}
         self.trained = {name: each for name, each in self.parameters.items() if plan.role(name) != "frozen"}
+        if stage.train == "norms":  # what has one value for a channel: scales, shifts, biases
+            self.trained = {n: each for n, each in self.trained.items() if not n.startswith("body.") or each.ndim == 1}
         below = {name: parameter for name, parameter in self.trained.items() if name.startswith("body.")}
         if self.backbone is not None and below:
             # What the features do not depend on, such as a pooler, cannot be trained; it stays frozen.
