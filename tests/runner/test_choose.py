@@ -7,17 +7,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
+from peft import PeftModel
 
 from headstart.config.recipe import Recipe
 from headstart.core.files import write_text
 from headstart.data import Federation
 from headstart.engine.body import Body
+from headstart.errors import HeadstartError
+from headstart.export import Model, export
 from headstart.export.replay import replay
-from headstart.heads import LinearHead
 from headstart.runner import run
 from headstart.solvers.directions import direction
 from headstart.solvers.objective import learning_rate
-from tests.backbones.test_language import LONG, PROMPT, SHORT, folder_of
+from tests.backbones.test_language import LONG, PROMPT, SHORT, VOCABULARY, folder_of
 
 TEXTS = [f"{a} {b} {c}" for a in ("the", "very") for b in ("cat", "dog", "film", "good") for c in ("sat", "ran", "bad")]
 
@@ -113,5 +116,25 @@ def test_lora_learns_to_choose_and_the_words_stay(blocks: int | None, tmp_path: 
     first, *_, last = lines(tmp_path / "run")
     assert last["loss"] < first["loss"] - 0.2
     np.testing.assert_array_equal(result.head.weight, np.eye(3))
-    update = {name for name in LinearHead.of_arrays(result.head.arrays()).arrays() if np.any(result.head.bias)}
-    assert not update
+    assert not result.head.bias.any()
+
+
+@pytest.mark.parametrize("merge", [False, True])
+def test_what_is_exported_says_the_same(merge: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Merged or not, `transformers` and `peft` alone give the scores of the run."""
+    recipe = recipe_of(tmp_path, method="fedavg", train="lora", lr=0.5, rounds=3)
+    run(recipe, tmp_path / "run")
+    export(tmp_path / "run", tmp_path / "out", merge=merge)
+    write_text(tmp_path / "new.txt", "the cat sat\nvery good bad film\nthe dog")
+    found = Model.of(tmp_path / "run").predict([tmp_path / "new.txt"])
+    monkeypatch.chdir(tmp_path / "out")
+    body: Any = transformers.AutoModelForCausalLM.from_pretrained("body")
+    body = body if merge else PeftModel.from_pretrained(body, ".").eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained("body")
+    words = [VOCABULARY.index(word) for word in SHORT]
+    for text, row in zip(found.inputs, found.probabilities, strict=True):
+        with torch.inference_mode():
+            logits = body(**tokenizer(PROMPT.replace("{text}", text), return_tensors="pt")).logits[0, -1, words]
+        np.testing.assert_allclose(logits.softmax(0), row, atol=1e-4)
+    with pytest.raises(HeadstartError, match="--format onnx: a model that chooses between words is written for tr"):
+        export(tmp_path / "run", tmp_path / "graph", format="onnx")
