@@ -86,6 +86,8 @@ class _Stage(Table):
     """Whether a client has a copy of its own of what is shared, too."""
     plain_sgd: ClassVar[bool] = False
     """Whether the method is defined for local SGD without momentum only."""
+    sgd_only: ClassVar[bool] = False
+    """Whether the method counts on steps that are gradients times a rate, with momentum or without."""
     phased: ClassVar[bool] = False
     """Whether its first rounds train other parameters than its last, below a module of its own."""
     method: str
@@ -301,6 +303,8 @@ class TrainingStage(_Rounds, _SGD):
     local_epochs: PositiveInt | None = None
     """Passes over the local examples; 1 unless local_steps says otherwise."""
     local_steps: PositiveInt | None = None
+    optimiser: Literal["sgd", "adamw"] = "sgd"
+    """Of the clients' steps. AdamW's moments start anew in every round, and its weight decay is no part of the loss."""
     hide_task: bool = False
     """With several tasks, a client sends zeros for those that are not its own, and receives them all: the server does
     not learn its task from what it sends."""
@@ -374,6 +378,7 @@ class LocalStage(_Plain, _SGD):
     sends: ClassVar[tuple[str, ...]] = ()
     local_epochs: ClassVar[int] = 1
     local_steps: ClassVar[None] = None
+    optimiser: ClassVar[Literal["sgd"]] = "sgd"
     schedule: ClassVar[Literal["constant"]] = "constant"
     warmup_rounds: ClassVar[int] = 0
     weighting: ClassVar[Literal["uniform"]] = "uniform"
