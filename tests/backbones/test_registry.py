@@ -49,7 +49,7 @@ def saved(model: transformers.PreTrainedModel, folder: Path) -> Path:
 # ---------------------------------------------------------------------------------------------------------- short names
 
 
-@pytest.mark.parametrize("name", BACKBONES)
+@pytest.mark.parametrize("name", [name for name in BACKBONES if name != "smollm2-135m"])  # test_gguf reads it
 def test_every_short_name_gives_a_frozen_body_of_the_promised_width(name: str) -> None:
     text = name == "all-MiniLM-L6-v2"
     backbone = load_backbone(Model(backbone=name, image_size=64, weights=None if text else "random"))

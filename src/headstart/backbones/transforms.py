@@ -79,7 +79,7 @@ def resized(image: Image.Image, width: int, height: int) -> npt.NDArray[np.float
 
 def filled(prompt: str, texts: Sequence[str], tokenizer: Any, max_tokens: int) -> tuple[str, list[int]]:
     """The prompt with its texts, and its tokens; the longest text is cut, the prompt and its mask never are."""
-    shown = [text.replace(tokenizer.mask_token, "") for text in texts]
+    shown = [text.replace(tokenizer.mask_token, "") if "{mask}" in prompt else text for text in texts]
     while True:
         given = {"{text}": shown[0], "{second}": shown[-1], "{mask}": tokenizer.mask_token}
         whole = "".join(str(given.get(part, part)) for part in re.split(r"(\{(?:text|second|mask)\})", prompt))
@@ -121,6 +121,8 @@ class TextTransform:
     tokenizer: Any
     max_tokens: int
     prompt: str | None = None
+    open: bool = False
+    """Whether something is to follow the prompt, so that no token ends it."""
 
     def __call__(self, value: Any, where: str) -> npt.NDArray[np.int64]:
         """Tokens [L, 2] of one example: their ids, and which text of a pair they belong to."""
@@ -128,7 +130,9 @@ class TextTransform:
         if self.prompt is None:
             encoded = self.tokenizer(*texts, truncation=True, max_length=self.max_tokens)
         else:
-            encoded = {"input_ids": filled(self.prompt, texts, self.tokenizer, self.max_tokens)[1]}
+            ids = filled(self.prompt, texts, self.tokenizer, self.max_tokens)[1]
+            ended = self.open and ids[-1] in (self.tokenizer.eos_token_id, self.tokenizer.sep_token_id)
+            encoded = {"input_ids": ids[:-1] if ended else ids}
         ids = encoded["input_ids"]
         return np.stack([ids, encoded.get("token_type_ids", np.zeros(len(ids)))], axis=1).astype(np.int64)
 

@@ -51,20 +51,49 @@ def contradictions(table: Mapping[str, Any]) -> list[str]:
         found = [*_unread(data), *_untargeted(data)] if isinstance(data, dict) else []
         problems += [f"{where}.{problem}" for problem in found]
     model = table.get("model")
-    if isinstance(model, dict) and tasks and "prompt" in model:
-        problems.append("model.prompt: a prompt's label words are those of one task; give [data] instead of [[tasks]]")
-    if isinstance(model, dict) and ("prompt" in model) != ("label_words" in model):
-        problems.append("model: prompt and label_words belong together; give both or neither")
-    if isinstance(model, dict) and isinstance(model.get("prompt"), str) and model["prompt"].count("{mask}") != 1:
-        problems.append("model.prompt: write {mask} once, and {text} where the text goes")
+    problems += _of_model(model, bool(tasks)) if isinstance(model, dict) else []
     has_body = not isinstance(model, dict) or model.get("backbone") != "features"
     data = table.get("data")
     target = data.get("target") if isinstance(data, dict) else None
+    speaks = isinstance(model, dict) and model.get("task", "classify") != "classify"
     for number, stage in enumerate(stages if isinstance(stages, list) else ()):
         if isinstance(stage, dict) and target in ("regression", "multilabel"):
             problems += [f"stages.{number}.{problem}" for problem in _without_classes(stage, target)]
         if isinstance(stage, dict):
             problems += [f"stages.{number}{problem}" for problem in _of_stage(number, stage, has_body, bool(tasks))]
+            problems += [f"stages.{number}{problem}" for problem in _headless(stage)] if speaks else []
+    return problems
+
+
+def _of_model(model: Mapping[str, Any], tasks: bool) -> list[str]:
+    """What is wrong with the table of a model as a whole."""
+    problems, prompt, chooses = [], model.get("prompt"), model.get("task") == "choose"
+    if tasks and "prompt" in model:
+        problems.append("model.prompt: a prompt's label words are those of one task; give [data] instead of [[tasks]]")
+    if chooses and not {"prompt", "label_words"} <= model.keys():
+        problems.append("model.task: to choose, a model needs a prompt, and label_words to choose from; give both")
+    elif ("prompt" in model) != ("label_words" in model):
+        problems.append("model: prompt and label_words belong together; give both or neither")
+    if isinstance(prompt, str) and chooses and (prompt.count("{mask}") > 1 or "{text}" not in prompt):
+        problems.append("model.prompt: write {text} where the text goes, and {mask} at most once")
+    if isinstance(prompt, str) and not chooses and prompt.count("{mask}") != 1:
+        problems.append(
+            "model.prompt: write {mask} once, and {text} where the text goes; for words that follow the prompt, set "
+            "task = 'choose'"
+        )
+    return problems
+
+
+def _headless(stage: Mapping[str, Any]) -> list[str]:
+    """What a stage asks of a head, where the model answers in words; problems begin with the key they are about."""
+    problems, kind = [], STAGES.get(str(stage.get("method")))
+    key = "update" if stage.get("method") == "personalise" else "train"
+    if stage.get(key) == "head":
+        problems.append(f".{key}: a model that answers in words has no head to train; use 'lora', 'norms' or 'all'")
+    if stage.get("head_init", "previous") != "previous" or stage.get("head") == "mlp":
+        problems.append(": a model that answers in words has its own head; leave head_init and head out")
+    if kind and kind.trains and "personal" == kind.classifier != kind.representation:
+        problems.append(f".method: {stage['method']} gives clients heads of their own, and there are none; use fedavg")
     return problems
 
 
@@ -159,6 +188,10 @@ def _unlike(stage: Mapping[str, Any], kind: type[Any], train: Any, tasks: bool) 
         problems.append(f".patience: {method}'s first rounds train other parameters, and it has to reach the last ones")
     if stage.get("momentum") and kind.plain_sgd:
         problems.append(f".momentum: {method} is defined for plain local SGD; leave it 0")
+    if stage.get("optimiser") == "adamw" and (kind.plain_sgd or kind.sgd_only):
+        problems.append(f".optimiser: {method} is defined for local SGD; use 'sgd'")
+    elif stage.get("optimiser") == "adamw" and stage.get("momentum"):
+        problems.append(".momentum: adamw has its own; leave it out")
     return problems
 
 

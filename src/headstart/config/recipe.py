@@ -134,12 +134,18 @@ class Model(Table):
     resize: Literal["squash"] | PositiveInt = "squash"
     """"squash" to a square; a number: the shorter side to so many pixels, then a centre crop."""
     image_size: PositiveInt | None = None
-    pooling: Literal["auto", "cls", "mean"] = "auto"
+    pooling: Literal["auto", "cls", "mean", "last"] = "auto"
+    """What becomes of a transformer's hidden states: the first token's, their mean, the last token's; "auto": as its
+    folder says, or the first, and the last in a causal model."""
     max_tokens: PositiveInt = 128
+    task: Literal["classify", "choose"] = "classify"
+    """"classify": a head on features. "choose": a language model says which of the label words follows the prompt, or
+    stands at its mask; nothing but the model is trained."""
     prompt: str | None = None
-    """A cloze for a masked language model, such as "{text} It was {mask}."; {second} is the second text of a pair."""
+    """With {text} where the text goes, and {second} for the second text of a pair: "Review: {text}\\nSentiment:" before
+    the words of a causal or sequence-to-sequence model, "{text} It was {mask}." around those of a masked one."""
     label_words: Annotated[tuple[str, ...], Field(strict=False)] | None = None
-    """The word that stands for each class where the prompt has its {mask}, in the order of the classes."""
+    """The word, or words, that stand for each class, in the order of the classes."""
 
 
 class Recipe(Table):

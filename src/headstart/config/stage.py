@@ -89,6 +89,8 @@ class _Stage(Table):
     """Whether a client has a copy of its own of what is shared, too."""
     plain_sgd: ClassVar[bool] = False
     """Whether the method is defined for local SGD without momentum only."""
+    sgd_only: ClassVar[bool] = False
+    """Whether the method counts on steps that are gradients times a rate, with momentum or without."""
     phased: ClassVar[bool] = False
     """Whether its first rounds train other parameters than its last, below a module of its own."""
     method: str
@@ -218,7 +220,7 @@ class ClosedFormStage(_Sampled):
         return self.passes * self.rounds_per_pass(n_clients)
 
 
-Part = Literal["head", "body", "all", "lora", "adapter", "vpt"]
+Part = Literal["head", "body", "all", "norms", "lora", "adapter", "vpt"]
 
 
 class _Optimiser(_Stage):
@@ -257,7 +259,7 @@ class _Optimiser(_Stage):
     def plan(self) -> Plan:
         """What is frozen, shared and personal: what ``train`` and ``norm_statistics`` name, in the method's roles."""
         train, norm_statistics = getattr(self, "train"), getattr(self, "norm_statistics")  # noqa: B009 (of a subclass)
-        body: Role = self.representation if train in ("all", "body") else "frozen"
+        body: Role = self.representation if train in ("all", "body", "norms") else "frozen"
         module: Role = self.representation if train in MODULES else "frozen"
         hidden: Role = "frozen" if train == "body" else self.representation
         head: Role = "frozen" if train == "body" else self.classifier
@@ -279,8 +281,9 @@ class _Rounds(_Sampled, _Optimiser):
     """Anything that is trained round after round."""
 
     train: Part
-    """What is trained: the head, on cached features of the frozen body; the body under a frozen head; both; or the head
-    and a small module on a frozen transformer: low-rank updates, adapters, or prompts."""
+    """What is trained: the head, on cached features of the frozen body; the body under a frozen head; both; the head
+    and, of the body, norms and biases alone; or the head and a small module on a frozen transformer: low-rank updates,
+    adapters, or prompts."""
     head: Literal["linear", "mlp"] = "linear"
     """"mlp": two hidden layers of rectified units before the linear one (the FedNCM paper's three-layer head)."""
     hidden: PositiveInt = 256
@@ -300,6 +303,9 @@ class _Rounds(_Sampled, _Optimiser):
     """Of LoRA's updates."""
     alpha_lora: PositiveFloat = 16.0
     """LoRA's updates are scaled by alpha_lora / rank."""
+    targets: Literal["all-linear"] | Annotated[tuple[str, ...], Field(strict=False, min_length=1)] | None = None
+    """Linear layers that LoRA is on, by the ends of their names, such as ["q_proj", "v_proj"], or all in the blocks;
+    None: the projections to queries and values."""
     bottleneck: PositiveInt = 8
     """Width of adapters."""
     tokens: PositiveInt = 8
@@ -311,8 +317,12 @@ class _Rounds(_Sampled, _Optimiser):
     @property
     def module_settings(self) -> dict[str, Any]:
         """What the module is made by, where one is trained."""
-        keys = {"lora": ("rank", "alpha_lora"), "adapter": ("bottleneck",), "vpt": ("tokens",)}.get(self.train)
-        return {key: getattr(self, key) for key in (*keys, "blocks")} if keys else {}
+        keys = {"lora": ("rank", "alpha_lora", "targets"), "adapter": ("bottleneck",), "vpt": ("tokens",)}.get(
+            self.train
+        )
+        values = {key: getattr(self, key) for key in (*keys, "blocks")} if keys else {}
+        # As they are read back from a file, where there are no tuples.
+        return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
 
 
 class TrainingStage(_Rounds, _SGD):
@@ -321,6 +331,8 @@ class TrainingStage(_Rounds, _SGD):
     local_epochs: PositiveInt | None = None
     """Passes over the local examples; 1 unless local_steps says otherwise."""
     local_steps: PositiveInt | None = None
+    optimiser: Literal["sgd", "adamw"] = "sgd"
+    """Of the clients' steps. AdamW's moments start anew in every round, and its weight decay is no part of the loss."""
     hide_task: bool = False
     """With several tasks, a client sends zeros for those that are not its own, and receives them all: the server does
     not learn its task from what it sends."""
@@ -373,7 +385,7 @@ class ZerothOrderStage(_Plain, _Rounds):
     one_task: ClassVar[bool] = True
     norm_statistics: ClassVar[Literal["freeze"]] = "freeze"
     augment: ClassVar[Literal["none"]] = "none"
-    train: Literal["head", "body", "all", "lora", "adapter"]
+    train: Literal["head", "body", "all", "norms", "lora", "adapter"]
     lr: PositiveFloat = 1e-4
     epsilon: PositiveFloat = 1e-3
     """How far a probe goes along a direction, both ways."""
@@ -394,6 +406,7 @@ class LocalStage(_Plain, _SGD):
     sends: ClassVar[tuple[str, ...]] = ()
     local_epochs: ClassVar[int] = 1
     local_steps: ClassVar[None] = None
+    optimiser: ClassVar[Literal["sgd"]] = "sgd"
     schedule: ClassVar[Literal["constant"]] = "constant"
     warmup_rounds: ClassVar[int] = 0
     weighting: ClassVar[Literal["uniform"]] = "uniform"

@@ -105,8 +105,13 @@ class Body:
         version = self._versions.get(self.loaded)
         return version.norm_statistics if version else "aggregate"
 
+    @property
+    def fixed_head(self) -> bool:
+        """Whether the head is the body's own, and stays as it is."""
+        return self.backbone is not None and self.backbone.task != "classify"
+
     def label_words(self) -> LinearHead | None:
-        """The head of a prompt's label words, where the body is a masked language model."""
+        """The head that a language model under a prompt has before any training; None for other bodies."""
         if self.backbone is None or self.backbone.label_words is None:
             return None
         return LinearHead(*self.backbone.label_words)

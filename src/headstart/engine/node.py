@@ -364,7 +364,7 @@ class Node:
             target, stage = self.federation.dataset.target, self.recipe.stages[setup.number]
             method, channel = setup.method(recipe, body, None if self.alone else (), target)
             figures = FiguresChannel.of(stage, setup.clients, None, setup.tasks[setup.task][1], target)
-            changes = plan_of(stage, frozenset(setup.personal)).changes_features
+            changes = plan_of(stage, frozenset(setup.personal), body.fixed_head).changes_features
             source: Any = body.inputs() if changes else body.features("train")
             self._stage = key, _Stage(stage, setup, ClientRuntime(method, channel), figures, body, source)
         return self._stage[1]

@@ -27,9 +27,10 @@ Shapes = Mapping[str, tuple[int, ...]]
 _EARLIER = 0  # the number under which a client's body has what earlier stages made
 
 
-def plan_of(stage: ClosedForm | Rounds, personal: Set[str]) -> Plan:
+def plan_of(stage: ClosedForm | Rounds, personal: Set[str], fixed_head: bool) -> Plan:
     """The plan of a stage; personal: the parts of the model that are each client's own already."""
-    return stage.plan.on_top_of(personal, stage.norm_statistics) if stage.personalises else stage.plan
+    plan = replace(stage.plan, head="frozen", hidden="frozen") if fixed_head else stage.plan
+    return plan.on_top_of(personal, stage.norm_statistics) if stage.personalises else plan
 
 
 def method_of(
@@ -80,11 +81,11 @@ class StageSetup:
 
     @classmethod
     def of(
-        cls, seed: tuple[int, ...], stage: ClosedForm | Rounds, tasks: tuple[Task, ...], task: int, start: Start,
-        replays: bool,
+        cls, seed: tuple[int, ...], stage: ClosedForm | Rounds, plan: Plan, tasks: tuple[Task, ...], task: int,
+        start: Start, replays: bool,
     ) -> StageSetup:  # fmt: skip
         """A stage as the server knows it; replays: whether a client rebuilds the model from a log."""
-        plan, parts = plan_of(stage, start.personal), dict[str, Mapping[str, Array]]()
+        parts = dict[str, Mapping[str, Array]]()
 
         def sent(role: str) -> bool:  # with every message
             return role == "shared" and not replays
@@ -159,7 +160,7 @@ class StageSetup:
         target: what the client's examples are to teach."""
         stage = recipe.stages[self.number]
         self._load(body)
-        plan = plan_of(stage, frozenset(self.personal))
+        plan = plan_of(stage, frozenset(self.personal), body.fixed_head)
         return method_of(stage, plan, (recipe.seed, self.number), body, self._tasks(target), noise)
 
     def _under(self, prefix: str) -> dict[str, np.ndarray]:

@@ -88,21 +88,21 @@ def _save_body(model: Model, merge: bool, folder: Path) -> str:
     files, code = [], []
     is_lora = module is not None and module.kind == "lora"
     if isinstance(core, PreTrainedModel):
-        auto = "AutoModelForMaskedLM" if model.cloze else "AutoModel"
+        auto = model.auto
         # What is on another machine too need not be brought along.
-        if module is None or model.retrained or model.cloze or Path(table["backbone"]).expanduser().is_absolute():
+        if module is None or model.retrained or model.speaks or Path(table["backbone"]).expanduser().is_absolute():
             _save_hugging_face(model, folder / "body")
             table["backbone"] = "body"
             table.pop("weights", None)
             files.append("`body/`: the body, for transformers, and for a recipe")
             code = [f"from transformers import {auto}", f'body = {auto}.from_pretrained("body")']
-        if not model.cloze and (module is None or is_lora) and not backbone.by_batch:
+        if not model.speaks and (module is None or is_lora) and not backbone.by_batch:
             files.append(_save_whole(model, folder / "base" if is_lora else folder, "base/" if is_lora else ""))
             code += _whole_code(model.kind, is_lora)
         if module is not None and is_lora:
-            _save_adapter(module, model.cloze, model.kind, folder)
+            _save_adapter(module, auto if model.speaks else None, model.kind, folder)
             files.append("`adapter_config.json, adapter_model.safetensors`: the LoRA, for peft")
-            if model.cloze:
+            if model.speaks:
                 code += ["from peft import PeftModel", 'body = PeftModel.from_pretrained(body, ".").eval()']
             module = None
     elif module is None or model.retrained:
@@ -205,6 +205,8 @@ def _readme(model: Model, files: list[str], code: list[str], table: dict[str, An
         which = {"cls": "the first of", "mean": "the mean of", "last": "the last real token's of"}.get(_pooling(model))
         how = f"{which} the last hidden states" if which else "pooled features"
         how = "the state at the mask, before the vocabulary" if model.cloze else how
+        chooses = model.speaks and not model.cloze
+        how = "the log-likelihoods of the label words after the prompt" if chooses else how
         reads = f"{how} [{width}]"
         reads += ", batch norm by each batch's own statistics" if backbone.by_batch else ""
     lines = [
@@ -280,24 +282,23 @@ def _copy_settings(place: str, folder: Path, name: str) -> None:
         shutil.copyfile(found, folder / name)
 
 
-def _save_adapter(module: Module, cloze: bool, kind: str, folder: Path) -> None:
-    """A LoRA in the layout of `peft`, on the whole model in `base/`, or on the masked language model in `body/`.
+def _save_adapter(module: Module, speaks: str | None, kind: str, folder: Path) -> None:
+    """A LoRA in the layout of `peft`, on the whole model in `base/`, or on the language model in `body/`.
 
     `peft` looks for the model below from where it runs: from within the folder, wherever that is.
     """
     from peft import LoraConfig
 
     scale: Any = module.settings["alpha_lora"]
-    auto = "AutoModelForMaskedLM" if cloze else _AUTO[kind]
     config = LoraConfig(
         r=module.settings["rank"],
         lora_alpha=scale,
         target_modules=sorted({name.partition(".lora_")[0] for name in module.values[0]}),
-        base_model_name_or_path="body" if cloze else "base",
-        auto_mapping={"base_model_class": auto, "parent_library": "transformers"},
+        base_model_name_or_path="body" if speaks else "base",
+        auto_mapping={"base_model_class": speaks or _AUTO[kind], "parent_library": "transformers"},
         inference_mode=True,
     )
     config.save_pretrained(str(folder))
-    prefix = "base_model.model." + ("" if cloze else "encoder.")
+    prefix = "base_model.model." + ("" if speaks else "encoder.")
     arrays = {f"{prefix}{name}": np.ascontiguousarray(array) for name, array in module.values[0].items()}
     save_file(arrays, folder / "adapter_model.safetensors", metadata={"format": "pt"})

@@ -103,6 +103,10 @@ def save_graph(model: Model, form: Format, folder: Path) -> str:
             "depends on the rest of its batch, and no graph can give the run's; leave --format out, or train with "
             "norm_statistics = 'aggregate' or 'freeze' on a backbone that keeps statistics"
         )
+    if model.speaks and not model.cloze:
+        raise HeadstartError(
+            f"--format {form}: a model that chooses between words is written for transformers; leave --format out"
+        )
     whole = Whole(model).eval().requires_grad_(False)
     traced, other = (example(model, *shape) for shape in ((3, 7), (2, 5)))
     names = (

@@ -144,7 +144,21 @@ class Model:
     @property
     def cloze(self) -> bool:
         """Whether the body is a masked language model under a prompt."""
-        return self.recipe.model.prompt is not None
+        return "{mask}" in (self.recipe.model.prompt or "")
+
+    @property
+    def auto(self) -> str:
+        """The class of `transformers` that loads the body."""
+        core: Any = self.body.backbone.core if self.body.backbone else None
+        if self.recipe.model.prompt is None:
+            return "AutoModel"
+        answers = "Seq2SeqLM" if core.config.is_encoder_decoder else "CausalLM"
+        return f"AutoModelFor{'MaskedLM' if self.cloze else answers}"
+
+    @property
+    def speaks(self) -> bool:
+        """Whether the body is a language model with its vocabulary, under a prompt."""
+        return self.auto != "AutoModel"
 
     def scores(self, examples: Examples) -> npt.NDArray[np.float32]:
         """Scores [n, C]; minus infinity for a class that is masked."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from headstart.config.recipe import Recipe
 from headstart.core.state import unpack
 from headstart.engine.body import Body
+from headstart.engine.setup import plan_of
 from headstart.errors import HeadstartError
 from headstart.methods import StageContext, Task, build
 from headstart.records import RunDirectory
@@ -41,7 +42,7 @@ def replay(path: Path, out: Path) -> list[str]:
     made = final.arrays()
     classes = len(made["weight"])
     dim = body.backbone.dim if body.backbone else made.get("hidden.0.weight", made["weight"]).shape[1]
-    seed, plan = (recipe.seed, number), stage.plan
+    seed, plan = (recipe.seed, number), plan_of(stage, frozenset(), body.fixed_head)
     body.attach(stage, plan, seed)
     context = StageContext((Task("default", classes, head=head),), dim, seed, plan, body.model)
     method = build(stage, context)

@@ -23,6 +23,7 @@ class CentralisedStage(TrainingStage):
     pooled: ClassVar[bool] = True
     communicates: ClassVar[bool] = False
     one_task: ClassVar[bool] = True
+    sgd_only: ClassVar[bool] = True
     method: Literal["centralised"]
 
 

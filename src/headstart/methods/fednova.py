@@ -34,6 +34,7 @@ class FedNovaStage(TrainingStage):
     """Updates normalised by the local steps behind them (Wang et al., NeurIPS 2020)."""
 
     numbers: ClassVar[tuple[str, ...]] = ("steps",)
+    sgd_only: ClassVar[bool] = True
     method: Literal["fednova"]
     mu: NonNegativeFloat = 0.0
     server_momentum: float = Field(default=0.0, ge=0, lt=1)

@@ -70,7 +70,7 @@ class SLoRA(Method[SLoRAState]):
     def _prepare_priming(self) -> None:
         """A mask on top of LoRA as it starts, which changes nothing."""
         self.tuning.load(self.tuning.model(self.tuning.init()))
-        settings = {"density": self.stage.density, "blocks": self.stage.blocks}
+        settings = {**self.stage.module_settings, "density": self.stage.density}
         self.mask = self.body.attach("mask", settings, self.seed)
         self.priming = self.part = Training(self.stage, self.context)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from headstart.backbones import Backbone, some, unused
 from headstart.errors import HeadstartError
 from headstart.modules.adapter import adapters
-from headstart.modules.blocks import blocks_of, projections_of
+from headstart.modules.blocks import blocks_of, linear_in, projections_of, widths
 from headstart.modules.lora import lora
 from headstart.modules.mask import masks
 from headstart.modules.prompts import prompts
@@ -40,21 +40,16 @@ class Attached:
 def attach(kind: str, backbone: Backbone, settings: Mapping[str, Any], seed: int) -> Attached:
     """Put a new module on the body; its parameters depend on the seed alone, and its outputs are the body's own.
 
-    settings: rank and alpha_lora of LoRA, the bottleneck of adapters, the number of tokens of prompts. ``blocks``
-    puts the module on so many of the last blocks; None, or nothing, on all.
+    settings: rank, alpha_lora and targets of LoRA, the bottleneck of adapters, the number of tokens of prompts.
+    ``blocks`` puts the module on so many of the last blocks; None, or nothing, on all.
     """
     blocks = blocks_of(backbone.core)
     if not blocks:
         raise HeadstartError(f"{backbone.name} has no transformer blocks for a {kind}; set train to 'all' or 'head'")
-    targets = projections_of(backbone.core)
     depth = _depth(backbone, len(blocks), settings.get("blocks"))
-    if depth:
-        blocks = blocks[depth:]
-        inside = {id(module) for block in blocks for module in block.modules()}
-        targets = [name for name in targets if id(backbone.core.get_submodule(name)) in inside]
-    first = backbone.core.get_submodule(targets[0])
-    assert isinstance(first, nn.Linear)
-    width = first.in_features
+    targets = _targets(backbone, blocks, depth, settings.get("targets"))
+    blocks = blocks[depth:]
+    width = widths(backbone.core.get_submodule(projections_of(backbone.core)[0]))[1]
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         if kind == "lora":
@@ -71,6 +66,23 @@ def attach(kind: str, backbone: Backbone, settings: Mapping[str, Any], seed: int
         detach()
         raise
     return Attached(kind, parameters, detach, depth)
+
+
+def _targets(backbone: Backbone, blocks: list[nn.Module], depth: int, wanted: str | Sequence[str] | None) -> list[str]:
+    """Names of the layers that a LoRA or a mask is on: behind ``depth`` blocks, those that are wanted."""
+    core = backbone.core
+    names = None if isinstance(wanted, str) else wanted
+    targets = projections_of(core) if wanted is None else linear_in(core, names)
+    if depth or wanted is not None:  # what is no block, such as the vocabulary, is no target
+        inside = {id(module) for block in blocks[depth:] for module in block.modules()}
+        targets = [name for name in targets if id(core.get_submodule(name)) in inside]
+    if not targets:
+        there = dict.fromkeys(name.rpartition(".")[2] for name in linear_in(blocks[-1], None))
+        raise HeadstartError(
+            f"targets: no linear layer in the blocks of {backbone.name} is called {' or '.join(names or ())}; they "
+            f"are called {', '.join(there)}; or set 'all-linear'"
+        )
+    return targets
 
 
 def _check(kind: str, backbone: Backbone, parameters: Mapping[str, nn.Parameter]) -> None:

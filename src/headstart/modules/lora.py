@@ -1,7 +1,8 @@
-"""LoRA (Hu et al., ICLR 2022) through `peft`: low-rank updates of the projections to queries and values."""
+"""LoRA (Hu et al., ICLR 2022) through `peft`: low-rank updates of linear layers."""
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 from torch import nn
@@ -15,7 +16,9 @@ def lora(core: nn.Module, targets: list[str], rank: int, alpha: float) -> Detach
 
     scale: Any = alpha  # peft divides it by the rank, and a fraction is as good as a whole number
     config = LoraConfig(r=rank, lora_alpha=scale, target_modules=targets, lora_dropout=0.0, bias="none")
-    tuner = LoraModel(core, {"default": config}, "default")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "fan_in_fan_out")  # it finds out by itself which way a layer multiplies
+        tuner = LoraModel(core, {"default": config}, "default")
     parameters = {
         name.replace(".default.", "."): parameter for name, parameter in core.named_parameters() if ".lora_" in name
     }

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from headstart.modules.blocks import Detachable, put_on
+from headstart.modules.blocks import Detachable, put_on, widths
 
 
 def masks(body: nn.Module, core: nn.Module, targets: list[str], density: float, seed: int) -> Detachable:
@@ -23,8 +23,8 @@ def masks(body: nn.Module, core: nn.Module, targets: list[str], density: float, 
     handles = []
     for number, name in enumerate(targets):
         layer = core.get_submodule(name)
-        assert isinstance(layer.weight, Tensor)
-        where = torch.from_numpy(entries(layer.weight.numel(), density, seed, number)).to(device)
+        out, width = widths(layer)
+        where = torch.from_numpy(entries(out * width, density, seed, number)).to(device)
         parameters[name.removesuffix(".base_layer")] = values = nn.Parameter(torch.zeros(len(where), device=device))
         handles.append(layer.register_forward_hook(partial(_masked, values, where)))
     return parameters, put_on(body, "masks", nn.ParameterList(parameters.values()), handles)
@@ -43,4 +43,4 @@ def dense(values: Tensor, where: Tensor, shape: torch.Size | tuple[int, ...]) ->
 
 
 def _masked(values: Tensor, where: Tensor, layer: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-    return output + functional.linear(inputs[0], dense(values, where, layer.weight.shape).to(inputs[0].dtype))
+    return output + functional.linear(inputs[0], dense(values, where, widths(layer)).to(inputs[0].dtype))

@@ -43,7 +43,7 @@ def run_stage(run: Run, number: int, saved: Checkpoint | None) -> None:
     """One stage; saved: the round to go on from, where it was interrupted."""
     stage = StageRun(run, number, saved)
     server, clients, observers = stage.server, stage.clients, stage.observers
-    if stage.settings.personalises and saved is None:
+    if (stage.settings.personalises or stage.answers_already) and saved is None:
         observers(-1, server.state)
     first = stage.rounds if observers.out_of_patience else stage.record.done
     play_rounds(server, clients, stage.costs, stage.draw_seed, observers, first)
@@ -66,8 +66,8 @@ class StageRun:
         self.begin = self._begin()
         run.body.load(self.begin.body)
         self.personal = self._personal()
-        self.plan = plan_of(self.settings, self.personal)
-        shares = "shared" in (self.plan.body, self.plan.module)
+        self.plan = plan_of(self.settings, self.personal, run.body.fixed_head)
+        shares = "shared" in (self.plan.body, self.plan.module) and not run.body.fixed_head
         self.before = run.body.known(self.settings.eval_split) if shares and not self.remote else None
         """Features of the evaluated split before the stage, where it changes those of all clients."""
         module, norm_statistics = run.body.module, run.body.norm_statistics
@@ -110,6 +110,13 @@ class StageRun:
         if origin == PRETRAINED:
             return StageModel((self.run.body.label_words(),) * len(self.run.federation.tasks), PRETRAINED)
         return self.run.models[origin]
+
+    @property
+    def answers_already(self) -> bool:
+        """Whether the model it starts from answers without any training, so that round 0 is worth a look."""
+        words, settings = self.run.body.label_words(), self.settings
+        untrained = self.run.origin(self.number) == PRETRAINED and settings.head_init == "previous"
+        return words is not None and untrained and settings.trains and not self._tested_by_nodes
 
     def _own_names(self) -> frozenset[str]:
         """Parameters that are each client's own already."""
@@ -165,7 +172,9 @@ class StageRun:
         """What a client of a task is told, without and with something of its own from earlier stages."""
         found = {}
         for task in range(len(self.tasks)):
-            setup = StageSetup.of(self.seed, self.settings, self.tasks, task, self.start, self.method.replays)
+            setup = StageSetup.of(
+                self.seed, self.settings, self.plan, self.tasks, task, self.start, self.method.replays
+            )
             found[task, False], found[task, True] = setup, setup.without(self.start.own)
         return found
 

@@ -19,6 +19,7 @@ from torch.nn import functional
 from headstart.config.stage import Training
 from headstart.core.params import Params
 from headstart.core.statistics import Features
+from headstart.solvers.adam import Moments
 from headstart.solvers.cohort import Cohort
 from headstart.solvers.objective import LocalResult, Objective, learning_rate
 
@@ -40,6 +41,7 @@ class HeadSolver:
         velocity = Params({n: torch.zeros_like(value) for n, value in start.items()}) | (objective.velocity or {})
         centre, proximal = objective.centre or start, _by_client(objective.proximal, len(cohort.clients))
         inner, origin = objective.inner_lr, parameters
+        moments = {name: Moments(start[name]) for name in moves} if stage.optimiser == "adamw" else {}
         for step in range(index.shape[1] if inner is None else index.shape[1] // 2 * 2):
             present, batch = index[:, step] >= 0, index[:, step].clamp(min=0)
             active = present.any(dim=1)
@@ -49,7 +51,7 @@ class HeadSolver:
             if stage.clip is not None:
                 clip_norms(gradients, stage.clip)
             for name, gradient in gradients.items():
-                if stage.weight_decay:
+                if stage.weight_decay and not moments:
                     gradient += stage.weight_decay * pulled(name, parameters[name])
                 if proximal is not None:
                     gradient += wide(proximal, gradient) * pulled(name, parameters[name] - centre[name])
@@ -62,6 +64,11 @@ class HeadSolver:
             parameters = Params(origin) if inner is not None else parameters
             for name, gradient in gradients.items():
                 moving = wide(active, gradient)
+                if moments:
+                    change = moments[name].direction(gradient)
+                    change += stage.weight_decay * pulled(name, parameters[name])
+                    parameters[name] = torch.where(moving, parameters[name] - rate * change, parameters[name])
+                    continue
                 velocity[name] = torch.where(moving, stage.momentum * velocity[name] + gradient, velocity[name])
                 parameters[name] = torch.where(moving, parameters[name] - rate * velocity[name], parameters[name])
         if inner is not None:

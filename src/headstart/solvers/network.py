@@ -19,6 +19,7 @@ from headstart.core.params import Params
 from headstart.core.plan import Plan
 from headstart.errors import HeadstartError
 from headstart.modules import LocalModel
+from headstart.solvers.adam import Moments
 from headstart.solvers.cohort import Cohort
 from headstart.solvers.heads import batches, layers_of, pulled
 from headstart.solvers.objective import LocalResult, Objective, learning_rate
@@ -34,6 +35,8 @@ class Network:
         self.parameters = model.parameters()
         self.parameters |= {name: nn.Parameter(value.to(self.device)) for name, value in head.items()}
         self.trained = {name: each for name, each in self.parameters.items() if plan.role(name) != "frozen"}
+        if stage.train == "norms":  # what has one value for a channel: scales, shifts, biases
+            self.trained = {n: each for n, each in self.trained.items() if not n.startswith("body.") or each.ndim == 1}
         below = {name: parameter for name, parameter in self.trained.items() if name.startswith("body.")}
         if self.backbone is not None and below:
             # What the features do not depend on, such as a pooler, cannot be trained; it stays frozen.
@@ -133,6 +136,7 @@ class _Steps:
         self.proximal = float(np.float32(np.broadcast_to(objective.proximal, 1)[0]))
         self.centre = [begin[name] for name in self.moving] if objective.centre is None else self._own(objective.centre)
         self.velocity, self.correction = self._own(objective.velocity), self._own(objective.correction)
+        self.moments = [Moments(each) for each in self.parameters] if stage.optimiser == "adamw" else []
         self.origin: list[Tensor] = []
         """The parameters before an inner step."""
 
@@ -153,9 +157,17 @@ class _Steps:
             if self.origin:
                 model.write(self.moving, dict(zip(self.moving, self.origin, strict=True)))
                 self.origin = []
-            self._accelerate(gradients)
-            for parameter, change in zip(self.parameters, self.velocity, strict=True):
+            for parameter, change in zip(self.parameters, self._changes(gradients), strict=True):
                 model.subtract(parameter, change, self.rate)
+
+    def _changes(self, gradients: list[Tensor]) -> list[Tensor]:
+        """What is subtracted, before the learning rate."""
+        if not self.moments:
+            self._accelerate(gradients)
+            return self.velocity
+        changes = [moment.direction(each) for moment, each in zip(self.moments, gradients, strict=True)]
+        pairs = zip(changes, self.moving.items(), strict=True)
+        return [change.add_(pulled(n, each), alpha=self.stage.weight_decay) for change, (n, each) in pairs]
 
     def _clipped(self, gradients: list[Tensor]) -> list[Tensor]:
         """Gradients of at most the norm that the stage allows."""
@@ -170,7 +182,7 @@ class _Steps:
         found = []
         for number, (name, gradient) in enumerate(zip(self.moving, gradients, strict=True)):
             parameter = self.parameters[number]
-            if self.stage.weight_decay:
+            if self.stage.weight_decay and not self.moments:
                 gradient = gradient.add(pulled(name, parameter), alpha=self.stage.weight_decay)
             if self.proximal:
                 gradient = gradient.add(pulled(name, parameter - self.centre[number]), alpha=self.proximal)

@@ -1,0 +1,198 @@
+"""Language models that choose: how likely each of some continuations is after a prompt."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from headstart.backbones.backbone import Backbone, cannot_load
+from headstart.backbones.transforms import TextTransform
+from headstart.config.recipe import Model
+from headstart.errors import HeadstartError
+
+# Log-likelihoods in one pass for all candidates may differ from those one by one by no more than rounding.
+_TOLERANCE = 1e-3
+
+
+class _After(nn.Module):
+    """A causal language model: the log-likelihood of every candidate after a prompt, in one pass.
+
+    The prompt is read once. Behind it come the candidates, each without its last token, which nothing follows; none of
+    them sees another one. Candidates of a single token add nothing to the prompt.
+    """
+
+    def __init__(self, model: Any, candidates: Sequence[Sequence[int]]) -> None:
+        super().__init__()
+        self.encoder, self.count = model, len(candidates)
+        tails = [(number, depth, token) for number, c in enumerate(candidates) for depth, token in enumerate(c[:-1])]
+        self.owner, self.depth, self.tails = torch.tensor(tails, dtype=torch.long).reshape(-1, 3).T
+        # A token is read off the prompt's last position where it is a candidate's first, or off the one before it.
+        place = {(number, depth): 1 + at for at, (number, depth, _) in enumerate(tails)}
+        read = [(n, place.get((n, d - 1), 0), token) for n, c in enumerate(candidates) for d, token in enumerate(c)]
+        self.read = torch.tensor(read, dtype=torch.long).T
+
+    def forward(self, inputs: Tensor, mask: Tensor, *_: Tensor) -> Tensor:
+        """Token ids and mask [B, L], padded on the right → [B, C]."""
+        lengths, device = mask.sum(dim=1, keepdim=True), inputs.device
+        behind = inputs.shape[1] + torch.arange(len(self.tails), device=device)
+        places = torch.cat([lengths - 1, behind.expand(len(inputs), -1)], 1)
+        given = {"input_ids": inputs, "attention_mask": mask}
+        if len(self.tails):
+            given = self._packed(inputs, mask, lengths)
+        with read_at(self.encoder, (torch.arange(len(inputs), device=device)[:, None], places)):
+            logits = self.encoder(**given, use_cache=False).logits
+        owner, place, token = self.read.to(device)
+        found: Tensor = logits.float().log_softmax(dim=-1)[:, place, token]
+        return found.new_zeros(len(inputs), self.count).index_add(1, owner, found)
+
+    def _packed(self, inputs: Tensor, mask: Tensor, lengths: Tensor) -> dict[str, Tensor]:
+        """Prompt and candidates as one sequence [B, N], each token's position, and who sees whom [B, 1, N, N]."""
+        count, length = inputs.shape
+        tails, owner, depth = (each.to(inputs.device) for each in (self.tails, self.owner, self.depth))
+        order = torch.arange(length, device=inputs.device)
+        positions = torch.cat([order.expand(count, -1), lengths + depth], 1)
+        sees = torch.zeros(count, positions.shape[1], positions.shape[1], dtype=torch.bool, device=inputs.device)
+        sees[:, :length, :length] = order[:, None] >= order
+        sees[:, length:, :length] = mask[:, None].bool()
+        sees[:, length:, length:] = (owner[:, None] == owner) & (depth[:, None] >= depth)
+        # Zero and a very negative number: some attentions add a mask rather than select by it.
+        added = torch.zeros(sees.shape, device=inputs.device).masked_fill(~sees, torch.finfo(torch.float32).min)
+        ids = torch.cat([inputs, tails.expand(count, -1)], 1)
+        return {"input_ids": ids, "attention_mask": added[:, None], "position_ids": positions}
+
+
+class _Answer(nn.Module):
+    """A sequence-to-sequence model: the log-likelihood of every candidate as the answer to a prompt, read once."""
+
+    def __init__(self, model: Any, candidates: Sequence[Sequence[int]]) -> None:
+        super().__init__()
+        self.encoder = model
+        length = max(len(each) for each in candidates)
+        padded = [[*each, *[-1] * (length - len(each))] for each in candidates]
+        self.tokens = torch.tensor(padded, dtype=torch.long)
+        start = torch.full((len(candidates), 1), model.config.decoder_start_token_id)
+        self.given = torch.cat([start, self.tokens[:, :-1].clamp(min=0)], 1)
+
+    def forward(self, inputs: Tensor, mask: Tensor, *_: Tensor) -> Tensor:
+        """Token ids and mask [B, L] → [B, C]."""
+        rows, count = inputs.shape[0], len(self.tokens)
+        read = self.encoder.get_encoder()(input_ids=inputs, attention_mask=mask)
+        read.last_hidden_state = read.last_hidden_state.repeat_interleave(count, 0)
+        given, tokens = (each.to(inputs.device).repeat(rows, 1) for each in (self.given, self.tokens))
+        logits = self.encoder(
+            encoder_outputs=read,
+            attention_mask=mask.repeat_interleave(count, 0),
+            decoder_input_ids=given,
+            use_cache=False,
+        ).logits
+        found: Tensor = logits.float().log_softmax(dim=-1).gather(2, tokens.clamp(min=0)[:, :, None])[:, :, 0]
+        return (found * (tokens >= 0)).sum(dim=1).view(rows, count)
+
+
+@contextmanager
+def read_at(model: Any, places: Any) -> Iterator[None]:
+    """Inside, the vocabulary is read off these places of the last hidden states [B, L, d] alone."""
+    handle = model.get_output_embeddings().register_forward_pre_hook(lambda layer, given: (given[0][places],))
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def choice(place: str, model: Model, name: str) -> Backbone:
+    """A causal or sequence-to-sequence model under a prompt; its features are the candidates' log-likelihoods."""
+    assert model.prompt is not None
+    assert model.label_words is not None
+    network, tokenizer = language_model(place, name)
+    seq2seq = bool(network.config.is_encoder_decoder)
+    candidates = [continuation(tokenizer, model.prompt, word, seq2seq) for word in model.label_words]
+    if empty := [word for word, ids in zip(model.label_words, candidates, strict=True) if not ids]:
+        raise HeadstartError(f"model.label_words: {empty} are no tokens of {name}'s vocabulary; choose other words")
+    room = getattr(network.config, "max_position_embeddings", None) or tokenizer.model_max_length
+    longest = min(model.max_tokens, tokenizer.model_max_length, room - max(len(each) for each in candidates))
+    transform = TextTransform(tokenizer, longest, model.prompt, open=not seq2seq)
+    body = (_Answer if seq2seq else _After)(network, candidates)
+    if not seq2seq:
+        _check(name, body, transform, candidates)
+    count = len(candidates)
+    head = np.eye(count, dtype=np.float32), np.zeros(count, np.float32)
+    key = f"choice {model.prompt} {candidates} {longest} {vocabulary_key(tokenizer)}"
+    return Backbone(name, "text", count, body, network, transform, key, label_words=head, task="choose")
+
+
+def language_model(place: str, name: str) -> tuple[Any, Any]:
+    """A causal or sequence-to-sequence model with its vocabulary, and its tokenizer; safetensors only."""
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(place, trust_remote_code=False)
+        config = transformers.AutoConfig.from_pretrained(place, trust_remote_code=False)
+        auto: Any = (
+            transformers.AutoModelForSeq2SeqLM if config.is_encoder_decoder else transformers.AutoModelForCausalLM
+        )
+        network, found = auto.from_pretrained(
+            place, use_safetensors=True, trust_remote_code=False, output_loading_info=True
+        )
+        if found["missing_keys"]:
+            raise ValueError(f"it has no vocabulary to speak with: {', '.join(sorted(found['missing_keys'])[:3])}")
+    except (OSError, ValueError, ImportError, KeyError, RuntimeError) as error:
+        raise cannot_load(name, error) from None
+    return network.float().eval(), tokenizer
+
+
+def vocabulary_key(tokenizer: Any) -> str:
+    """The same for tokenizers that make the same tokens."""
+    return hashed(tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else sorted(tokenizer.get_vocab().items()))
+
+
+def hashed(value: Any) -> str:
+    """A short name for a value that JSON can hold."""
+    return hashlib.blake2b(json.dumps(value, sort_keys=True, default=str).encode(), digest_size=8).hexdigest()
+
+
+def continuation(tokenizer: Any, prompt: str, word: str, alone: bool) -> list[int]:
+    """Tokens of a label word behind the end of the prompt, or alone; without those that end a text."""
+    if alone:
+        return list(tokenizer(word, add_special_tokens=False)["input_ids"])
+    end = re.split(r"\{(?:text|second)\}", prompt)[-1] or "a"
+    space = "" if end[-1].isspace() else " "
+    before, whole = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (end, f"{end}{space}{word}"))
+    if whole[: len(before)] == before and len(whole) > len(before):
+        return list(whole[len(before) :])
+    return list(tokenizer(f"{space}{word}", add_special_tokens=False)["input_ids"])
+
+
+@torch.inference_mode()
+def _check(name: str, body: Any, transform: TextTransform, candidates: Sequence[Sequence[int]]) -> None:
+    """Refuse a model that does not keep candidates apart, or counts positions in a way of its own."""
+    if max(len(each) for each in candidates) == 1:
+        return
+    texts = [transform(text, "a made-up example") for text in ("a", "a a a")]
+    try:
+        found = body(*transform.collate(texts))
+        expected = [[_alone(body.encoder, value[:, 0].tolist(), each) for each in candidates] for value in texts]
+        apart = torch.allclose(found, torch.tensor(expected), rtol=_TOLERANCE, atol=_TOLERANCE)
+    except (RuntimeError, ValueError, TypeError, IndexError):  # of the model's own code
+        apart = False
+    if not apart:
+        raise HeadstartError(
+            f"model.label_words: {name} cannot compare words of several tokens in one pass; choose words that are "
+            "single tokens of its vocabulary"
+        )
+
+
+def _alone(network: Any, prompt: Sequence[int], candidate: Sequence[int]) -> float:
+    """The log-likelihood of one candidate after a prompt, by the plain model."""
+    ids = torch.tensor([[*prompt, *candidate]])
+    logits = network(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0, len(prompt) - 1 : -1]
+    return float(logits.float().log_softmax(-1).gather(1, torch.tensor(candidate)[:, None]).sum())

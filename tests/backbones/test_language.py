@@ -1,0 +1,171 @@
+"""Models that choose: how likely each label word is after a prompt, against the whole model one word at a time."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+from headstart.backbones import Backbone, load_backbone
+from headstart.backbones.language import continuation
+from headstart.config.recipe import Model, Recipe
+from headstart.errors import HeadstartError, RecipeError
+
+VOCABULARY = ["<s>", "<pad>", "</s>", "<unk>", "the", "cat", "sat", "dog", "ran", "good", "bad", "very", ":", "film"]
+SIZES: dict[str, Any] = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 12}
+CAUSAL = SIZES | {"vocab_size": len(VOCABULARY), "initializer_range": 0.5, "pad_token_id": 1, "bos_token_id": 0}
+CONFIGS: dict[str, Any] = {
+    "llama": transformers.LlamaConfig(**CAUSAL, num_key_value_heads=1, tie_word_embeddings=True),
+    "qwen3": transformers.Qwen3Config(**CAUSAL, num_key_value_heads=1, head_dim=4),
+    "gemma2": transformers.Gemma2Config(**CAUSAL, head_dim=4, num_key_value_heads=1, final_logit_softcapping=2.0),
+    "neox": transformers.GPTNeoXConfig(**CAUSAL),
+    "gpt2": transformers.GPT2Config(
+        vocab_size=len(VOCABULARY), n_embd=8, n_layer=2, n_head=2, n_positions=32, initializer_range=0.5
+    ),
+    "mt5": transformers.MT5Config(
+        vocab_size=len(VOCABULARY), d_model=8, d_kv=4, d_ff=12, num_layers=2, num_heads=2, pad_token_id=1,
+        decoder_start_token_id=1, eos_token_id=2, initializer_factor=1.0,
+    ),
+}  # fmt: skip
+PROMPT = "film : {text} :"
+TEXTS = ["the cat sat", "the dog", "", "the cat ran the dog sat the cat"]
+SHORT, LONG = ("good", "bad"), ("good", "very bad", "very very good")
+
+
+def folder_of(place: Path, name: str = "llama", ends: bool = False) -> Path:
+    """A random language model with its tokenizer: whole words behind <s>, and </s> after them where ``ends``."""
+    torch.manual_seed(11)
+    config = CONFIGS[name]
+    auto = transformers.AutoModelForSeq2SeqLM if config.is_encoder_decoder else transformers.AutoModelForCausalLM
+    auto.from_config(config).save_pretrained(place)
+    backend = Tokenizer(models.WordLevel({word: n for n, word in enumerate(VOCABULARY)}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    template = "<s> $A </s>" if ends else "<s> $A"
+    backend.post_processor = processors.TemplateProcessing(single=template, special_tokens=[("<s>", 0), ("</s>", 2)])
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", pad_token="<pad>", unk_token="<unk>"
+    )
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'user' %}film {{ m.content }} :"
+        "{% else %} {{ m.content }} </s>{% endif %}{% endfor %}"
+    )
+    tokenizer.save_pretrained(place)
+    return place
+
+
+def model_of(place: Path, words: tuple[str, ...] = SHORT, **keys: Any) -> Model:
+    return Model(**{"backbone": str(place), "task": "choose", "prompt": PROMPT, "label_words": words} | keys)
+
+
+def scores(backbone: Backbone, texts: list[Any], pad: int = 0) -> npt.NDArray[np.float32]:
+    """Of all texts in one batch, with so much more padding on the right."""
+    ids, mask = backbone.transform.collate([backbone.transform(text, "x") for text in texts])[:2]
+    ids, mask = (torch.nn.functional.pad(each, (0, pad)) for each in (ids, mask))
+    with torch.inference_mode():
+        return backbone.body(ids, mask).numpy()
+
+
+def numbers(text: str) -> list[int]:
+    return [VOCABULARY.index(word) for word in text.split()]
+
+
+@torch.inference_mode()
+def expected(place: Path, text: str, word: str) -> float:
+    """log p(word | prompt) by the whole model, token by token and without padding."""
+    prompt, answer = [0, *numbers(PROMPT.replace("{text}", text))], numbers(word)
+    if CONFIGS[place.name].is_encoder_decoder:
+        model = transformers.AutoModelForSeq2SeqLM.from_pretrained(place).eval()
+        given = torch.tensor([[1, *answer[:-1]]])
+        logits = model(input_ids=torch.tensor([prompt]), decoder_input_ids=given).logits[0]
+    else:
+        model = transformers.AutoModelForCausalLM.from_pretrained(place).eval()
+        logits = model(input_ids=torch.tensor([[*prompt, *answer]])).logits[0, len(prompt) - 1 : -1]
+    found = logits.log_softmax(-1)
+    return sum(float(found[place, token]) for place, token in enumerate(answer))
+
+
+@pytest.mark.parametrize("words", [SHORT, LONG])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_scores_are_the_log_likelihoods_of_the_words(name: str, words: tuple[str, ...], tmp_path: Path) -> None:
+    place = folder_of(tmp_path / name, name)
+    backbone = load_backbone(model_of(place, words))
+    assert (backbone.kind, backbone.dim, backbone.task) == ("text", len(words), "choose")
+    found = scores(backbone, TEXTS)
+    wanted = [[expected(place, text, word) for word in words] for text in TEXTS]
+    np.testing.assert_allclose(found, wanted, atol=2e-4)
+    assert np.ptp(found, axis=0).min() > 0.01  # the text matters
+    np.testing.assert_allclose(scores(backbone, TEXTS, pad=5), found, rtol=1e-5, atol=1e-5)  # and padding does not
+    assert backbone.label_words is not None
+    np.testing.assert_array_equal(backbone.label_words[0], np.eye(len(words)))
+
+
+def test_nothing_ends_a_prompt_that_words_are_to_follow(tmp_path: Path) -> None:
+    one, other = (load_backbone(model_of(folder_of(tmp_path / str(n), ends=bool(n)))) for n in (0, 1))
+    np.testing.assert_allclose(scores(one, TEXTS), scores(other, TEXTS), atol=1e-6)
+
+
+def test_a_text_is_cut_and_the_prompt_is_not(tmp_path: Path) -> None:
+    backbone = load_backbone(model_of(folder_of(tmp_path / "m"), max_tokens=7))
+    ids = backbone.transform("the cat ran the dog sat the cat", "x")[:, 0]
+    assert [VOCABULARY[number] for number in ids] == ["<s>", "film", ":", "the", "cat", "ran", ":"]
+
+
+def test_words_are_tokens_as_they_follow_the_prompt() -> None:
+    class Pieces:
+        """A tokenizer whose words carry their space."""
+
+        def __call__(self, text: str, add_special_tokens: bool) -> dict[str, list[int]]:
+            return {"input_ids": [hash(piece) for piece in text.replace(" ", "| ").split("|") if piece]}
+
+    found = continuation(Pieces(), "Review: {text}\nSentiment:", "positive", False)
+    assert found == [hash(" positive")]
+    assert continuation(Pieces(), "{text}\n", "positive", False) == [hash("positive")]
+    assert continuation(Pieces(), "{text}", "positive", True) == [hash("positive")]
+
+
+def test_features_depend_on_the_words_and_the_prompt(tmp_path: Path) -> None:
+    place = folder_of(tmp_path / "m")
+    keys = [{}, {"words": LONG}, {"prompt": "{text} :"}]
+    assert len({load_backbone(model_of(place, **each)).fingerprint() for each in keys}) == 3  # type: ignore[arg-type]
+
+
+def test_a_model_that_does_not_keep_words_apart_is_refused(tmp_path: Path) -> None:
+    """BLOOM's positions are in its attention, which knows nothing of two words at one place."""
+    config = transformers.BloomConfig(vocab_size=len(VOCABULARY), hidden_size=8, n_layer=2, n_head=2)
+    place = folder_of(tmp_path / "m")
+    torch.manual_seed(0)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(place)
+    with pytest.raises(
+        HeadstartError, match=r"model.label_words: .* words of several tokens in one pass; choose words"
+    ):
+        load_backbone(model_of(place, LONG))
+    assert load_backbone(model_of(place, SHORT)).dim == 2
+
+
+def test_a_model_without_a_vocabulary_is_refused(tmp_path: Path) -> None:
+    place = folder_of(tmp_path / "m", "qwen3")
+    torch.manual_seed(0)
+    transformers.AutoModel.from_config(CONFIGS["qwen3"]).save_pretrained(place)
+    with pytest.raises(HeadstartError, match=r"it has no vocabulary to speak with: lm_head\.weight"):
+        load_backbone(model_of(place))
+
+
+@pytest.mark.parametrize(
+    ("model", "stage", "sentence"),
+    [
+        ({"task": "choose"}, {}, "model.task: to choose, a model needs a prompt, and label_words to choose from"),
+        ({"task": "choose", "prompt": "a", "label_words": ["a", "b"]}, {}, r"model.prompt: write \{text\} where"),
+        ({}, {"train": "head"}, "stages.0.train: a model that answers in words has no head to train; use 'lora'"),
+        ({}, {"head_init": "zeros"}, "stages.0: a model that answers in words has its own head"),
+        ({}, {"method": "fedper"}, "stages.0.method: fedper gives clients heads of their own, and there are none"),
+    ],
+)
+def test_what_a_model_that_chooses_cannot_do(model: dict[str, Any], stage: dict[str, Any], sentence: str) -> None:
+    whole = {"task": "choose", "prompt": "{text} :", "label_words": ["a", "b"]}
+    stages = [{"method": "fedavg", "train": "lora"} | stage]
+    with pytest.raises(RecipeError, match=sentence):
+        Recipe.parse({"data": {"dataset": "x"}, "model": model or whole, "stages": stages})

@@ -1,0 +1,140 @@
+"""Runs of models that choose: zero-shot first, FedMeZO as MeZO on the pooled data, LoRA with FedAvg, replay, export."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from peft import PeftModel
+
+from headstart.config.recipe import Recipe
+from headstart.core.files import write_text
+from headstart.data import Federation
+from headstart.engine.body import Body
+from headstart.errors import HeadstartError
+from headstart.export import Model, export
+from headstart.export.replay import replay
+from headstart.runner import run
+from headstart.solvers.directions import direction
+from headstart.solvers.objective import learning_rate
+from tests.backbones.test_language import LONG, PROMPT, SHORT, VOCABULARY, folder_of
+
+TEXTS = [f"{a} {b} {c}" for a in ("the", "very") for b in ("cat", "dog", "film", "good") for c in ("sat", "ran", "bad")]
+
+
+def recipe_of(folder: Path, words: tuple[str, ...] = SHORT, clients: int = 3, **stage: Any) -> Recipe:
+    """Texts of which those that end in "sat" are of the first class."""
+    if not (folder / "model").is_dir():
+        folder_of(folder / "model")
+        rows = [f"{text},{min(('sat', 'ran', 'bad').index(text.split()[2]), len(words) - 1)}" for text in TEXTS]
+        write_text(folder / "train.csv", "\n".join(["text,label", *rows, *rows]))
+    return Recipe.parse(
+        {
+            "data": {
+                "dataset": str(folder / "train.csv"), "test_fraction": 0.5,
+                "partition": {"kind": "dirichlet-by-class", "clients": clients, "alpha": 0.5},
+            },
+            "model": {
+                "backbone": str(folder / "model"), "task": "choose", "prompt": PROMPT, "label_words": list(words),
+            },
+            "stages": [{"method": "fedmezo", "train": "all", "rounds": 3, "lr": 1e-2, "batch_size": "full"} | stage],
+        }
+    )  # fmt: skip
+
+
+def lines(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_round_0_is_the_model_as_it_comes(tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path)
+    run(recipe, tmp_path / "run")
+    federation, body = Federation.of(recipe), Body(recipe.model, Federation.of(recipe).dataset)
+    scores, labels = body.features("test"), federation.dataset.test.labels
+    first, *others = lines(tmp_path / "run")
+    assert (first["round"], first["bytes_up"], [line["round"] for line in others]) == (0, 0, [1, 2, 3])
+    assert first["accuracy"] == pytest.approx(np.mean(scores.argmax(axis=1) == labels))
+    chosen = torch.from_numpy(scores)[torch.arange(len(labels)), torch.from_numpy(labels)]
+    assert first["loss"] == pytest.approx(float((torch.from_numpy(scores).logsumexp(1) - chosen).mean()), rel=1e-5)
+
+
+@pytest.mark.parametrize("words", [SHORT, LONG])
+@pytest.mark.parametrize("train", ["all", "norms"])
+def test_fedmezo_is_mezo_on_the_pooled_data(train: str, words: tuple[str, ...], tmp_path: Path) -> None:
+    """Whoever holds what: the loop below knows no clients, and perturbs the whole model at once."""
+    recipe = recipe_of(tmp_path, words, clients=4, train=train)
+    stage: Any = recipe.stages[0]
+    run(recipe, tmp_path / "run")
+    dataset = Federation.of(recipe).dataset
+    backbone = Body(recipe.model, dataset).backbone
+    assert backbone is not None
+    names = {n: p for n, p in backbone.core.named_parameters() if train == "all" or p.ndim == 1}
+    assert len(names) == (20 if train == "all" else 5)  # of two blocks: two norms each, and the last one
+    batch = backbone.transform.collate([backbone.transform(text, "x") for text in dataset.train.raw(0, 1000)])
+    labels = torch.from_numpy(dataset.train.labels)
+
+    def loss(step: dict[str, torch.Tensor], factor: float) -> float:
+        for name, parameter in names.items():
+            parameter.data += factor * step[name]
+        found = torch.nn.functional.cross_entropy(backbone.body(*batch), labels)
+        for name, parameter in names.items():
+            parameter.data -= factor * step[name]
+        return float(found)
+
+    with torch.no_grad():
+        for round in range(stage.rounds):
+            seed = int(np.random.default_rng([0x5EED, recipe.seed, 0, round]).integers(2**31))
+            step = {
+                n: torch.from_numpy(direction(seed, 0, f"body.{n}", p.numel())).view(p.shape) for n, p in names.items()
+            }
+            slope = (loss(step, stage.epsilon) - loss(step, -stage.epsilon)) / (2 * stage.epsilon)
+            for name, parameter in names.items():
+                parameter.data -= learning_rate(stage, round) * slope * step[name]
+    from safetensors.torch import load_file
+
+    found = load_file(tmp_path / "run" / "model" / "model.safetensors")
+    start = dict(Body(recipe.model, None).backbone.core.named_parameters())  # type: ignore[union-attr]
+    for name, parameter in names.items():
+        assert torch.allclose(found[name], parameter, atol=2e-4)
+        assert (found[name] - start[name]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("train", ["all", "norms", "lora"])
+def test_a_log_gives_the_model_again_to_the_bit(train: str, tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path, LONG, train=train, num_directions=2)
+    run(recipe, tmp_path / "run")
+    assert replay(tmp_path / "run", tmp_path / "again") == []
+
+
+@pytest.mark.parametrize("blocks", [None, 1])
+def test_lora_learns_to_choose_and_the_words_stay(blocks: int | None, tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path, LONG, method="fedavg", train="lora", lr=0.5, rounds=12, blocks=blocks, batch_size=8)
+    result = run(recipe, tmp_path / "run")
+    first, *_, last = lines(tmp_path / "run")
+    assert last["loss"] < first["loss"] - 0.2
+    np.testing.assert_array_equal(result.head.weight, np.eye(3))
+    assert not result.head.bias.any()
+
+
+@pytest.mark.parametrize("merge", [False, True])
+def test_what_is_exported_says_the_same(merge: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Merged or not, `transformers` and `peft` alone give the scores of the run."""
+    recipe = recipe_of(tmp_path, method="fedavg", train="lora", lr=0.5, rounds=3)
+    run(recipe, tmp_path / "run")
+    export(tmp_path / "run", tmp_path / "out", merge=merge)
+    write_text(tmp_path / "new.txt", "the cat sat\nvery good bad film\nthe dog")
+    found = Model.of(tmp_path / "run").predict([tmp_path / "new.txt"])
+    monkeypatch.chdir(tmp_path / "out")
+    body: Any = transformers.AutoModelForCausalLM.from_pretrained("body")
+    body = body if merge else PeftModel.from_pretrained(body, ".").eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained("body")
+    words = [VOCABULARY.index(word) for word in SHORT]
+    for text, row in zip(found.inputs, found.probabilities, strict=True):
+        with torch.inference_mode():
+            logits = body(**tokenizer(PROMPT.replace("{text}", text), return_tensors="pt")).logits[0, -1, words]
+        np.testing.assert_allclose(logits.softmax(0), row, atol=1e-4)
+    with pytest.raises(HeadstartError, match="--format onnx: a model that chooses between words is written for tr"):
+        export(tmp_path / "run", tmp_path / "graph", format="onnx")
