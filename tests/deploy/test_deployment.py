@@ -51,6 +51,8 @@ pytestmark = [
     pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="processes are found through /proc"),
 ]
 
+FOURTH = "d"
+"""A node that is not admitted from the start."""
 WRONG = ("empty", "other", "old", "false", "unguarded")
 """Nodes that are registered, and that no run can take."""
 
@@ -71,9 +73,9 @@ class Machines(Processes):
     def __init__(self, folder: Path, recipe: Recipe) -> None:
         super().__init__(folder.parent)
         self.folder = folder
-        self.host, self.port = own_address(), free_ports(1 + len(NODES + WRONG))
-        init(folder, recipe, NODES + WRONG, self.host, self.port)
-        for name in WRONG:  # admitted by the test that needs them: every key costs run.sh seconds
+        self.host, self.port = own_address(), free_ports(2 + len(NODES + WRONG))
+        init(folder, recipe, (*NODES, FOURTH, *WRONG), self.host, self.port)
+        for name in (FOURTH, *WRONG):  # admitted by the test that needs them: every key costs run.sh seconds
             (folder / "keys" / f"{name}.pub").rename(folder.parent / f"{name}.pub")
 
     def superlink(self) -> None:
@@ -106,6 +108,16 @@ class Machines(Processes):
         status = self.begin(recipe, name, nodes, test).wait(PATIENCE + 120)
         assert status == 0, self.log(f"run-{name}")
         return self.folder / "runs" / name
+
+    def lie(self, attack: str, recipe: Recipe, nodes: tuple[str, ...] = NODES) -> dict[str, Any]:
+        """What nodes say to a server that plays an attack of `lying_server`."""
+        (self.home / "lie").write_text(attack)
+        try:
+            out = self.run(recipe, f"lie-{attack}", nodes)
+        finally:
+            (self.home / "lie").unlink()
+        said: dict[str, Any] = json.loads((out / "said.json").read_text())
+        return said
 
     def ask(self, host: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
         """Flower's command, for the SuperLink at an address of this machine."""
@@ -305,12 +317,7 @@ def test_a_server_that_lies_gets_one_answer_from_a_node(machines: Machines, data
     """Real processes on both sides; the server asks what no recipe asks."""
     privacy = {"epsilon": 1.0, "clip": 1.0, "noise": "client"}
     recipe = recipe_of(data, {"method": "fedncm", "privacy": privacy})
-    (machines.home / "lie").touch()
-    try:
-        out = machines.run(recipe, "lies")
-    finally:
-        (machines.home / "lie").unlink()
-    said = json.loads((out / "said.json").read_text())
+    said = machines.lie("questions", recipe)
     assert len({said[name]["answer"] for name in ("first", "again", "new run")}) == 1
     assert said["first"]["answer"] is not None
     for name, why in (
@@ -323,6 +330,36 @@ def test_a_server_that_lies_gets_one_answer_from_a_node(machines: Machines, data
         assert said[name]["answer"] is None
     entries = NodeLedger(machines.folder / "state" / NODES[0]).entries()
     assert [entry["kind"] for entry in entries if entry["recipe"] == recipe_digest(recipe)].count("answer") == 3
+
+
+@pytest.mark.minutes
+def test_a_server_that_lies_opens_no_secure_sum_but_the_one_of_everybody(machines: Machines, data: Path) -> None:
+    """Real processes on both sides: thresholds, swapped keys, lies about dropouts, two lists at once, differencing."""
+    (machines.home / f"{FOURTH}.pub").rename(machines.folder / "keys" / f"{FOURTH}.pub")
+    set_variables(machines.folder / f"node-{FOURTH}.sh", data=str(data / "a.npz"))
+    node = machines.node(FOURTH)
+    recipe = recipe_of(data, {"method": "fedncm"}, {"method": "fedncm", "secure": True})
+    try:
+        said = machines.lie("sums", recipe, (*NODES, FOURTH))
+    finally:
+        os.killpg(node.pid, signal.SIGKILL)
+    threshold = "the server would open a sum of 4 clients with 2 of them; by the node's recipe 3 have to stay"
+    assert said["threshold"] == [threshold] * 4
+    assert said["keys"] == {
+        str(client): "the public keys listed for client 1 are not its own"
+        if client == 1
+        else "the keys listed for client 1 are not signed by it for this sum"
+        for client in range(4)
+    }
+    assert len(said["lists"]) == 4
+    assert all("2 survivors have signed the list of survivors, 3 are needed" in error for error in said["lists"])
+    assert sorted(error is None for error in said["at once"]) == [False, True]
+    owners = [np.load(data / f"{name}.npz") for name in (*NODES, "a")]
+    counts = sum(np.bincount(one["y"][one["split"] == 0], minlength=10) for one in owners)
+    assert said["honest"] == [{step: {} for step in ("keys", "shares", "masked", "reveal")}, counts.tolist()]
+    refused = [error for errors in said["fewer"].values() for error in errors.values()]
+    assert len(refused) == 3
+    assert all("were added up before with other participants" in error for error in refused), refused
 
 
 def test_nodes_that_cannot_take_part_stay_out_and_the_run_says_why(
