@@ -617,9 +617,11 @@ IMPOSSIBLE: dict[str, tuple[dict[str, Any], Alteration]] = {
     "no squares": ({"method": "fed3r", "ridge": 0.01}, put("moments", filled(0.0))),
     "a negative matrix": ({"method": "fed3r", "ridge": 0.01}, gram(lambda g: -100 * g)),
     "sums of more examples": ({"method": "fed3r"}, put("sums", lambda sums: -1000 * sums)),
-    "sums that the squares do not allow": (
-        {"method": "fedcof", "covariance": "diagonal"},
-        put("sums", lambda sums: 1000 * sums),
+    "a scatter below zero": ({"method": "fedcof"}, put("within", filled(-1.0))),
+    "no scatter that the directions are of": ({"method": "fedcof", "rank": 2}, put("within", filled(0.0))),
+    "directions that the scatter does not allow": (
+        {"method": "fedcof", "within": "diagonal", "rank": 2},
+        put("directions", lambda directions: 100 * directions),
     ),
     "longer vectors than all have": (COUNTED, put("sums", lambda sums: -1e4 * sums)),
     "larger squares than all have": (
