@@ -98,10 +98,11 @@ class ClosedForm(Method[ClosedFormState]):
 
     def pass_of(self, round: int) -> int:
         """The pass over the clients that a round (from 0) belongs to."""
-        return int(round // self.stage.rounds_per_pass(self.context.population.clients))
+        length = self.stage.rounds_per_pass(self.context.population.clients)
+        return int(min(round // length, self.stage.passes - 1))
 
     def _is_calibration(self, round: int) -> bool:
-        return self._calibrates and self.pass_of(round) >= self.stage.passes - 1
+        return self._calibrates and self.pass_of(round) == self.stage.passes - 1
 
     @abstractmethod
     def solve(self, total: ClientStatistics) -> LinearHead:
