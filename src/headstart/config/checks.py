@@ -52,11 +52,13 @@ def contradictions(table: Mapping[str, Any]) -> list[str]:
     model = table.get("model")
     problems += _of_model(model, bool(tasks)) if isinstance(model, dict) else []
     has_body = not isinstance(model, dict) or model.get("backbone") != "features"
-    speaks = isinstance(model, dict) and model.get("task", "classify") != "classify"
+    task = model.get("task", "classify") if isinstance(model, dict) else "classify"
     for number, stage in enumerate(stages if isinstance(stages, list) else ()):
         if isinstance(stage, dict):
             problems += [f"stages.{number}{problem}" for problem in _of_stage(number, stage, has_body, bool(tasks))]
-            problems += [f"stages.{number}{problem}" for problem in _headless(stage)] if speaks else []
+            problems += (
+                [f"stages.{number}{problem}" for problem in _headless(stage, task)] if task != "classify" else []
+            )
     return problems
 
 
@@ -65,6 +67,14 @@ def _of_model(model: Mapping[str, Any], tasks: bool) -> list[str]:
     problems, prompt, chooses = [], model.get("prompt"), model.get("task") == "choose"
     if tasks and "prompt" in model:
         problems.append("model.prompt: a prompt's label words are those of one task; give [data] instead of [[tasks]]")
+    if model.get("task") == "generate":
+        generates = [("prompt", "prompts are in the data"), ("label_words", "there are no classes")]
+        problems += [
+            f"model.{key}: with task = 'generate', {why}; leave it out" for key, why in generates if key in model
+        ]
+        if tasks:
+            problems.append("model.task: to generate is one task; give [data] instead of [[tasks]]")
+        return problems
     if chooses and not {"prompt", "label_words"} <= model.keys():
         problems.append("model.task: to choose, a model needs a prompt, and label_words to choose from; give both")
     elif ("prompt" in model) != ("label_words" in model):
@@ -79,7 +89,7 @@ def _of_model(model: Mapping[str, Any], tasks: bool) -> list[str]:
     return problems
 
 
-def _headless(stage: Mapping[str, Any]) -> list[str]:
+def _headless(stage: Mapping[str, Any], task: Any) -> list[str]:
     """What a stage asks of a head, where the model answers in words; problems begin with the key they are about."""
     problems, kind = [], STAGES.get(str(stage.get("method")))
     key = "update" if stage.get("method") == "personalise" else "train"
@@ -89,6 +99,12 @@ def _headless(stage: Mapping[str, Any]) -> list[str]:
         problems.append(": a model that answers in words has its own head; leave head_init and head out")
     if kind and kind.trains and "personal" == kind.classifier != kind.representation:
         problems.append(f".method: {stage['method']} gives clients heads of their own, and there are none; use fedavg")
+    elif kind and task == "generate" and ("personal" in (kind.representation, kind.classifier) or kind.twin):
+        problems.append(f".method: {stage['method']} makes personal models, which task = 'generate' does not test yet")
+    if kind and task == "generate" and not kind.trains:
+        problems.append(f".method: {stage['method']} computes a head, and a model that generates has none; use fedavg")
+    if task == "generate" and (stage.get("keep") == "best" or "patience" in stage):
+        problems.append(": keep = 'best' and patience go by accuracy, and there is none; leave them out")
     return problems
 
 

@@ -112,6 +112,8 @@ def _check(recipe: Recipe, federation: Federation) -> None:
                 raise HeadstartError(f"stages.{number}: keep = 'best' and patience need a validation split in the data")
         if len(federation.tasks) > 1 and stage.one_task:
             raise HeadstartError(f"stages.{number}.method: {stage.method} is for one task; give [data] instead")
+        if federation.remote_sizes is not None and recipe.model.task == "generate":
+            raise HeadstartError("model.task: nodes that hold their own data do not test 'generate' yet; use 'choose'")
         if federation.remote_sizes is not None:
             _check_remote(number, stage, federation.n_clients)
     words, classes = recipe.model.label_words, federation.dataset.classes
@@ -153,6 +155,11 @@ class Run:
         returns = any(stage.start != "previous" for stage in recipe.stages)
         owners = {"train": federation.owners, "test": federation.test_owners}
         self.body = Body(recipe.model, federation.dataset, returns, owners)
+        if cut := self.body.cut():
+            log.warning(
+                "model.max_tokens: %d of %d training examples have more than %d tokens and are cut",
+                cut, len(federation.dataset.train), recipe.model.max_tokens,
+            )  # fmt: skip
         self.stages: list[dict[str, Any]] = []
         """What is in the summary of each finished stage."""
         self.spent: dict[str, float] = dict.fromkeys(COSTS, 0)

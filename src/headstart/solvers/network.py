@@ -64,18 +64,35 @@ class Network:
         self.model.write(self._counts, self._counts_found)
         self.model.write(self.parameters | self.statistics, arrays)
 
-    def scores(self, batch: tuple[Tensor, ...]) -> Tensor:
-        """The inputs of a batch, or its features where there is no body → scores [B, C]."""
+    @property
+    def generates(self) -> bool:
+        """Whether the body completes prompts, and is no classifier."""
+        return self.backbone is not None and self.backbone.task == "generate"
+
+    def features(self, batch: tuple[Tensor, ...]) -> Tensor:
+        """The inputs of a batch, or its features where there is no body → features [B, d]."""
         device = self.device.type
         with torch.autocast(device, torch.bfloat16, enabled=self.stage.precision == "bfloat16"):
             values: Tensor = batch[0].to(self.device)
             if self.backbone is not None:
                 values = run_body(self.backbone.body, moved(batch, self.device))
-        values = values.float()
+        return values.float()
+
+    def scores(self, batch: tuple[Tensor, ...]) -> Tensor:
+        """The inputs of a batch, or its features where there is no body → scores [B, C]."""
+        values = self.features(batch)
         for layer in self.head_layers:
             values = functional.linear(values, self.parameters[f"{layer}.weight"], self.parameters[f"{layer}.bias"])
             values = values if layer == "head" else values.relu()
         return values
+
+    def losses(self, batch: tuple[Tensor, ...], labels: Tensor, reduction: str = "none") -> Tensor:
+        """The loss of each example [B], or their mean: cross-entropy, or that of a completion's tokens, on average."""
+        values = self.scores(batch) if not self.generates else self.features(batch)
+        if self.generates:
+            each = values[:, 0] / values[:, 1].clamp(min=1)
+            return each.mean() if reduction == "mean" else each
+        return functional.cross_entropy(values / self.stage.temperature, labels, reduction=reduction)
 
 
 def tensors(arrays: Mapping[str, np.ndarray]) -> Params:
@@ -105,7 +122,7 @@ class BodySolver:
                 if stage.augment == "flip" and network.backbone.kind == "image":
                     inputs = flipped(inputs, rng.random(len(rows)) < 0.5)
                 labels = torch.from_numpy(cohort.labels[rows]).to(network.device)
-                steps.take(functional.cross_entropy(network.scores(inputs) / stage.temperature, labels))
+                steps.take(network.losses(inputs, labels, "mean"))
         below = any(not name.startswith("head.") for name in steps.moving)
         return LocalResult(
             Params({name: parameter.detach().cpu()[None] for name, parameter in network.trained.items()}),
