@@ -178,6 +178,11 @@ def _unlike(stage: Mapping[str, Any], kind: type[Any], train: Any, tasks: bool) 
         problems.append(f".patience: {method}'s first rounds train other parameters, and it has to reach the last ones")
     if stage.get("momentum") and kind.plain_sgd:
         problems.append(f".momentum: {method} is defined for plain local SGD; leave it 0")
+    if stage.get("freeze_a") and (train != "lora" or kind.phased):
+        problems.append(
+            f".freeze_a: {'the factors of slora both change' if kind.phased else 'A is a factor of a lora'}; "
+            f"leave it out{'' if kind.phased else ', or set train to lora'}"
+        )
     if stage.get("optimiser") == "adamw" and (kind.plain_sgd or kind.sgd_only):
         problems.append(f".optimiser: {method} is defined for local SGD; use 'sgd'")
     elif stage.get("optimiser") == "adamw" and stage.get("momentum"):

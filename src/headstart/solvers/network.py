@@ -37,6 +37,8 @@ class Network:
         self.trained = {name: each for name, each in self.parameters.items() if plan.role(name) != "frozen"}
         if stage.train == "norms":  # what has one value for a channel: scales, shifts, biases
             self.trained = {n: each for n, each in self.trained.items() if not n.startswith("body.") or each.ndim == 1}
+        if stage.freeze_a:
+            self.trained = {name: each for name, each in self.trained.items() if ".lora_A." not in name}
         below = {name: parameter for name, parameter in self.trained.items() if name.startswith("body.")}
         if self.backbone is not None and below:
             # What the features do not depend on, such as a pooler, cannot be trained; it stays frozen.
