@@ -15,6 +15,7 @@ NAMES = (
     "finetuning",
     "mezo",
     "modules",
+    "language",
     "personal",
     "privacy",
     "secure",
