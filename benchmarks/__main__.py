@@ -16,6 +16,7 @@ NAMES = (
     "finetuning",
     "mezo",
     "modules",
+    "language",
     "personal",
     "privacy",
     "secure",

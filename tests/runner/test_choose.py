@@ -136,5 +136,5 @@ def test_what_is_exported_says_the_same(merge: bool, tmp_path: Path, monkeypatch
         with torch.inference_mode():
             logits = body(**tokenizer(PROMPT.replace("{text}", text), return_tensors="pt")).logits[0, -1, words]
         np.testing.assert_allclose(logits.softmax(0), row, atol=1e-4)
-    with pytest.raises(HeadstartError, match="--format onnx: a model that chooses between words is written for tr"):
+    with pytest.raises(HeadstartError, match="--format onnx: a model that speaks is written for transformers"):
         export(tmp_path / "run", tmp_path / "graph", format="onnx")

@@ -41,8 +41,9 @@ class Backbone:
     convolutional: bool = False
     label_words: tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]] | None = None
     """Weight [C, d] and bias [C] of the head that a language model under a prompt has before any training."""
-    task: Literal["classify", "choose"] = "classify"
-    """"choose": the classes are words of the model itself, and the head that reads them off is not to be trained."""
+    task: Literal["classify", "choose", "generate"] = "classify"
+    """"choose": the classes are words of the model itself, and the head that reads them off is not to be trained.
+    "generate": features [B, 2] are the negative log-likelihood of a completion and the number of its tokens."""
 
     @property
     def by_batch(self) -> bool:
@@ -53,7 +54,8 @@ class Backbone:
     def sample(self) -> tuple[Tensor, ...]:
         """A batch of one example that is made up, where the body is: what a check of the body runs on."""
         # Several tokens: what should have one value for each of them must not pass for one that all share.
-        value = "a a a a" if self.kind == "text" else np.zeros((8, 8, 3), np.uint8)
+        text = ("a a", "a a") if self.task == "generate" else "a a a a"
+        value = text if self.kind == "text" else np.zeros((8, 8, 3), np.uint8)
         batch = self.transform.collate([self.transform(value, "a made-up example")])
         return moved(batch, next(self.body.parameters(), torch.empty(0)).device)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from headstart.backbones.backbone import Backbone, cannot_load, image_backbone, load_weights, needed, some
-from headstart.backbones.language import choice, hashed, vocabulary_key
+from headstart.backbones.language import choice, generator, hashed, vocabulary_key
 from headstart.backbones.transforms import Normalisation, TextTransform
 from headstart.config.recipe import Model
 from headstart.errors import HeadstartError
@@ -110,6 +110,8 @@ def cloze(place: str, model: Model, name: str) -> Backbone:
 
 def hugging_face(place: str, model: Model, name: str) -> Backbone:
     """Any vision or text model of `transformers`, from a hub id or a local folder; safetensors only."""
+    if model.task == "generate":
+        return generator(place, model, name)
     if model.prompt is not None:
         return (cloze if "{mask}" in model.prompt else choice)(place, model, name)
     import transformers

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from headstart.backbones.backbone import Backbone, cannot_load
+from headstart.backbones.completions import CompletionTransform
 from headstart.backbones.transforms import TextTransform
 from headstart.config.recipe import Model
 from headstart.errors import HeadstartError
@@ -97,6 +98,23 @@ class _Answer(nn.Module):
         return (found * (tokens >= 0)).sum(dim=1).view(rows, count)
 
 
+class _Completing(nn.Module):
+    """A causal language model: the negative log-likelihood of a completion after its prompt, and its tokens."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.encoder = model
+
+    def forward(self, inputs: Tensor, mask: Tensor, targets: Tensor) -> Tensor:
+        """Token ids, mask and what belongs to the completion [B, L] → [B, 2]."""
+        rows, places = targets[:, 1:].nonzero(as_tuple=True)  # a token is read off the one before it
+        with read_at(self.encoder, (rows, places)):
+            logits = self.encoder(input_ids=inputs, attention_mask=mask, use_cache=False).logits
+        losses = nn.functional.cross_entropy(logits.float(), inputs[rows, places + 1], reduction="none")
+        total = losses.new_zeros(len(inputs)).index_add(0, rows, losses)
+        return torch.stack([total, targets[:, 1:].sum(dim=1).to(total.dtype)], dim=1)
+
+
 @contextmanager
 def read_at(model: Any, places: Any) -> Iterator[None]:
     """Inside, the vocabulary is read off these places of the last hidden states [B, L, d] alone."""
@@ -126,6 +144,20 @@ def choice(place: str, model: Model, name: str) -> Backbone:
     head = np.eye(count, dtype=np.float32), np.zeros(count, np.float32)
     key = f"choice {model.prompt} {candidates} {longest} {vocabulary_key(tokenizer)}"
     return Backbone(name, "text", count, body, network, transform, key, label_words=head, task="choose")
+
+
+def generator(place: str, model: Model, name: str) -> Backbone:
+    """A causal model that learns to complete prompts."""
+    network, tokenizer = language_model(place, name)
+    if network.config.is_encoder_decoder:
+        raise HeadstartError(f"model.task: {name} is no causal model, and 'generate' is for those; use 'choose'")
+    if tokenizer.eos_token is None and tokenizer.sep_token is None:
+        raise HeadstartError(f"model.task: the tokenizer of {name} has no token that ends a text; give it an eos_token")
+    room = getattr(network.config, "max_position_embeddings", None) or tokenizer.model_max_length
+    transform = CompletionTransform(tokenizer, min(model.max_tokens, tokenizer.model_max_length, room))
+    key = f"completion {transform.max_tokens} {vocabulary_key(tokenizer)}"
+    head = np.zeros((1, 2), np.float32), np.zeros(1, np.float32)
+    return Backbone(name, "text", 2, _Completing(network), network, transform, key, False, head, "generate")
 
 
 def language_model(place: str, name: str) -> tuple[Any, Any]:

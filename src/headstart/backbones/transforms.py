@@ -138,6 +138,11 @@ class TextTransform:
 
     def collate(self, values: list[Any]) -> tuple[Tensor, ...]:
         """Padded ids, mask and, where the tokenizer tells a pair's texts apart, segments, each [B, L]."""
+        names = self.tokenizer.model_input_names
+        return self.padded(values)[: 3 if "token_type_ids" in names else 2]
+
+    def padded(self, values: list[Any]) -> tuple[Tensor, ...]:
+        """Padded ids, mask, and the second column of the examples, each [B, L]."""
         length = max(len(value) for value in values)
         batch = np.zeros((3, len(values), length), np.int64)
         batch[0] = self.tokenizer.pad_token_id or 0
@@ -145,5 +150,4 @@ class TextTransform:
             batch[0, row, : len(value)] = value[:, 0]
             batch[1, row, : len(value)] = 1
             batch[2, row, : len(value)] = value[:, 1]
-        names = self.tokenizer.model_input_names
-        return tuple(torch.from_numpy(batch[: 3 if "token_type_ids" in names else 2]))
+        return tuple(torch.from_numpy(batch))

@@ -39,14 +39,32 @@ def predict(
         Path | None, typer.Option(help="Another module file for the same backbone: it is used with the head in it.")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Also write a CSV file with the probabilities of all classes, or all numbers.")
+        Path | None,
+        typer.Option(help="Also write a CSV file: the probabilities of all classes, all numbers, or completions."),
     ] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Of a completion: the most tokens.")] = 64,
+    temperature: Annotated[float, typer.Option(min=0, help="Of a completion: 0 takes the likeliest tokens.")] = 0.0,
+    top_p: Annotated[float, typer.Option(min=0, max=1, help="Sample from the likeliest tokens of this share.")] = 1.0,
+    seed: Annotated[int, typer.Option(min=0, help="Of completions that are sampled.")] = 0,
+    chat: Annotated[bool, typer.Option("--chat", help="Prompts are what a user says, in the chat template.")] = False,
 ) -> None:
-    """The classes, numbers or labels of new inputs, by the model of a finished run."""
+    """The classes, numbers or labels of new inputs, or completions of prompts, by the model of a finished run."""
     from headstart.export import Model
 
     check_new_file(out)
-    found = Model.of(run, task, client, module).predict(inputs)
+    model = Model.of(run, task, client, module)
+    if model.body.generates:
+        from headstart.export.completions import Sampling, completions, write_completions
+
+        said = []
+        for prompt, completion in completions(model, inputs, Sampling(max_new_tokens, temperature, top_p, seed, chat)):
+            said.append((prompt, completion))
+            print(f"{_short(prompt)}\n    {completion.strip()}", flush=True)
+        if out is not None:
+            write_completions(out, said)
+            print(f"completions: {out}")
+        return
+    found = model.predict(inputs)
     columns, rows = found.table()
     show_table(columns, [[_short(given), *said] for given, *said in rows[:_SHOWN]])
     if len(rows) > _SHOWN:

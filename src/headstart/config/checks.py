@@ -55,13 +55,15 @@ def contradictions(table: Mapping[str, Any]) -> list[str]:
     has_body = not isinstance(model, dict) or model.get("backbone") != "features"
     data = table.get("data")
     target = data.get("target") if isinstance(data, dict) else None
-    speaks = isinstance(model, dict) and model.get("task", "classify") != "classify"
+    task = model.get("task", "classify") if isinstance(model, dict) else "classify"
     for number, stage in enumerate(stages if isinstance(stages, list) else ()):
         if isinstance(stage, dict) and target in ("regression", "multilabel"):
             problems += [f"stages.{number}.{problem}" for problem in _without_classes(stage, target)]
         if isinstance(stage, dict):
             problems += [f"stages.{number}{problem}" for problem in _of_stage(number, stage, has_body, bool(tasks))]
-            problems += [f"stages.{number}{problem}" for problem in _headless(stage)] if speaks else []
+            problems += (
+                [f"stages.{number}{problem}" for problem in _headless(stage, task)] if task != "classify" else []
+            )
     return problems
 
 
@@ -70,6 +72,14 @@ def _of_model(model: Mapping[str, Any], tasks: bool) -> list[str]:
     problems, prompt, chooses = [], model.get("prompt"), model.get("task") == "choose"
     if tasks and "prompt" in model:
         problems.append("model.prompt: a prompt's label words are those of one task; give [data] instead of [[tasks]]")
+    if model.get("task") == "generate":
+        generates = [("prompt", "prompts are in the data"), ("label_words", "there are no classes")]
+        problems += [
+            f"model.{key}: with task = 'generate', {why}; leave it out" for key, why in generates if key in model
+        ]
+        if tasks:
+            problems.append("model.task: to generate is one task; give [data] instead of [[tasks]]")
+        return problems
     if chooses and not {"prompt", "label_words"} <= model.keys():
         problems.append("model.task: to choose, a model needs a prompt, and label_words to choose from; give both")
     elif ("prompt" in model) != ("label_words" in model):
@@ -84,7 +94,7 @@ def _of_model(model: Mapping[str, Any], tasks: bool) -> list[str]:
     return problems
 
 
-def _headless(stage: Mapping[str, Any]) -> list[str]:
+def _headless(stage: Mapping[str, Any], task: Any) -> list[str]:
     """What a stage asks of a head, where the model answers in words; problems begin with the key they are about."""
     problems, kind = [], STAGES.get(str(stage.get("method")))
     key = "update" if stage.get("method") == "personalise" else "train"
@@ -94,6 +104,12 @@ def _headless(stage: Mapping[str, Any]) -> list[str]:
         problems.append(": a model that answers in words has its own head; leave head_init and head out")
     if kind and kind.trains and "personal" == kind.classifier != kind.representation:
         problems.append(f".method: {stage['method']} gives clients heads of their own, and there are none; use fedavg")
+    elif kind and task == "generate" and ("personal" in (kind.representation, kind.classifier) or kind.twin):
+        problems.append(f".method: {stage['method']} makes personal models, which task = 'generate' does not test yet")
+    if kind and task == "generate" and not kind.trains:
+        problems.append(f".method: {stage['method']} computes a head, and a model that generates has none; use fedavg")
+    if task == "generate" and (stage.get("keep") == "best" or "patience" in stage):
+        problems.append(": keep = 'best' and patience go by accuracy, and there is none; leave them out")
     return problems
 
 
@@ -188,6 +204,11 @@ def _unlike(stage: Mapping[str, Any], kind: type[Any], train: Any, tasks: bool) 
         problems.append(f".patience: {method}'s first rounds train other parameters, and it has to reach the last ones")
     if stage.get("momentum") and kind.plain_sgd:
         problems.append(f".momentum: {method} is defined for plain local SGD; leave it 0")
+    if stage.get("freeze_a") and (train != "lora" or kind.phased):
+        problems.append(
+            f".freeze_a: {'the factors of slora both change' if kind.phased else 'A is a factor of a lora'}; "
+            f"leave it out{'' if kind.phased else ', or set train to lora'}"
+        )
     if stage.get("optimiser") == "adamw" and (kind.plain_sgd or kind.sgd_only):
         problems.append(f".optimiser: {method} is defined for local SGD; use 'sgd'")
     elif stage.get("optimiser") == "adamw" and stage.get("momentum"):

@@ -138,9 +138,10 @@ class Model(Table):
     """What becomes of a transformer's hidden states: the first token's, their mean, the last token's; "auto": as its
     folder says, or the first, and the last in a causal model."""
     max_tokens: PositiveInt = 128
-    task: Literal["classify", "choose"] = "classify"
+    task: Literal["classify", "choose", "generate"] = "classify"
     """"classify": a head on features. "choose": a language model says which of the label words follows the prompt, or
-    stands at its mask; nothing but the model is trained."""
+    stands at its mask. "generate": a causal model learns to go on from prompts as the completions in the data do.
+    Of the last two, nothing but the model is trained."""
     prompt: str | None = None
     """With {text} where the text goes, and {second} for the second text of a pair: "Review: {text}\\nSentiment:" before
     the words of a causal or sequence-to-sequence model, "{text} It was {mask}." around those of a masked one."""

@@ -303,6 +303,9 @@ class _Rounds(_Sampled, _Optimiser):
     """Of LoRA's updates."""
     alpha_lora: PositiveFloat = 16.0
     """LoRA's updates are scaled by alpha_lora / rank."""
+    freeze_a: bool = False
+    """FFA-LoRA (Sun et al., ICLR 2024): of LoRA's factors B A, A stays as it was drawn, so that the mean of clients'
+    factors is the mean of their updates, and half as much travels."""
     targets: Literal["all-linear"] | Annotated[tuple[str, ...], Field(strict=False, min_length=1)] | None = None
     """Linear layers that LoRA is on, by the ends of their names, such as ["q_proj", "v_proj"], or all in the blocks;
     None: the projections to queries and values."""
@@ -415,6 +418,7 @@ class LocalStage(_Plain, _SGD):
     head: ClassVar[None] = None
     """Whatever head there is."""
     hidden: ClassVar[int] = 0
+    freeze_a: ClassVar[bool] = False
     module_settings: ClassVar[dict[str, Any]] = {}
     """Those of the module that there is."""
 

@@ -40,13 +40,13 @@ class Federation:
     def of(cls, recipe: Recipe) -> Federation:
         """Load the data of a recipe and deal them out."""
         if recipe.data is not None:
-            return cls.of_data(recipe.data, recipe.seed)
+            return cls.of_data(recipe.data, recipe.seed, recipe.model.task == "generate")
         return cls._joined([cls.of_data(task, recipe.seed) for task in recipe.tasks], [t.name for t in recipe.tasks])
 
     @classmethod
-    def of_data(cls, data: Data, seed: int) -> Federation:
-        """The federation of one data set."""
-        dataset = load_dataset(data, seed)
+    def of_data(cls, data: Data, seed: int, unlabelled: bool = False) -> Federation:
+        """The federation of one data set; unlabelled: of prompts and completions."""
+        dataset = load_dataset(data, seed, unlabelled=unlabelled)
         how = data.partition
         if dataset.target != "classes" and how.kind not in WITHOUT_CLASSES:
             raise HeadstartError(f"data.partition.{by_classes(how.kind)}")

@@ -46,10 +46,11 @@ def load_silo(data: Data, path: str, seed: int = 0) -> Dataset:
     return dataset
 
 
-def load_dataset(data: Data, seed: int = 0, alone: bool = False) -> Dataset:
+def load_dataset(data: Data, seed: int = 0, alone: bool = False, unlabelled: bool = False) -> Dataset:
     """Find, read and check the data that a recipe names; what comes without a test split is cut.
 
-    alone: whether the data are one client's, who need not have every class.
+    alone: whether the data are one client's, who need not have every class; unlabelled: whether they are prompts and
+    completions, all of one class.
     """
     known = KNOWN.get(data.dataset)
     _refuse_unread(data, known)
@@ -60,7 +61,7 @@ def load_dataset(data: Data, seed: int = 0, alone: bool = False) -> Dataset:
     elif known is None and data.dataset.endswith(".npz"):
         dataset = _from_npz(Path(os.path.expanduser(data.dataset)), data, alone)
     else:
-        dataset = _from_tables(data, known)
+        dataset = _from_tables(data, known, unlabelled)
     if len(dataset.train) and not len(dataset.test):
         dataset = _held_out(dataset, data.test_fraction, seed)
     if dataset.target != (data.target or dataset.target):
@@ -76,7 +77,7 @@ def load_dataset(data: Data, seed: int = 0, alone: bool = False) -> Dataset:
         if len(examples) == 0:
             raise HeadstartError(f"{dataset.name}: the {split} split has no examples")
     present = np.unique(dataset.train.labels)
-    if len(present) < 2 and dataset.target == "classes":
+    if len(present) < 2 and dataset.target == "classes" and not unlabelled:
         only = dataset.classes[present[0]]
         raise HeadstartError(
             f"{dataset.name}: the training split holds one class only ({only}); at least two are needed"
@@ -115,9 +116,9 @@ def _digits() -> Dataset:
     return Dataset("digits", numbered(10), whole, whole.take(_NONE))
 
 
-def _from_tables(data: Data, known: Known | None) -> Dataset:
+def _from_tables(data: Data, known: Known | None, unlabelled: bool) -> Dataset:
     """Tables from HEADSTART_DATA, from a path, or from the hub, in this order."""
-    from headstart.data.tables import FORMATS, from_tables, hub_tables, local_tables
+    from headstart.data.tables import FORMATS, from_tables, hub_tables, local_tables, of_completions
 
     root = os.environ.get("HEADSTART_DATA")
     path = Path(os.path.expanduser(data.dataset))  # os.path does not raise on what cannot be a path
@@ -131,7 +132,7 @@ def _from_tables(data: Data, known: Known | None) -> Dataset:
     else:
         hint = nearest(data.dataset, KNOWN)
         raise HeadstartError(f"data.dataset: {data.dataset!r} is neither a known name nor an existing path; {hint}")
-    return from_tables(data, known, tables)
+    return of_completions(data, tables) if unlabelled else from_tables(data, known, tables)
 
 
 def _from_npz(path: Path, data: Data, alone: bool) -> Dataset:

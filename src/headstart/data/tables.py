@@ -31,6 +31,7 @@ _SPLIT_NAMES = {
 }
 FORMATS = {".parquet": "parquet", ".csv": "csv", ".tsv": "csv", ".jsonl": "json", ".json": "json"}
 IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm"}
+_COMPLETIONS = (("prompt", "completion"), "messages", ("question", "answer"), ("instruction", "output"))
 _USUAL = Known("image", 0, ("image", "img", "text", "sentence"), ("label", "labels", "class"))
 
 
@@ -111,6 +112,30 @@ def from_tables(data: Data, known: Known | None, tables: Tables) -> Dataset:
     test = splits.get("test", train.take(np.zeros(0, np.int64)))
     target = found[0] if found else "classes"
     return Dataset(data.dataset, classes, train, test, splits.get("validation"), client_names, domain_names, target)
+
+
+def of_completions(data: Data, tables: Tables) -> Dataset:
+    """Prompts with their completions, or chats whose last message is the completion, by split; all of one class."""
+    columns = tables.get("train", next(iter(tables.values()))).column_names
+    inputs = _column(data.input_column, _COMPLETIONS, columns, "input")
+    tables = {_split_of(name): table for name, table in tables.items()}
+    tables = {"train": tables.pop(next(iter(tables)))} if len(tables) == 1 else tables
+    if "train" not in tables:
+        raise HeadstartError(f"there is no training split, only {' and '.join(tables)}; name one file train")
+    if "test" not in tables and "validation" in tables:
+        tables["test"] = tables.pop("validation")
+    clients, client_names = _ids(tables, data.client_column, None, "client")
+    domains, domain_names = _ids(tables, data.domain_column, None, "domain")
+    splits = {}
+    for split, table in tables.items():
+        for name in inputs:
+            _refuse_missing({split: table}, name)
+        rows = np.arange(len(table))
+        source, labels = table.select_columns(list(inputs)), np.zeros(len(table), np.int64)
+        splits[split] = Examples("text", source, inputs, rows, labels, clients.get(split), domains.get(split))
+    train = splits["train"]
+    test = splits.get("test", train.take(np.zeros(0, np.int64)))
+    return Dataset(data.dataset, ("text",), train, test, splits.get("validation"), client_names, domain_names)
 
 
 def _split_in(name: str) -> str | None:

@@ -110,6 +110,20 @@ class Body:
         """Whether the head is the body's own, and stays as it is."""
         return self.backbone is not None and self.backbone.task != "classify"
 
+    @property
+    def generates(self) -> bool:
+        """Whether the body completes prompts."""
+        return self.backbone is not None and self.backbone.task == "generate"
+
+    def cut(self) -> int:
+        """How many training examples of a body that completes prompts have more tokens than it reads."""
+        from headstart.backbones.completions import CompletionTransform
+
+        if self.backbone is None or not isinstance(self.backbone.transform, CompletionTransform):
+            return 0
+        transform, examples = self.backbone.transform, self._dataset.train
+        return sum(transform.is_cut(each, f"example {n}") for n, each in enumerate(examples.raw(0, len(examples))))
+
     def label_words(self) -> LinearHead | None:
         """The head that a language model under a prompt has before any training; None for other bodies."""
         if self.backbone is None or self.backbone.label_words is None:

@@ -207,6 +207,11 @@ def _readme(model: Model, files: list[str], code: list[str], table: dict[str, An
         how = "the state at the mask, before the vocabulary" if model.cloze else how
         chooses = model.speaks and not model.cloze
         how = "the log-likelihoods of the label words after the prompt" if chooses else how
+        how = (
+            "the loss of a completion and the number of its tokens, which no head reads"
+            if model.body.generates
+            else how
+        )
         reads = f"{how} [{width}]"
         reads += ", batch norm by each batch's own statistics" if backbone.by_batch else ""
     lines = [

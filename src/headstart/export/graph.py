@@ -104,9 +104,7 @@ def save_graph(model: Model, form: Format, folder: Path) -> str:
             "norm_statistics = 'aggregate' or 'freeze' on a backbone that keeps statistics"
         )
     if model.speaks and not model.cloze:
-        raise HeadstartError(
-            f"--format {form}: a model that chooses between words is written for transformers; leave --format out"
-        )
+        raise HeadstartError(f"--format {form}: a model that speaks is written for transformers; leave --format out")
     whole = Whole(model).eval().requires_grad_(False)
     traced, other = (example(model, *shape) for shape in ((3, 7), (2, 5)))
     names = (

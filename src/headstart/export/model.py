@@ -150,7 +150,7 @@ class Model:
     def auto(self) -> str:
         """The class of `transformers` that loads the body."""
         core: Any = self.body.backbone.core if self.body.backbone else None
-        if self.recipe.model.prompt is None:
+        if self.recipe.model.prompt is None and not self.body.generates:
             return "AutoModel"
         answers = "Seq2SeqLM" if core.config.is_encoder_decoder else "CausalLM"
         return f"AutoModelFor{'MaskedLM' if self.cloze else answers}"

@@ -75,7 +75,7 @@ class FedMeZO(Method[Log]):
         self.weighting = stage.weighting
         self.blocks = {"slopes": (stage.num_directions,)}
         self.network = Network(context.model, tensors(head_start(stage, context)), stage, self.plan)
-        self.probes = ZerothOrder(self.network, stage.epsilon, stage.known_temperature)
+        self.probes = ZerothOrder(self.network, stage.epsilon)
         self._taken = 0
         """Steps of the log that the weights have taken."""
         self._start = {name: parameter.detach().clone() for name, parameter in self.network.trained.items()}

@@ -94,6 +94,10 @@ def _chosen(stage: dict[str, Any]) -> str:
     return "".join(f" {_SYMBOLS[key]} {value:.3g}" for key, value in stage["chosen"].items())
 
 
+def _plain(stage: dict[str, Any], name: str) -> str:
+    return f"{stage[f'{name}_mean']:.2f} ± {stage[f'{name}_std']:.2f}"
+
+
 def remarks(stage: dict[str, Any]) -> list[str]:
     """What else is to be said of a stage: its tasks, its clients' own models, the round that validation chooses."""
     found = []
@@ -110,6 +114,9 @@ def remarks(stage: dict[str, Any]) -> list[str]:
         found.append(
             f"without a head, by the nearest mean of a client's classes: {initial} at first, {own} personalised"
         )
+    if "perplexity" in stage:
+        own = f"; {_plain(stage, 'local_perplexity')} over clients" if stage.get("local_perplexity_mean") else ""
+        found.append(f"perplexity of completions {stage['perplexity']:.2f}{own}")
     if "forgetting_ratio" in stage:
         found.append(
             f"on the whole {_split(stage)} split: {100 * stage['initial_whole_accuracy']:.2f} % at first, "

@@ -53,12 +53,20 @@ class Evaluation:
     """The other metrics of the model by their names, None where they are not known."""
     nbytes: tuple[int, int] | None = None
     """Bytes up and down, where nodes were asked."""
+    perplexity: float | None = None
+    """Of a model that generates: exp of the loss of a completion's token, over all tokens of all completions."""
+    client_perplexity: npt.NDArray[np.float64] | None = None
+    """[K], NaN for a client without test examples of its own."""
 
     def metrics(self) -> Metrics:
         """All of them under their names."""
         figures: Metrics = {"accuracy": self.accuracy, "loss": self.loss, **self.more}
         if self.client_accuracy is not None:
             figures |= spread("local_accuracy", self.client_accuracy)
+        if self.perplexity is not None:
+            figures["perplexity"] = self.perplexity
+        if self.client_perplexity is not None:
+            figures |= spread("local_perplexity", self.client_perplexity)
         return figures
 
 
@@ -92,6 +100,18 @@ def evaluate_targets(head: LinearHead, features: Features, targets: Floats, kind
     ranking = ranking_metrics(scores, targets) if kind == "multilabel" else {}
     accuracy = None if kind == "regression" else float(right / examples)
     return Evaluation(accuracy, float(loss / examples), more={**target_metrics(tally, kind), **ranking})
+
+
+def evaluate_completions(features: Features, owners: Ints | None, clients: int) -> Evaluation:
+    """Evaluate losses and numbers of tokens [n, 2] of completions; owners: [n] whose they are, where that is known."""
+    losses, tokens = features.astype(np.float64).T
+    loss, by_client = float(losses.sum() / tokens.sum()), None
+    if owners is not None:
+        mine = owners >= 0
+        sums = [np.bincount(owners[mine], each[mine], clients) for each in (losses, tokens)]
+        with np.errstate(invalid="ignore"):
+            by_client = np.exp(sums[0] / np.where(sums[1] > 0, sums[1], np.nan))
+    return Evaluation(None, loss, perplexity=float(np.exp(loss)), client_perplexity=by_client)
 
 
 def evaluate_each(scorers: Iterable[Scorer], labels: Ints, owners: Ints | None, counts: Ints) -> Evaluation:
@@ -263,6 +283,9 @@ class LocalEvaluator:
                 found[name] = evaluate_each(self._scorers(state, task, split), labels, owners, counts)
             else:
                 head, features = self._global(state, task, split)
+                if self.body.generates:
+                    found[name] = evaluate_completions(features, owners, self.federation.n_clients)
+                    continue
                 known = split == "test" and self.federation.remote_sizes is None
                 found[name] = evaluate(head, features, labels, owners, counts if known else None)
         parts = list(found.values())

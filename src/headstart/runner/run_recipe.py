@@ -142,6 +142,8 @@ def _check(recipe: Recipe, federation: Federation) -> None:
                 f"stages.{number}.method: {stage.method} learns classes, and the targets of the data are "
                 f"{'numbers' if target == 'regression' else 'labels'} ({target}); use fed3r"
             )
+        if federation.remote_sizes is not None and recipe.model.task == "generate":
+            raise HeadstartError("model.task: nodes that hold their own data do not test 'generate' yet; use 'choose'")
         if federation.remote_sizes is not None:
             _check_remote(number, stage, federation.n_clients)
             if target == "multilabel" and not stage.protected:
@@ -188,6 +190,11 @@ class Run:
         returns = any(stage.start != "previous" for stage in recipe.stages)
         owners = {"train": federation.owners, "test": federation.test_owners}
         self.body = Body(recipe.model, federation.dataset, returns, owners)
+        if cut := self.body.cut():
+            log.warning(
+                "model.max_tokens: %d of %d training examples have more than %d tokens and are cut",
+                cut, len(federation.dataset.train), recipe.model.max_tokens,
+            )  # fmt: skip
         self.stages: list[dict[str, Any]] = []
         """What is in the summary of each finished stage."""
         self.spent: dict[str, float] = dict.fromkeys(COSTS, 0)

@@ -37,6 +37,8 @@ class Network:
         self.trained = {name: each for name, each in self.parameters.items() if plan.role(name) != "frozen"}
         if stage.train == "norms":  # what has one value for a channel: scales, shifts, biases
             self.trained = {n: each for n, each in self.trained.items() if not n.startswith("body.") or each.ndim == 1}
+        if stage.freeze_a:
+            self.trained = {name: each for name, each in self.trained.items() if ".lora_A." not in name}
         below = {name: parameter for name, parameter in self.trained.items() if name.startswith("body.")}
         if self.backbone is not None and below:
             # What the features do not depend on, such as a pooler, cannot be trained; it stays frozen.
@@ -64,18 +66,35 @@ class Network:
         self.model.write(self._counts, self._counts_found)
         self.model.write(self.parameters | self.statistics, arrays)
 
-    def scores(self, batch: tuple[Tensor, ...]) -> Tensor:
-        """The inputs of a batch, or its features where there is no body → scores [B, C]."""
+    @property
+    def generates(self) -> bool:
+        """Whether the body completes prompts, and is no classifier."""
+        return self.backbone is not None and self.backbone.task == "generate"
+
+    def features(self, batch: tuple[Tensor, ...]) -> Tensor:
+        """The inputs of a batch, or its features where there is no body → features [B, d]."""
         device = self.device.type
         with torch.autocast(device, torch.bfloat16, enabled=self.stage.precision == "bfloat16"):
             values: Tensor = batch[0].to(self.device)
             if self.backbone is not None:
                 values = run_body(self.backbone.body, moved(batch, self.device))
-        values = values.float()
+        return values.float()
+
+    def scores(self, batch: tuple[Tensor, ...]) -> Tensor:
+        """The inputs of a batch, or its features where there is no body → scores [B, C]."""
+        values = self.features(batch)
         for layer in self.head_layers:
             values = functional.linear(values, self.parameters[f"{layer}.weight"], self.parameters[f"{layer}.bias"])
             values = values if layer == "head" else values.relu()
         return values
+
+    def losses(self, batch: tuple[Tensor, ...], labels: Tensor, reduction: str = "none") -> Tensor:
+        """The loss of each example [B], or their mean: cross-entropy, or that of a completion's tokens, on average."""
+        values = self.scores(batch) if not self.generates else self.features(batch)
+        if self.generates:
+            each = values[:, 0] / values[:, 1].clamp(min=1)
+            return each.mean() if reduction == "mean" else each
+        return functional.cross_entropy(values / self.stage.known_temperature, labels, reduction=reduction)
 
 
 def tensors(arrays: Mapping[str, np.ndarray]) -> Params:
@@ -105,7 +124,7 @@ class BodySolver:
                 if stage.augment == "flip" and network.backbone.kind == "image":
                     inputs = flipped(inputs, rng.random(len(rows)) < 0.5)
                 labels = torch.from_numpy(cohort.labels[rows]).to(network.device)
-                steps.take(functional.cross_entropy(network.scores(inputs) / stage.known_temperature, labels))
+                steps.take(network.losses(inputs, labels, "mean"))
         below = any(not name.startswith("head.") for name in steps.moving)
         return LocalResult(
             Params({name: parameter.detach().cpu()[None] for name, parameter in network.trained.items()}),

@@ -14,7 +14,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -28,7 +27,8 @@ from headstart.solvers.network import Network
 from headstart.solvers.objective import LocalResult, Objective, learning_rate
 
 # Examples in a forward pass: as many as stay small beside the weights, since the direction is drawn anew for each pass.
-BATCHES = {"image": 32, "text": 256, "features": 8192}
+# Of completions, every token is weighed against the whole vocabulary.
+BATCHES = {"image": 32, "text": 256, "completions": 16, "features": 8192}
 
 
 class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -49,8 +49,8 @@ class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class ZerothOrder:
     """A network that is probed and moved along directions."""
 
-    def __init__(self, network: Network, epsilon: float, temperature: float) -> None:
-        self.network, self.epsilon, self.temperature = network, epsilon, temperature
+    def __init__(self, network: Network, epsilon: float) -> None:
+        self.network, self.epsilon = network, epsilon
         self._names = {id(parameter): name for name, parameter in network.trained.items()}
         if network.backbone:
             self._check(network.backbone)
@@ -76,15 +76,15 @@ class ZerothOrder:
         """(L(θ + εz) − L(θ − εz)) / 2ε of each example [n]; rows: [n] positions in the cohort's examples."""
         self.network.model.set_mode(False, "freeze")
         order = rows if isinstance(cohort.source, np.ndarray) else rows[cohort.inputs.by_length(cohort.rows[rows])]
-        size = BATCHES[self.network.backbone.kind if self.network.backbone else "features"]
+        kind = self.network.backbone.kind if self.network.backbone else "features"
+        size = BATCHES["completions" if self.network.generates else kind]
         groups = np.split(order, range(size, len(order), size))
         difference = np.zeros(len(cohort.rows))
         for group, batch in zip(groups, _batches(cohort, groups), strict=True):
             labels = torch.from_numpy(cohort.labels[group]).to(self.network.device)
             for sign in (1, -1):
                 with self._perturbed(seed, number, sign * self.epsilon):
-                    scores = self.network.scores(batch) / self.temperature
-                losses = functional.cross_entropy(scores, labels, reduction="none")
+                    losses = self.network.losses(batch, labels)
                 difference[group] += sign * losses.double().cpu().numpy()
         return np.asarray(difference[rows] / (2 * self.epsilon))
 
@@ -162,7 +162,7 @@ class ZerothSolver:
 
     def __init__(self, network: Network, stage: Any, seed: tuple[int, ...]) -> None:
         self.network, self.stage, self.seed = network, stage, seed
-        self.model = ZerothOrder(network, stage.epsilon, stage.known_temperature)
+        self.model = ZerothOrder(network, stage.epsilon)
 
     def __call__(self, start: Params, cohort: Cohort, round: int, objective: Objective) -> LocalResult:
         """start: parameters [1, …]; the cohort is one client."""

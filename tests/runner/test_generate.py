@@ -1,0 +1,174 @@
+"""Runs of models that generate: loss on the completion alone, perplexity by client and pooled, seeded completions."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from headstart.backbones import Backbone, load_backbone
+from headstart.config.recipe import Model, Recipe
+from headstart.core.files import write_text
+from headstart.data import Federation
+from headstart.errors import HeadstartError, RecipeError
+from headstart.export import Model as Exported
+from headstart.export import export
+from headstart.export.completions import Sampling, completions
+from headstart.export.replay import replay
+from headstart.runner import run
+from tests.backbones.test_language import VOCABULARY, folder_of, numbers
+from tests.command import Command
+from tests.runner.test_choose import lines
+
+PAIRS = [("the cat", "sat"), ("the dog", "ran very"), ("film", "good"), ("very very", "bad the cat"), ("", "dog")]
+
+
+def table(folder: Path, rows: list[dict[str, Any]] | None = None, **stage: Any) -> dict[str, Any]:
+    if not (folder / "model").is_dir():
+        folder_of(folder / "model")
+        rows = rows or [{"prompt": p, "completion": c, "who": "ab"[n % 2]} for n, (p, c) in enumerate(PAIRS * 6)]
+        write_text(folder / "train.jsonl", "\n".join(map(json.dumps, rows)))
+    return {
+        "data": {
+            "dataset": str(folder / "train.jsonl"), "client_column": "who", "test_fraction": 0.3,
+            "partition": {"kind": "natural", "test": "follow"},
+        },
+        "model": {"backbone": str(folder / "model"), "task": "generate"},
+        "stages": [{"method": "fedavg", "train": "lora", "rounds": 3, "lr": 0.5, "batch_size": 8} | stage],
+    }  # fmt: skip
+
+
+def backbone_of(folder: Path, **keys: Any) -> Backbone:
+    return load_backbone(Model(backbone=str(folder_of(folder)), task="generate", **keys))
+
+
+def shown(backbone: Backbone, value: Any) -> list[tuple[str, int]]:
+    return [(VOCABULARY[number], int(target)) for number, target in backbone.transform(value, "x")]
+
+
+def test_the_completion_and_its_end_are_what_is_learned(tmp_path: Path) -> None:
+    backbone = backbone_of(tmp_path)
+    prompt = [("<s>", 0), ("the", 0), ("dog", 0)]
+    answer = [("ran", 1), ("very", 1), ("</s>", 1)]
+    assert shown(backbone, ("the dog", "ran very")) == prompt + answer
+    chat = [{"role": "user", "content": "the dog"}, {"role": "assistant", "content": "ran very"}]
+    assert shown(backbone, chat) == [("film", 0), ("the", 0), ("dog", 0), (":", 0), *answer]
+    twice = [*chat, {"role": "user", "content": "cat"}, {"role": "assistant", "content": "sat"}]
+    assert [word for word, target in shown(backbone, twice) if target] == ["sat", "</s>"]
+    with pytest.raises(HeadstartError, match="x: the last of the messages is not the assistant's"):
+        backbone.transform(chat[:1], "x")
+
+
+def test_a_long_prompt_is_cut_at_its_beginning(tmp_path: Path) -> None:
+    backbone = backbone_of(tmp_path, max_tokens=4)
+    assert shown(backbone, ("the very very dog", "ran")) == [("very", 0), ("dog", 0), ("ran", 1), ("</s>", 1)]
+    assert shown(backbone, ("dog", "ran very very good bad")) == [("dog", 0), ("ran", 1), ("very", 1), ("very", 1)]
+
+
+@torch.inference_mode()
+def test_losses_are_those_of_transformers_and_padding_has_none(tmp_path: Path) -> None:
+    backbone = backbone_of(tmp_path)
+    batch = backbone.transform.collate([backbone.transform(pair, "x") for pair in PAIRS])
+    found = backbone.body(*batch).numpy()
+    padded = backbone.body(*(torch.nn.functional.pad(each, (0, 4)) for each in batch)).numpy()
+    np.testing.assert_allclose(padded, found, atol=1e-5)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    for (prompt, completion), (loss, tokens) in zip(PAIRS, found, strict=True):
+        before, after = [0, *numbers(prompt)], [*numbers(completion), 2]
+        ids = torch.tensor([before + after])
+        labels = torch.tensor([[-100] * len(before) + after])
+        assert tokens == len(after)
+        assert loss / tokens == pytest.approx(float(model(input_ids=ids, labels=labels).loss), rel=1e-4)
+
+
+def test_perplexity_before_and_after_pooled_and_by_client(tmp_path: Path) -> None:
+    recipe = Recipe.parse(table(tmp_path, rounds=8))
+    run(recipe, tmp_path / "run")
+    first, *_, last = lines(tmp_path / "run")
+    federation = Federation.of(recipe)
+    test, owners = federation.dataset.test, federation.test_owners
+    assert owners is not None
+    backbone = load_backbone(recipe.model)
+    with torch.inference_mode():
+        batch = backbone.transform.collate([backbone.transform(each, "x") for each in test.raw(0, len(test))])
+        losses, tokens = backbone.body(*batch).numpy().T
+    assert (first["round"], first["accuracy"]) == (0, None)
+    assert first["perplexity"] == pytest.approx(np.exp(losses.sum() / tokens.sum()), rel=1e-4)
+    own = [np.exp(losses[owners == k].sum() / tokens[owners == k].sum()) for k in range(2)]
+    assert first["local_perplexity_mean"] == pytest.approx(np.mean(own), rel=1e-4)
+    assert last["perplexity"] < 0.7 * first["perplexity"]
+    assert f"perplexity of completions {last['perplexity']:.2f}" in (tmp_path / "run" / "report.html").read_text()
+
+
+def test_fedmezo_on_completions_is_one_run_whoever_holds_them(tmp_path: Path) -> None:
+    stage = {"method": "fedmezo", "train": "norms", "batch_size": "full", "lr": 1e-2}
+    given = table(tmp_path, **stage)
+    alone = given | {"data": given["data"] | {"partition": {"kind": "iid", "clients": 1}}}
+    spread = given | {"data": given["data"] | {"partition": {"kind": "iid", "clients": 4}}}
+    for name, each in (("one", alone), ("four", spread)):
+        each["data"] = {key: value for key, value in each["data"].items() if key != "client_column"}
+        run(Recipe.parse(each), tmp_path / name)
+    one, four = (lines(tmp_path / name)[-1]["loss"] for name in ("one", "four"))
+    assert one == pytest.approx(four, rel=1e-5)
+    assert one != pytest.approx(lines(tmp_path / "one")[0]["loss"], rel=1e-4)
+    assert replay(tmp_path / "four", tmp_path / "again") == []
+
+
+def test_what_is_cut_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    given = table(tmp_path, rounds=1)
+    given["model"]["max_tokens"] = 6
+    federation = Federation.of(Recipe.parse(given))
+    long = sum(len(p.split()) + len(c.split()) > 4 for p, c in federation.dataset.train.raw(0, 100))
+    with caplog.at_level(logging.WARNING, "headstart"):
+        run(Recipe.parse(given))
+    said = f"model.max_tokens: {long} of {len(federation.dataset.train)} training examples have more than 6 tokens"
+    assert any(said in each.getMessage() for each in caplog.records)
+
+
+def test_completions_are_those_of_transformers_and_of_the_seed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(Recipe.parse(table(tmp_path, rounds=8)), tmp_path / "run")
+    write_text(tmp_path / "prompts.txt", "the cat\nthe dog\nfilm")
+    model = Exported.of(tmp_path / "run")
+    found = dict(completions(model, [tmp_path / "prompts.txt"], Sampling(5)))
+    export(tmp_path / "run", tmp_path / "out", merge=True)
+    merged: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "body")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out" / "body")
+    for prompt, completion in found.items():
+        ids = [0, *numbers(prompt)]
+        for _ in range(5):  # greedy, one token after the other
+            ids.append(int(merged(input_ids=torch.tensor([ids])).logits[0, -1].argmax()))
+            if ids[-1] == 2:
+                break
+        assert completion == tokenizer.decode(ids[1 + len(prompt.split()) :], skip_special_tokens=True)
+    one, same, other = (
+        list(completions(model, [tmp_path / "prompts.txt"], Sampling(5, 1.5, seed=seed))) for seed in (1, 1, 2)
+    )
+    assert one == same != other
+    arguments = ["predict", tmp_path / "run", tmp_path / "prompts.txt", "--out", tmp_path / "said.csv", "--chat"]
+    done = Command(monkeypatch, capsys)(*arguments, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "the cat\n    " in done.stdout
+    chat = dict(completions(model, [tmp_path / "prompts.txt"], Sampling(chat=True)))
+    assert f"the cat,{chat['the cat']}" in (tmp_path / "said.csv").read_text().replace("\r", "")
+
+
+@pytest.mark.parametrize(
+    ("model", "stage", "sentence"),
+    [
+        ({"prompt": "{text}"}, {}, "model.prompt: with task = 'generate', prompts are in the data; leave it out"),
+        ({}, {"method": "fedncm", "train": None}, "stages.0.method: fedncm computes a head, and a model that gener"),
+        ({}, {"method": "ditto"}, "stages.0.method: ditto makes personal models, which task = 'generate' does not"),
+        ({}, {"keep": "best"}, "stages.0: keep = 'best' and patience go by accuracy, and there is none"),
+    ],
+)
+def test_what_a_model_that_generates_cannot_do(model: Any, stage: Any, sentence: str, tmp_path: Path) -> None:
+    given = table(tmp_path, **stage)
+    given["stages"] = [{key: value for key, value in given["stages"][0].items() if value is not None}]
+    with pytest.raises(RecipeError, match=sentence):
+        Recipe.parse(given | {"model": given["model"] | model})
