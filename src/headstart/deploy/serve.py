@@ -151,10 +151,10 @@ class Roll:
         """Look again and again, until the run has ended."""
         with Control.of(self.server) as control:
             while not ended.wait(LOOK):
-                for line in set(self.server.warnings()) - self.warned:
-                    self.say(f"warning: {line}")
-                    self.warned.add(line)
                 with suppress(ControlError, HeadstartError):
+                    for line in set(self.server.warnings()) - self.warned:
+                        self.say(f"warning: {line}")
+                        self.warned.add(line)
                     self.call(control)
 
 
