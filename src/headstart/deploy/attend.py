@@ -22,7 +22,7 @@ from headstart.config.recipe import Recipe
 from headstart.core.files import write_text
 from headstart.deploy.guard import check_flower
 from headstart.deploy.kit import Kit, check_keys
-from headstart.deploy.probe import trouble
+from headstart.deploy.reach import trouble
 from headstart.engine.flower_messages import package_version
 from headstart.errors import HeadstartError
 
@@ -145,7 +145,7 @@ def _attempt(kit: Kit, folder: Path, say: Say) -> int:
                 say(line)
             if time.monotonic() - looked > PROBE:
                 looked = time.monotonic()
-                if wrong := trouble(kit.host, kit.port, folder / "kit" / "ca.pem"):
+                if wrong := trouble(kit):
                     say(wrong)
             time.sleep(0.5)
         for line in answers.new():

@@ -54,6 +54,14 @@ def reach(kit: Kit) -> Said:
     yield _clock(date)
 
 
+def trouble(kit: Kit) -> str | None:
+    """What keeps a node from a server that answers: its certificate, or the clock; None where nothing does."""
+    found = ((about, text) for level, about, text in reach(kit) if level == "wrong" and about != "connection")
+    return next(
+        (f"no connection with {kit.host}:{kit.port}: {about}: {text}; asking again" for about, text in found), None
+    )
+
+
 def _call(kit: Kit, context: ssl.SSLContext) -> closing[HTTPSConnection]:
     return closing(HTTPSConnection(kit.host, kit.port, timeout=PATIENCE, context=context))
 
