@@ -21,6 +21,9 @@ from headstart.config.recipe import Recipe
 from headstart.config.stage import STAGES
 from headstart.deploy.apps import simulate
 from headstart.runner import run
+from tests.backbones.test_language import LONG
+from tests.runner.test_choose import recipe_of as choice_of
+from tests.runner.test_generate import table as completions_of
 
 LOCAL = {"train": "head", "rounds": 2, "lr": 0.01, "batch_size": 20, "clients_per_round": 2, "start": "pretrained"}
 MLP = LOCAL | {"head": "mlp", "hidden": 8}
@@ -255,3 +258,17 @@ def test_sparse_priming_and_scalars_are_the_same_on_flower(tmp_path: Path) -> No
     run(recipe, tmp_path / "here")
     simulate(recipe, tmp_path / "there")
     assert_same(tmp_path / "here", tmp_path / "there")
+
+
+@pytest.mark.minutes
+def test_models_that_speak_are_the_same_on_flower(tmp_path: Path) -> None:
+    lora = {"method": "fedavg", "train": "lora", "rank": 2, "lr": 0.1, "rounds": 2, "optimiser": "adamw"}
+    mezo = {"method": "fedmezo", "train": "norms", "lr": 0.01, "rounds": 2, "start": "pretrained"}
+    chooses = choice_of(tmp_path, LONG, **lora).model_dump(mode="json", exclude_none=True)
+    (tmp_path / "pairs").mkdir()
+    generates = completions_of(tmp_path / "pairs", **lora)
+    for name, table in (("choose", chooses), ("generate", generates)):
+        recipe = Recipe.parse(table | {"tasks": [], "stages": [*table["stages"], mezo]})
+        run(recipe, tmp_path / name / "here")
+        simulate(recipe, tmp_path / name / "there")
+        assert_same(tmp_path / name / "here", tmp_path / name / "there", costs=False)

@@ -1,5 +1,6 @@
 """Runs of models that generate: loss on the completion alone, perplexity by client and pooled, seeded completions."""
 
+import csv
 import json
 import logging
 from pathlib import Path
@@ -101,6 +102,9 @@ def test_perplexity_before_and_after_pooled_and_by_client(tmp_path: Path) -> Non
     own = [np.exp(losses[owners == k].sum() / tokens[owners == k].sum()) for k in range(2)]
     assert first["local_perplexity_mean"] == pytest.approx(np.mean(own), rel=1e-4)
     assert last["perplexity"] < 0.7 * first["perplexity"]
+    with (tmp_path / "run" / "clients.csv").open() as file:
+        each = [float(row["perplexity"]) for row in csv.DictReader(file)]
+    assert np.mean(each) == pytest.approx(last["local_perplexity_mean"], abs=1e-5)
     assert f"perplexity of completions {last['perplexity']:.2f}" in (tmp_path / "run" / "report.html").read_text()
 
 
@@ -127,6 +131,16 @@ def test_what_is_cut_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
         run(Recipe.parse(given))
     said = f"model.max_tokens: {long} of {len(federation.dataset.train)} training examples have more than 6 tokens"
     assert any(said in each.getMessage() for each in caplog.records)
+
+
+@pytest.mark.parametrize(("column", "holds"), [(["prompt", "who"], "int64"), ("prompt", "string")])
+def test_columns_that_hold_no_texts_are_refused(column: Any, holds: str, tmp_path: Path) -> None:
+    given = table(tmp_path, [{"prompt": "the", "completion": "cat", "who": number % 2} for number in range(8)])
+    given["data"]["input_column"] = column
+    with pytest.raises(
+        HeadstartError, match=f"data.input_column: .* of the train split holds .*{holds}.*; give two col"
+    ):
+        Federation.of(Recipe.parse(given))
 
 
 def test_completions_are_those_of_transformers_and_of_the_seed(
@@ -164,6 +178,7 @@ def test_completions_are_those_of_transformers_and_of_the_seed(
         ({"prompt": "{text}"}, {}, "model.prompt: with task = 'generate', prompts are in the data; leave it out"),
         ({}, {"method": "fedncm", "train": None}, "stages.0.method: fedncm computes a head, and a model that gener"),
         ({}, {"method": "ditto"}, "stages.0.method: ditto makes personal models, which task = 'generate' does not"),
+        ({"weights": "random"}, {}, "model.weights: a language model comes with its own; leave it out"),
         ({}, {"keep": "best"}, "stages.0: keep = 'best' and patience go by accuracy, and there is none"),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -165,7 +166,8 @@ def language_model(place: str, name: str) -> tuple[Any, Any]:
     import transformers
 
     transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
+    if not sys.stderr.isatty():
+        transformers.utils.logging.disable_progress_bar()
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(place, trust_remote_code=False)
         config = transformers.AutoConfig.from_pretrained(place, trust_remote_code=False)

@@ -72,6 +72,8 @@ def _of_model(model: Mapping[str, Any], tasks: bool) -> list[str]:
     problems, prompt, chooses = [], model.get("prompt"), model.get("task") == "choose"
     if tasks and "prompt" in model:
         problems.append("model.prompt: a prompt's label words are those of one task; give [data] instead of [[tasks]]")
+    if model.get("task", "classify") != "classify" and "weights" in model:
+        problems.append("model.weights: a language model comes with its own; leave it out, and name its folder instead")
     if model.get("task") == "generate":
         generates = [("prompt", "prompts are in the data"), ("label_words", "there are no classes")]
         problems += [

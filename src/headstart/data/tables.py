@@ -130,6 +130,12 @@ def of_completions(data: Data, tables: Tables) -> Dataset:
     for split, table in tables.items():
         for name in inputs:
             _refuse_missing({split: table}, name)
+            is_text = getattr(table.features[name], "dtype", None) in ("string", "large_string")
+            if is_text != (len(inputs) == 2):
+                raise HeadstartError(
+                    f"data.input_column: {name!r} of the {split} split holds {table.features[name]}; give two columns "
+                    "of text, a prompt and its completion, or one of messages"
+                )
         rows = np.arange(len(table))
         source, labels = table.select_columns(list(inputs)), np.zeros(len(table), np.int64)
         splits[split] = Examples("text", source, inputs, rows, labels, clients.get(split), domains.get(split))

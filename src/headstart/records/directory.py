@@ -302,15 +302,18 @@ class RunDirectory:
         return self.path / "model" / f"log-{stage}.safetensors"
 
     def write_clients(
-        self, stage: int, names: tuple[str, ...], ledger: Ledger, accuracy: npt.NDArray[np.float64] | None
+        self, stage: int, names: tuple[str, ...], ledger: Ledger, found: npt.NDArray[np.float64] | None, what: str
     ) -> None:
-        """Costs and accuracy of every client after a stage, as rows of `clients.csv`."""
+        """Costs of every client after a stage, and how good the model is there, as rows of `clients.csv`.
+
+        what: the accuracy, or the perplexity.
+        """
         # A pooled stage has one client, and accuracies of those that pooled their examples.
-        shown = [""] * len(names) if accuracy is None or len(accuracy) != len(names) else accuracy.round(6).tolist()
+        shown = [""] * len(names) if found is None or len(found) != len(names) else found.round(6).tolist()
         costs = zip(ledger.bytes_up, ledger.bytes_down, ledger.forward_passes, strict=True)
         self._write_stage(
             "clients.csv",
-            ["stage", "client", "accuracy", "bytes_up", "bytes_down", "forward_passes"],
+            ["stage", "client", what, "bytes_up", "bytes_down", "forward_passes"],
             stage,
             [[stage, name, right, *cost] for name, right, cost in zip(names, shown, costs, strict=True)],
         )

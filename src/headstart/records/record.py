@@ -78,7 +78,7 @@ class Record:
         """The accuracy of each client that has one, after the last stage that was finished."""
         rows = self._rows("clients.csv")
         mine = [row for row in rows if row["stage"] == rows[-1]["stage"]]
-        return {row["client"]: float(row["accuracy"]) for row in mine if row["accuracy"] not in ("", "nan")}
+        return {row["client"]: float(row["accuracy"]) for row in mine if row.get("accuracy", "") not in ("", "nan")}
 
     def left_out(self) -> list[dict[str, str]]:
         """Who was left out of which round, and why."""

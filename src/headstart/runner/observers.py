@@ -122,7 +122,10 @@ class Observers:
         if stage.before is not None:
             similar = similarity(stage.before, stage.evaluator.features(state, self.settings.eval_split))
             self.record.metrics["feature_similarity"] = similar
-        self.directory.write_clients(stage.number, stage.federation.names, stage.ledger, found.client_accuracy)
+        what, each = "accuracy", found.client_accuracy
+        if found.perplexity is not None:
+            what, each = "perplexity", found.client_perplexity
+        self.directory.write_clients(stage.number, stage.federation.names, stage.ledger, each, what)
         if found.answers is not None:
             self.directory.write_confusion(stage.number, stage.run.federation.dataset.classes, *found.answers)
 
