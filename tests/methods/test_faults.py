@@ -67,9 +67,9 @@ def _light() -> Iterator[None]:
     """Data that are read once, no clock, and no pictures: a report is made of files that are compared anyway."""
     load, loaded = federation.load_dataset, {}
 
-    def once(data: Any, seed: int) -> Any:
-        key = f"{data!r} {seed}"
-        return loaded[key] if key in loaded else loaded.setdefault(key, load(data, seed))
+    def once(data: Any, seed: int, **how: bool) -> Any:
+        key = f"{data!r} {seed} {how}"
+        return loaded[key] if key in loaded else loaded.setdefault(key, load(data, seed, **how))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(federation, "load_dataset", once)

@@ -78,9 +78,9 @@ def _light(no_report: None) -> Iterator[None]:
     """Data that are read once, no reports, and no compiler, which a small body does not earn back."""
     load, loaded = federation.load_dataset, {}
 
-    def once(data: Any, seed: int) -> Any:
-        key = f"{data!r} {seed}"
-        return loaded[key] if key in loaded else loaded.setdefault(key, load(data, seed))
+    def once(data: Any, seed: int, **how: bool) -> Any:
+        key = f"{data!r} {seed} {how}"
+        return loaded[key] if key in loaded else loaded.setdefault(key, load(data, seed, **how))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(federation, "load_dataset", once)
