@@ -71,7 +71,7 @@ class Silo:
         return Node(self.recipe, federation, self.folder / "state" / run, alone=True, identity=self.identity)
 
     def setup(self, stage: Any = 0, clients: int = 5) -> bytes:
-        return StageSetup(stage, 0, (("", CLASSES, clients, 100),), (None,)).to_message().to_bytes()
+        return StageSetup(stage, 0, (("default", CLASSES, clients, 100),), (None,)).to_message().to_bytes()
 
     def message(self, kind: str, message: Wire, run: str = "0" * 32, **facts: Any) -> Message:
         setup = facts.pop("setup", None) or self.setup()

@@ -54,8 +54,8 @@ def test_run_prints_a_table_and_leaves_a_directory(recipe: Path, tmp_path: Path)
     assert again.returncode == 0
     assert "fedcof γ 0.1" in again.stdout
     assert json.loads((tmp_path / "runs" / "digits-2" / "summary.json").read_text())["stages"][0]["chosen"] == {
-        "shrinkage": 0.1
-    }
+        "shrinkage": 0.1, "means_share": 1.0
+    }  # fmt: skip
 
 
 def test_partition_draws_who_holds_which_class(recipe: Path, tmp_path: Path, command: Command) -> None:

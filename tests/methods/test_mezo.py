@@ -40,6 +40,7 @@ from headstart.methods.fedmezo import joined
 from headstart.modules import attach
 from headstart.runner.costs import paper_cost
 from headstart.solvers import directions, zeroth
+from headstart.solvers import network as networks
 from headstart.solvers.cohort import Cohort
 from headstart.solvers.directions import direction
 from headstart.solvers.zeroth import ZerothOrder
@@ -527,8 +528,11 @@ def test_the_estimate_is_unbiased_on_a_logistic_problem() -> None:
 
 def test_the_estimate_is_exact_along_z_and_unbiased_on_a_quadratic(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half the squared scores of a linear head are quadratic in it: a central difference is the slope, to rounding."""
-    quadratic = SimpleNamespace(cross_entropy=lambda scores, labels, reduction: 0.5 * scores.square().sum(dim=1))
-    monkeypatch.setattr(zeroth, "functional", quadratic)
+    quadratic = SimpleNamespace(
+        linear=networks.functional.linear,
+        cross_entropy=lambda scores, labels, reduction: 0.5 * scores.square().sum(dim=1),
+    )
+    monkeypatch.setattr(networks, "functional", quadratic)
     run = Run(EVERYBODY, train="head", epsilon=1e-2)
     network = run.method.network
     weight, bias = (network.parameters[f"head.{name}"].detach().double().numpy() for name in ("weight", "bias"))

@@ -16,7 +16,6 @@ Blocks = Callable[[], Iterable[Floats]]
 # Halko, Martinsson and Tropp (2011, section 4.5): a few columns and passes more make the found directions the largest.
 _MORE, _PASSES = 10, 6
 _BLOCK_BYTES = 32 << 20
-_DIRECTIONS = 0xD1B
 
 
 def told_directions(examples: Ints, rows: Ints, rank: int, dim: int, min_examples: int = 1) -> Ints:
@@ -46,7 +45,7 @@ def directions_by_client(
         def blocks(parts: list[slice] = parts) -> Iterable[Floats]:
             return map(deviations, parts)
 
-        found.append(largest_directions(blocks, dim, int(count), (_DIRECTIONS, *seed, int(client))))
+        found.append(largest_directions(blocks, dim, int(count), (*seed, int(client))))
     return np.concatenate(found)
 
 
@@ -63,7 +62,7 @@ def largest_directions(blocks: Blocks, dim: int, count: int, seed: tuple[int, ..
     width = min(count + _MORE, dim)
     basis: Floats = np.eye(dim, width)
     if width < dim:
-        basis = np.random.default_rng(seed).standard_normal((dim, width))
+        basis = np.random.default_rng([0xD1B, *seed]).standard_normal((dim, width))
         for _ in range(_PASSES):
             basis = linalg.qr(product(basis), mode="economic", check_finite=False)[0].astype(np.float64, copy=False)
     last = product(basis)

@@ -134,7 +134,7 @@ def answer(message: Message, context: Context) -> Message:
     except KeyError as error:
         return refuse(message, HeadstartError(f"the node has no {error} in its configuration"))
     except Exception as error:  # Flower would send what it says to the server, paths included
-        return refuse(message, error)
+        return refuse(message, error, *map(str, config.values()))
     return respond(message, node, name)
 
 

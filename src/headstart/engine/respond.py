@@ -45,23 +45,25 @@ def respond(message: FlowerMessage, node: Node, name: str) -> FlowerMessage:
             facts = {"passes": int(reply.forward_passes[0]), "kept": bool(reply.state)}
             parts = {"message": reply.message.to_bytes()}
     except StateLostError as error:
-        facts = {"error": without_folders(error), "state_lost": True}
+        facts = {"error": without_folders(error, str(node.folder)), "state_lost": True}
     except HeadstartError as error:
-        facts = {"error": without_folders(error)}
+        facts = {"error": without_folders(error, str(node.folder))}
     except Exception as error:  # a node that fails is left out of the round; it does not fail silently
-        facts = {"error": f"the node failed: {type(error).__name__}: {without_folders(error)}"}
+        facts = {"error": f"the node failed: {type(error).__name__}: {without_folders(error, str(node.folder))}"}
     return reply_to(message, facts, parts)
 
 
-def without_folders(error: Exception) -> str:
+def without_folders(error: Exception, *known: str) -> str:
     """What an error says, with the names of files in the place of their paths; all of it goes into the node's log.
 
-    Where a file is tells the server more than it has to know: users, wards, patients.
+    Where a file is tells the server more than it has to know: users, wards, patients. known: paths of the node's own;
+    one that is not known ends where a quotation mark does.
     """
     text = str(error)
     log.warning("refused: %s: %s", type(error).__name__, text)
-    for path in (getattr(error, "filename", None), getattr(error, "filename2", None)):
-        if isinstance(path, str) and path:
+    given = (getattr(error, "filename", None), getattr(error, "filename2", None))
+    for path in sorted((path for path in (*known, *given) if isinstance(path, str)), key=len, reverse=True):
+        if PurePath(path).is_absolute():
             text = text.replace(path, PurePath(path).name)
     return _FOLDERS.sub("", text)
 
@@ -75,9 +77,9 @@ def run_of(message: FlowerMessage) -> str:
     return run
 
 
-def refuse(message: FlowerMessage, error: Exception) -> FlowerMessage:
-    """The answer of a node that cannot take part."""
-    return reply_to(message, {"error": without_folders(error)}, {})
+def refuse(message: FlowerMessage, error: Exception, *known: str) -> FlowerMessage:
+    """The answer of a node that cannot take part; known: paths that it does not tell."""
+    return reply_to(message, {"error": without_folders(error, *known)}, {})
 
 
 def _check_same(asked: Mapping[str, Any], recipe: Recipe) -> None:

@@ -235,9 +235,11 @@ class ClosedForm(Method[ClosedFormState]):
         """The head before its temperature, and those to try; of the same statistics it is solved for once."""
         if self._solved is None or self._solved[0] is not state.parts:
             total = self._total(state)
-            head, known = self.solve(total), total.pooled()
-            means = known.sums / known.counts[:, None]
-            self._solved = state.parts, head, temperatures(means @ head.weight.T + head.bias)
+            head, grid = self.solve(total), np.zeros(0)
+            if self.stage.temperature == "auto":
+                known = total.pooled()
+                grid = temperatures(known.sums / known.counts[:, None] @ head.weight.T + head.bias)
+            self._solved = state.parts, head, grid
         return self._solved[1:]
 
     def model(self, state: ClosedFormState, task: int = 0) -> Message:

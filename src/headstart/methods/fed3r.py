@@ -21,6 +21,7 @@ from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat
 
 from headstart.config.stage import Auto, ClosedFormStage
 from headstart.core.statistics import ClientStatistics, Features, Floats, Summary
+from headstart.errors import HeadstartError
 from headstart.heads import LinearHead, RandomFeatures, ridge_head, ridge_optimism, target_head
 from headstart.heads.lda import ridge_lda_head
 from headstart.heads.targets import Beside, encoded
@@ -60,6 +61,8 @@ class Fed3R(ClosedForm):
         super().__init__(stage, context)
         self.random: RandomFeatures | None = None
         self.target = context.task.target
+        if self.target != "classes" and (stage.temperature != 1.0 or stage.head != "ridge"):
+            raise HeadstartError(f"fed3r: temperature and head are of classes, and the targets are {self.target}")
         if stage.random_features:
             self.random = self.transform = RandomFeatures.draw(
                 context.dim, stage.random_features, stage.random_features_width, context.seed[0]
