@@ -177,7 +177,7 @@ class _Bench:
     def __init__(self, recipe: Recipe, federation: Federation, examples: int | None, epsilon: float | None) -> None:
         self.recipe, self.whole, self.epsilon = recipe, federation, epsilon
         dataset = federation.dataset
-        rng = np.random.default_rng([recipe.seed, 0xAD71CE])
+        rng = np.random.default_rng([0xAD71CE, recipe.seed])
         held = np.flatnonzero(federation.owners >= 0)
         count = min(len(held), examples or _EXAMPLES[dataset.kind])
         if count < _FEWEST:
