@@ -172,6 +172,6 @@ def sums(nodes: Any) -> dict[str, Any]:
     said["at once"] = server.at_once(0, [sum_.instructions()[0], three])
 
     opened_sum, refused = server.play("honest", four)
-    said["honest"] = [refused, opened_sum.total()["counts"].tolist()]
+    said["honest"] = [refused, None if opened_sum.step else opened_sum.total()["counts"].tolist()]
     said["fewer"] = server.play("fewer", [0, 1, 2], run=1)[1]
     return said

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,19 +35,18 @@ def wait_for(what: Callable[[], Any], seconds: float = PATIENCE, pause: float = 
     return found
 
 
+# Blocks of ports for this process, none twice: a port of a node that has not been started is nobody else's.
+_PORTS = iter(range(21000 + os.getpid() * 160 % 10000, 40000, 16))
+
+
 def free_ports(count: int) -> int:
     """The first of so many ports in a row that nobody listens on."""
-    for first in range(21000 + os.getpid() % 5000, 32000, count):
-        sockets = []
-        try:
+    assert count <= 16
+    for first in _PORTS:
+        with suppress(OSError), ExitStack() as stack:
             for port in range(first, first + count):
-                sockets.append(socket.create_server(("127.0.0.1", port)))
+                stack.enter_context(socket.create_server(("127.0.0.1", port)))
             return first
-        except OSError:
-            continue
-        finally:
-            for one in sockets:
-                one.close()
     raise AssertionError("no free ports")
 
 
