@@ -10,7 +10,7 @@ from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
 from math import ceil
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import (
     BaseModel,
@@ -123,6 +123,11 @@ class _Stage(Table):
         return privacy is None or privacy.test_epsilon is not None
 
     @property
+    def validates_temperature(self) -> bool:
+        """Whether the temperature is chosen on the server's validation split."""
+        return False
+
+    @property
     def needs_shared_body(self) -> bool:
         """Whether it starts only from a body that all clients have in common."""
         return False
@@ -201,6 +206,11 @@ class ClosedFormStage(_Sampled):
     hide_task: ClassVar[bool] = False
 
     @property
+    def validates_temperature(self) -> bool:
+        """Whether the recipe asks for it."""
+        return self.temperature == "validation"
+
+    @property
     def noise_on_counts(self) -> CountNoise | None:
         """Noise on the counts alone."""
         return None
@@ -228,6 +238,8 @@ class _Optimiser(_Stage):
 
     trains: ClassVar[Literal[True]] = True
     """Whether the model is trained, round after round, rather than computed."""
+    keep_statistics: ClassVar[Literal[False]] = False
+    """There are none."""
     batch_size: PositiveInt | Literal["full"] = 64
     lr: PositiveFloat = 0.1
     weight_decay: NonNegativeFloat = 0.0
@@ -452,6 +464,22 @@ FAMILIES = (ClosedFormStage, TrainingStage, ZerothOrderStage, LocalStage)
 
 STAGES: dict[str, type[ClosedForm] | type[Rounds]] = {}
 """The stage of every method; `headstart.register` adds to it."""
+
+
+def method_name(stage: type[Any]) -> str:
+    """The method that a class of stages is for; refused where it is none, or is for none or another's."""
+    if not (isinstance(stage, type) and issubclass(stage, FAMILIES)):
+        families = ", ".join(family.__name__ for family in FAMILIES)
+        raise HeadstartError(
+            f"{stage!r} is no stage: make it a subclass of one of {families} in headstart.config.stage"
+        )
+    names = get_args(stage.model_fields["method"].annotation)
+    if len(names) != 1 or not isinstance(names[0], str):
+        raise HeadstartError(f'{stage.__name__} names no method: give it the key method: Literal["its-name"]')
+    taken = STAGES.get(names[0], stage)
+    if (taken.__module__, taken.__qualname__) != (stage.__module__, stage.__qualname__):
+        raise HeadstartError(f"{names[0]!r} is the method of {taken.__name__} already; choose another name")
+    return names[0]
 
 
 class _ByMethod:

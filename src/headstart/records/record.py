@@ -15,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 
 from headstart.config.recipe import Recipe
-from headstart.config.stage import Rounds
 from headstart.core.files import read_csv
 from headstart.core.statistics import Floats, Ints
 from headstart.errors import HeadstartError
@@ -114,14 +113,14 @@ class Record:
         origin = table.start if isinstance(table.start, int) else None if table.start == "pretrained" else stage - 1
         if origin is None or origin < 0:
             return None
-        needs_head = isinstance(table, Rounds) and table.head_init == "previous"
+        needs_head = table.trains and table.head_init == "previous"
         return origin if needs_head or self._trained(origin) else None
 
     def _trained(self, stage: int | None) -> bool:
         """Whether the body has been changed by a stage or by one that it builds on."""
         while stage is not None:
             table = self.recipe.stages[stage]
-            if isinstance(table, Rounds) and table.plan.changes_features:
+            if table.plan.changes_features:
                 return True
             stage = self.builds_on(stage)
         return False

@@ -137,7 +137,7 @@ class Observers:
         where = stage.run.progress(stage.number, record.done) | {"metrics": record.metrics, "best": record.best}
         saved = StageCheckpoint(pack(state), stage.ledger, stage.states.slots)
         # With privacy it holds what the noise hides; or what each client has said.
-        hidden = self.settings.privacy is not None or getattr(self.settings, "keep_statistics", False)
+        hidden = self.settings.privacy is not None or self.settings.keep_statistics
         self.directory.save_checkpoint(Checkpoint(where, saved), private=hidden)
         if self.settings.keep == "best":
             self.directory.collect_best(stage.number, record.best.get("best_round"))

@@ -131,7 +131,7 @@ def _check(recipe: Recipe, federation: Federation) -> None:
         if federation.dataset.validation is None:
             if stage.eval_split == "validation":
                 raise HeadstartError(f"stages.{number}.eval_split: the data have no validation split; use 'test'")
-            if getattr(stage, "temperature", None) == "validation":
+            if stage.validates_temperature:
                 raise HeadstartError(f"stages.{number}.temperature: the data have no validation split; use 'auto'")
             if stage.keep == "best" or stage.patience:
                 raise HeadstartError(f"stages.{number}: keep = 'best' and patience need a validation split in the data")
