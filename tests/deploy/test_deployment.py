@@ -269,9 +269,9 @@ def test_a_round_ends_without_a_node_that_is_killed_and_one_that_is_stuck(machin
     assert process.wait(PATIENCE) == 0, machines.log("run-faults")
     (stage,) = summary_of(out)["stages"]
     why = {(drop["round"], drop["clients"]): drop["why"] for drop in stage["dropped"]}
-    assert why[2, "b"] == "no answer within 25 s"
+    assert why[2, "b"] == "no reply within 25 s"
     assert re.fullmatch(
-        r"no answer within 25 s|Flower: Error: Node Unavailable.*|the node was started anew|the node has left",
+        r"no reply within 25 s|Flower: Error: Node Unavailable.*|the node was started anew|the node has left",
         why[1, "c"],
     )
     assert not {(1, "a"), (2, "a"), (1, "b")} & why.keys()
@@ -323,9 +323,9 @@ def test_a_server_that_lies_gets_one_answer_from_a_node(machines: Machines, data
     assert len({said[name]["answer"] for name in ("first", "again", "new run")}) == 1
     assert said["first"]["answer"] is not None
     for name, why in (
-        ("fewer clients", "answers no other question for it"),
-        ("another number", "the node is number 0 of its list of peers, and is asked as client 1"),
-        ("beyond the stage", "the stage has 1 rounds, from 0; the server asks for round 7"),
+        ("fewer clients", "replies to no other request for it"),
+        ("another number", "the node is number 0 of its list of peers, and the request is to client 1"),
+        ("beyond the stage", "the stage has 1 rounds, from 0; the request is for round 7"),
         ("a model", "with privacy a node tests no models"),
     ):
         assert why in said[name]["error"], said[name]
@@ -400,7 +400,7 @@ def test_nodes_that_cannot_take_part_stay_out_and_the_run_says_why(
         "false": "false is not the private key of what peers lists for a",
         "unguarded": "flower-supernode was started without headstart's checks",
     }.items():
-        assert re.search(f"a node stays out: {name}: .*{re.escape(why)}", log), log
+        assert re.search(f"a node is excluded: {name}: .*{re.escape(why)}", log), log
     summary = summary_of(out)
     assert summary["examples"] == sum(int((np.load(data / f"{name}.npz")["split"] == 0).sum()) for name in NODES)
     assert summary["accuracy"] > 0.8

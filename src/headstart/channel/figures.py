@@ -127,7 +127,7 @@ class FiguresChannel:
         return class_metrics(total) if self.target == "classes" else target_metrics(total, self.target)
 
     @property
-    def promise(self) -> dict[str, Any] | None:
+    def guarantee(self) -> dict[str, Any] | None:
         """The guarantee of all tests of the stage."""
         if self.privacy is None or self.privacy.test_epsilon is None:
             return None

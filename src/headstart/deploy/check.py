@@ -20,7 +20,6 @@ import numpy as np
 from headstart.backbones.cache import cache_root
 from headstart.config.node import NodeLimits
 from headstart.config.recipe import Recipe
-from headstart.config.stage import ClosedFormStage
 from headstart.data import Federation
 from headstart.deploy.attend import check_version
 from headstart.deploy.guard import check_flower
@@ -29,7 +28,7 @@ from headstart.deploy.reach import Said, reach
 from headstart.engine.body import Body
 from headstart.engine.flower_messages import recipe_digest
 from headstart.engine.grid import LARGEST_DIM
-from headstart.engine.node_ledger import NodeLedger, promise_key
+from headstart.engine.node_ledger import NodeLedger, guarantee_key
 from headstart.errors import HeadstartError
 
 SCARCE, TIGHT = 100 << 20, 1 << 30
@@ -120,20 +119,19 @@ class NodeCheck:
     def _limits(self) -> Said:
         """Whether the node would refuse the recipe, and what its owner has spent by its end."""
         self.limits.check(self.recipe, self.digest)
-        known = self.ledger.promises()
+        known = self.ledger.guarantees()
         for number, stage in enumerate(self.recipe.stages):
-            privacy = getattr(stage, "privacy", None)
-            promise: dict[str, Any] | None = None
-            if privacy is not None:
+            guarantee: dict[str, Any] | None = None
+            if stage.privacy is not None:
                 unit = "client" if stage.trains else "example"
-                promise = {"unit": unit, "epsilon": privacy.epsilon, "noise": privacy.noise}
-            facts = {"recipe": self.digest, "stage": number, "of": "answer", "privacy": promise, "run": ""}
-            known.pop(key := promise_key(facts), None)
+                guarantee = {"unit": unit, "epsilon": stage.privacy.epsilon, "noise": stage.privacy.noise}
+            facts = {"recipe": self.digest, "stage": number, "of": "answer", "privacy": guarantee, "run": ""}
+            known.pop(key := guarantee_key(facts), None)
             before = {
                 unit: sum(self.limits.cost(each, unit) for each in known.values()) for unit in ("example", "client")
             }
-            self.limits.check_spending(stage, promise, before)
-            known[key] = promise
+            self.limits.check_spending(stage, guarantee, before)
+            known[key] = guarantee
         if self.limits.evaluation:
             yield "ok", "limits", "node.toml allows all of the recipe"
         else:
@@ -187,7 +185,7 @@ class NodeCheck:
     def _small(self, classes: Sequence[str], counts: np.ndarray) -> Said:
         """Classes of which a closed form says nothing."""
         for number, stage in enumerate(self.limits.applied(self.recipe).stages):
-            if not isinstance(stage, ClosedFormStage) or stage.protected:
+            if stage.trains or stage.protected:
                 continue
             few = [name for name, count in zip(classes, counts, strict=True) if 0 < count < stage.min_examples]
             if few:

@@ -88,10 +88,14 @@ class RoundsLog:
         self.absences = [*self.absences[-LISTED + 1 :], Absence(stage, round, client, why)]
 
 
+# As the files of earlier runs have it.
+_EARLIER = ("no answer within ", "not asked: it has missed a deadline")
+
+
 def outcome(why: str) -> str:
     """What became of a client in a round, in a word, by why it did not count."""
     kinds = {
-        "late": ("late: ", "no answer within ", "not asked: it has missed a deadline"),
+        "late": ("late: ", "no reply within ", "not sampled: it has missed a deadline", *_EARLIER),
         "absent": ("absent since ", "the node has left", "the node was started anew"),
     }
     if not why:

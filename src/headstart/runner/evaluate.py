@@ -241,7 +241,7 @@ class NodeEvaluator:
         found = {}
         for task, name in enumerate(self.federation.tasks):
             mine = by_client[self.federation.clients_of(task)]
-            accuracy, loss, more = self.clients.judged(task, tested[task].total)
+            accuracy, loss, more = self.clients.metrics_of(task, tested[task].total)
             found[name] = Evaluation(accuracy, loss, mine, None, more, tested[task].nbytes)
         whole = combined(list(found.values()), self.federation.class_starts)
         nbytes = sum(one.nbytes[0] for one in tested), sum(one.nbytes[1] for one in tested)

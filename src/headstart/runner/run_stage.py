@@ -59,7 +59,7 @@ class StageRun:
         self.run, self.number = run, number
         self.settings = run.recipe.stages[number]
         if run.federation.remote_sizes is not None and run.nodes is not None:
-            self.settings = self.settings.deployed(len(run.nodes.said))
+            self.settings = self.settings.deployed(len(run.nodes.node_info))
         self.seed = (run.recipe.seed, number)
         self.federation = run.federation.pooled() if self.settings.pooled else run.federation
         self.remote = self.federation.remote_sizes is not None
@@ -75,7 +75,7 @@ class StageRun:
         hides = self.settings.privacy is not None and self.remote
         self.noise: Seed = Secret(secret(run.folder / "noise.secret")) if hides else ()
         self.method, self.channel = method_of(self.settings, self.plan, self.seed, run.body, self.tasks, self.noise)
-        if getattr(self.settings, "temperature", None) == "validation":
+        if self.settings.validates_temperature:
             self._give_validation()
         self.start = Start(self._weights(), module, norm_statistics, self.personal, self._own_names())
         self.rounds = self.settings.rounds_for(self.federation.n_clients)
@@ -311,13 +311,13 @@ class StageRun:
         self.run.spent = {name: round(self.run.spent[name] + cost, 3) for name, cost in ledger.totals().items()}
 
     def privacy(self) -> dict[str, Any]:
-        """What the rounds so far and the tests on nodes have spent, where they promise anything."""
+        """What the rounds so far and the tests on nodes have spent, where they guarantee anything."""
         guarantee, found = self.channel.spent(self.record.done), dict[str, Any]()
         if guarantee:
             warning = self._large_delta()
             found["privacy"] = guarantee | ({"warning": warning} if warning else {})
-        if (promise := self.figures[0].promise) and self._tested_by_nodes:
-            found["test_privacy"] = promise
+        if (guarantee := self.figures[0].guarantee) and self._tested_by_nodes:
+            found["test_privacy"] = guarantee
         return found
 
     def _large_delta(self) -> str | None:
@@ -345,7 +345,7 @@ class StageRun:
         run.directory.save_model(self.number, run.models[-1], version)
         if self.method.replays:
             run.directory.save_log(self.number, pack(state))
-        if getattr(self.settings, "keep_statistics", False):
+        if self.settings.keep_statistics:
             clients, names = state.clients, run.federation.names
             held = {"names": json.dumps({names[int(client)]: int(client) for client in clients})}
             about: dict[str, Scalar] = {

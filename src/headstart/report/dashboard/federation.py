@@ -152,7 +152,7 @@ def _privacy_tiles(record: Record) -> list[str]:
     """What was spent, of every unit; after which round, where the run goes on from there."""
     spent, tiles = record.privacy, []
     last = f", after round {record.metrics[-1]['round']}" if record.summary is None and record.metrics else ""
-    last += f"; no promise: {', '.join(spent['uncovered'])}" if spent.get("uncovered") else ""
+    last += f"; no guarantee: {', '.join(spent['uncovered'])}" if spent.get("uncovered") else ""
     for unit in ("example", "client"):
         if unit in spent:
             figure = f"ε = {spent[unit]['epsilon']:.3g}"
