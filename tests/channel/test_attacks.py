@@ -118,7 +118,9 @@ def test_a_model_that_cannot_be_trained_does_not_bring_out_the_noise_alone(tmp_p
     assert facts == {"passes": 0, "kept": False}
     assert set(update.arrays) == {"update.head.weight", "update.head.bias"}
     refused, nothing = silo.ask("answer", model(3e38))
-    assert refused["error"].startswith("the node has replied to round 0 before, and replies to no other request for it; ")
+    assert refused["error"].startswith(
+        "the node has replied to round 0 before, and replies to no other request for it; "
+    )
     assert not nothing.arrays
     for changed in ({"new": False}, {"states": [[0, 0, {}]]}, {"setup": silo.setup(clients=6)}):
         assert "no other request" in silo.ask("answer", model(), **changed)[0]["error"]

@@ -36,7 +36,8 @@ from headstart.core.seeds import Secret, Seed
 from headstart.data import Federation
 from headstart.engine.flower_messages import RECORD, facts_of, package_version, recipe_digest
 from headstart.engine.grid import Nodes
-from headstart.engine.node import Node, NodeRequest, StateLostError
+from headstart.engine.node import Node
+from headstart.engine.node_stage import NodeRequest, StateLostError
 from headstart.engine.respond import respond, run_of
 from headstart.engine.server import draw
 from headstart.engine.server_log import ServerLog

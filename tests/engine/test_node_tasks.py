@@ -18,7 +18,8 @@ from headstart.config.recipe import Recipe
 from headstart.core.message import Message as Wire
 from headstart.data import Federation
 from headstart.engine.grid import Nodes
-from headstart.engine.node import Node, NodeRequest
+from headstart.engine.node import Node
+from headstart.engine.node_stage import NodeRequest
 from headstart.engine.setup import StageSetup
 from headstart.errors import HeadstartError
 from headstart.runner import Result, run

@@ -21,7 +21,8 @@ from headstart.core.seeds import Secret, generator_of
 from headstart.data import Federation
 from headstart.engine import node_sums
 from headstart.engine.flower_messages import facts_of, noise_keys, reply_to
-from headstart.engine.node import Node, NodeRequest
+from headstart.engine.node import Node
+from headstart.engine.node_stage import NodeRequest
 from headstart.errors import HeadstartError, MessageError
 from tests.engine.test_node import FOUR, Grid, _identity, recipe_of, serve, silos  # noqa: F401
 from tests.helpers import identities
@@ -148,7 +149,9 @@ def test_a_sum_of_another_number_of_clients_is_not_opened_again(
     serve(grid, tmp_path / "out")
     grid.change = None
     del grid.online[13]
-    with pytest.raises(HeadstartError, match="replied to this stage before"):  # what it is told of the stage differs, too
+    with pytest.raises(
+        HeadstartError, match="replied to this stage before"
+    ):  # what it is told of the stage differs, too
         serve(grid, tmp_path / "again", expected=3)
 
     heard = np.arange(3)

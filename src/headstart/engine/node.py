@@ -11,89 +11,31 @@ leaves is in the node's ledger, and within the limits of its owner.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from scipy.special import log_softmax
 
-from headstart.channel.figures import FiguresChannel
 from headstart.config.node import NodeLimits
 from headstart.config.recipe import Recipe
 from headstart.config.stage import ClosedForm, Rounds
 from headstart.core.files import write_atomically, write_json
 from headstart.core.message import Message, Scalar
-from headstart.core.metrics import tally_classes, tally_targets
-from headstart.core.reply import ClientState, Reply
+from headstart.core.reply import Reply
 from headstart.core.statistics import Ints
 from headstart.data import Federation
-from headstart.engine.body import Body
-from headstart.engine.client import ClientRuntime
 from headstart.engine.client_states import ClientStates
-from headstart.engine.flower_messages import request_digest
 from headstart.engine.node_ledger import NodeLedger, guarantee_key
-from headstart.engine.setup import StageSetup, digest, plan_of
+from headstart.engine.node_stage import WRITTEN, NodeRequest, NodeStage, StateLostError
+from headstart.engine.setup import StageSetup, digest
 from headstart.errors import HeadstartError, MessageError
 from headstart.solvers.cohort import Cohort
 
 if TYPE_CHECKING:  # a node without secure aggregation does not load its cryptography
     from headstart.channel.secure import Identity
-
-StatesInUse = Sequence[tuple[int, int, Mapping[str, tuple[int, ...]]]]
-"""Of this stage, and of those that it continues: the stage's number, the slot that holds the client's state, -1 for
-none, and the names and shapes of it."""
-
-WRITTEN: ClientState = {"": np.zeros(0, np.float32)}
-"""In the place of a state that a node has written to its own disk."""
-
-
-class StateLostError(MessageError):
-    """The node does not have what it was sent, or kept, before."""
-
-
-@dataclass(frozen=True, eq=False)
-class NodeRequest:
-    """A request as a node receives it."""
-
-    session: str
-    """The server's process: what an earlier one sent does not count."""
-    client: int
-    setup: str
-    """The digest of the setup that the client was sent."""
-    states: StatesInUse
-    new: bool
-    message: Message
-    done: int = 0
-    """Of a model to be tested: the rounds behind it."""
-
-    @property
-    def digest(self) -> str:
-        """The same for the same request, whichever process of the server sends it."""
-        return request_digest(vars(self), self.message.to_bytes())
-
-
-@dataclass(frozen=True, eq=False)
-class _Stage:
-    stage: ClosedForm | Rounds
-    setup: StageSetup
-    runtime: ClientRuntime
-    figures: FiguresChannel
-    body: Body
-    source: Any
-
-    @property
-    def method(self) -> Any:
-        """The method of the stage."""
-        return self.runtime.method
-
-    @property
-    def rounds(self) -> int:
-        """Rounds of the stage, as the recipe has them."""
-        return self.stage.rounds_for(self.setup.clients)
 
 
 class Node:
@@ -116,7 +58,7 @@ class Node:
         self.recipe, self.federation, self.folder, self.deployed = recipe, federation, folder, deployed
         self.recipe_digest = digest(recipe.to_toml().encode())
         self.identity, self.limits, self.ledger = identity, limits or NodeLimits(), NodeLedger(folder.parent)
-        self._stage: tuple[str, _Stage] | None = None
+        self._stage: tuple[str, NodeStage] | None = None
 
     def node_info(self) -> dict[str, Any]:
         """What the server must know before the first stage."""
@@ -184,10 +126,10 @@ class Node:
     def answer(self, request: NodeRequest) -> Reply:
         """The client's reply; its new state is on disk when this returns."""
         with self._as(request.client):
-            stage = self._load(request)
+            stage = self.stage_of(request)
             if stage.stage.secure:
                 raise HeadstartError("the stage has secure aggregation; nothing is sent that is not masked")
-            reply = self._answer_once(request)
+            reply = self.reply_once(request)
             self.enter("answer", **self.guarantee(request), **sent(request.digest, reply.message))
             return reply
 
@@ -201,7 +143,7 @@ class Node:
 
         Where that is more than the node's owner allows, the request is refused.
         """
-        stage = self._load(request)
+        stage = self.stage_of(request)
         round = request.done - 1 if test else int(request.message.scalars["round"])
         privacy = stage.figures.guarantee if test else stage.runtime.channel.spent(round + 1)
         facts = {"stage": stage.setup.number, "method": stage.stage.method, "round": round}
@@ -211,11 +153,11 @@ class Node:
             self.limits.check_spending(stage.stage, privacy, self.ledger.spent(self.limits, key))
         return facts
 
-    def _answer_once(self, request: NodeRequest) -> Reply:
+    def reply_once(self, request: NodeRequest) -> Reply:
         """The reply to a request; on a deployed node, the one reply of the client to this round."""
         if not self.deployed:
             return self._client_update(request)
-        stage, number = self._load(request), request.message.scalars.get("round")
+        stage, number = self.stage_of(request), request.message.scalars.get("round")
         if type(number) is not int or not 0 <= number < stage.rounds:
             raise HeadstartError(f"the stage has {stage.rounds} rounds, from 0; the request is for round {number!r}")
         self.guarantee(request)
@@ -247,7 +189,7 @@ class Node:
         return self.folder / f"{what}-{number}.safetensors"
 
     def _client_update(self, request: NodeRequest) -> Reply:
-        stage = self._load(request)
+        stage = self.stage_of(request)
         number, here = np.array([request.client]), 0 if self.deployed else request.client
         rows, _ = self.federation.rows_of(np.array([here]))
         if not len(rows):
@@ -281,7 +223,7 @@ class Node:
         A server that may send any model learns sums of the test examples, class by class.
         """
         with self._as(request.client):
-            if self._load(request).stage.secure:
+            if self.stage_of(request).stage.secure:
                 raise HeadstartError("the stage has secure aggregation; metrics of tests are masked, too")
             figures = self.tested(request)
             self.enter("test", **self.guarantee(request, test=True), **sent(request.digest, figures))
@@ -292,7 +234,7 @@ class Node:
 
         survivors: how many clients of a secure sum share its noise at least.
         """
-        stage = self._load(request)
+        stage = self.stage_of(request)
         if not stage.stage.tests_on_nodes:
             raise HeadstartError(
                 "with privacy a node tests no models: its metrics would be exact; set privacy.test_epsilon, or give "
@@ -325,28 +267,8 @@ class Node:
         return Message(record.arrays)
 
     def _evaluate(self, request: NodeRequest, survivors: int) -> Message:
-        """The server's model, with the client's personal parameters, on the client's test examples."""
-        stage, dataset = self._load(request), self.federation.dataset
         read = partial(self._states(request).read, clients=np.array([0 if self.deployed else request.client]))
-        own = {name: values[0] for name, values in stage.method.own(read, stage.setup.task).items()}
-        head = stage.method.load(request.message, stage.setup.task, own)
-        if self.deployed and len(head.bias) != len(
-            dataset.classes
-        ):  # more would sort examples as finely as anybody likes
-            raise HeadstartError(f"the model to be tested has {len(head.bias)} classes, and not {len(dataset.classes)}")
-        if dataset.test.targets is not None:
-            scores = head.scores(stage.body.features("test") if len(dataset.test) else np.zeros((0, stage.body.dim)))
-            return stage.figures.encode_targets(tally_targets(scores, dataset.test.targets, dataset.target))
-        if not len(dataset.test):
-            nothing = tally_classes(np.zeros((0, len(head.bias))), np.zeros(0, np.int64))
-            return stage.figures.encode(0, 0, np.zeros(0), nothing, survivors)
-        changes = not isinstance(stage.source, np.ndarray)
-        features = stage.body.embedded("test") if changes else stage.body.features("test")
-        scores, labels = head.scores(features), dataset.test.labels
-        known = np.isfinite(scores[np.arange(len(labels)), labels])
-        losses = -log_softmax(scores[known], axis=1)[np.arange(int(known.sum())), labels[known]]
-        right = int(np.count_nonzero(scores.argmax(axis=1) == labels))
-        return stage.figures.encode(len(labels), right, losses, tally_classes(scores, labels), survivors)
+        return self.stage_of(request).evaluate(request.message, read, self.federation.dataset, survivors)
 
     def _refuse_single_labels(self, stage: ClosedForm | Rounds) -> None:
         """A client sends sums of the features with each label, and how many examples two labels share: where one has an
@@ -357,24 +279,17 @@ class Node:
                 "or privacy in the stage"
             )
 
-    def _load(self, request: NodeRequest) -> _Stage:
+    def stage_of(self, request: NodeRequest) -> NodeStage:
         """The stage of a request; the one before it is unloaded."""
         key = request.session + request.setup
         if self._stage is None or self._stage[0] != key:
-            setup = self._read_setup(request)
+            setup = self.setup_of(request)
             self._stage = None  # a backbone less in memory while the next one is loaded
-            owners = {"train": self.federation.owners, "test": self.federation.test_owners}
-            body = Body(self.recipe.model, self.federation.dataset, owners=owners)
-            recipe = self.limits.applied(self.recipe) if self.deployed else self.recipe
-            target, stage = self.federation.dataset.target, self.recipe.stages[setup.number]
-            method, channel = setup.method(recipe, body, None if self.deployed else (), target)
-            figures = FiguresChannel.of(stage, setup.clients, None, setup.tasks[setup.task][1], target)
-            changes = plan_of(stage, frozenset(setup.personal), body.fixed_head).changes_features
-            source: Any = body.inputs() if changes else body.features("train")
-            self._stage = key, _Stage(stage, setup, ClientRuntime(method, channel), figures, body, source)
+            limited = self.limits.applied(self.recipe) if self.deployed else self.recipe
+            self._stage = key, NodeStage.load(self.recipe, limited, self.federation, setup, self.deployed)
         return self._stage[1]
 
-    def _read_setup(self, request: NodeRequest) -> StageSetup:
+    def setup_of(self, request: NodeRequest) -> StageSetup:
         """The setup of the stage, as the server sent it."""
         path = self._setup(request.setup)
         if not path.is_file():
@@ -409,7 +324,7 @@ class Node:
         assert states is not None
         return states
 
-    def _caught_up(self, stage: _Stage, request: NodeRequest) -> Message:
+    def _caught_up(self, stage: NodeStage, request: NodeRequest) -> Message:
         """The log from the start of the stage on: a process that was not there before needs all of it."""
         from headstart.methods.fedmezo import joined
 

@@ -16,12 +16,13 @@ from headstart.channel.shared_noise import KEY_BYTES, SharedNoise
 from headstart.core.files import write_atomically
 from headstart.core.message import Array, Message
 from headstart.core.seeds import Secret
-from headstart.engine.node import StateLostError, sent
+from headstart.engine.node import sent
+from headstart.engine.node_stage import NodeRequest, StateLostError
 from headstart.engine.setup import digest
 from headstart.errors import HeadstartError, MessageError
 
 if TYPE_CHECKING:
-    from headstart.engine.node import Node, NodeRequest
+    from headstart.engine.node import Node
 
 
 def check_identity(identity: Identity | None) -> Identity:
@@ -48,7 +49,7 @@ def next_exchange(node: Node, request: NodeRequest, received: Message, test: boo
     guarantee, question = json.loads(str(saved.scalars["promise"])), str(saved.scalars["question"])
     identity = _identity(node, bytes.fromhex(str(saved.scalars["session"])), request.client)
     client = SecureClient.from_message(saved, identity)
-    if guarantee["stage"] != node._read_setup(request).number:
+    if guarantee["stage"] != node.setup_of(request).number:
         raise MessageError("the sum was begun for another stage")
     answers = {"shares": client.share, "masked": client.mask, "agree": client.agree, "reveal": client.reveal}
     if (step := str(received.scalars.get("step"))) not in answers:
@@ -73,10 +74,10 @@ def _begin(
     identity = _identity(node, session, request.client)
     facts: dict[str, Any] = {"passes": 0, "kept": False}
     if test:
-        values: Mapping[str, Array] = node._load(request).figures.to_sum(node.tested(request, threshold))
+        values: Mapping[str, Array] = node.stage_of(request).figures.to_sum(node.tested(request, threshold))
     else:
-        reply, round = node._answer_once(request), int(request.message.scalars["round"])
-        values = vector = node._load(request).runtime.vector(reply, request.message)
+        reply, round = node.reply_once(request), int(request.message.scalars["round"])
+        values = vector = node.stage_of(request).runtime.vector(reply, request.message)
         if (shared := _shared(node, request, request.digest)) is not None:
             values = shared.noised(vector, request.client, round, clients, threshold)
         facts = {"passes": int(reply.forward_passes[0]), "kept": bool(reply.state)}
@@ -93,7 +94,7 @@ def _shared(node: Node, request: NodeRequest, question: str) -> SharedNoise | No
 
     With other noise every time, a server that repeats its request could average it away.
     """
-    stage = node._load(request)
+    stage = node.stage_of(request)
     shared = stage.runtime.channel.shared
     if shared is None or not node.deployed:
         return shared
@@ -130,7 +131,7 @@ def _context(node: Node, request: NodeRequest, test: bool) -> bytes:
     Where clients are sent the part of a log that they have missed, that is the log from its start on. With several
     tasks, or personal parameters, clients are sent different messages, which are then left out.
     """
-    stage = node._load(request)
+    stage = node.stage_of(request)
     setup, question = stage.setup, request.message.to_bytes()
     if stage.method.replays and not test:
         question = (node.folder / f"log-{setup.number}-{request.client}.safetensors").read_bytes()
@@ -156,7 +157,7 @@ def _settings(node: Node, request: NodeRequest, received: Message) -> tuple[byte
         clients, threshold = (int(received.scalars[name]) for name in ("clients", "threshold"))
     except (KeyError, ValueError) as error:
         raise MessageError(f"the settings of the secure sum cannot be read: {error!r}") from None
-    stage = node.recipe.stages[node._read_setup(request).number]
+    stage = node.recipe.stages[node.setup_of(request).number]
     if not stage.secure:
         raise HeadstartError("the recipe has no secure aggregation in this stage")
     if threshold != (least := stage.survivors(clients)):

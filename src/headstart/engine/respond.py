@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from headstart.config.recipe import Recipe
 from headstart.core.message import Message
 from headstart.engine.flower_messages import facts_of, package_version, recipe_digest, reply_to
-from headstart.engine.node import Node, NodeRequest, StateLostError, StatesInUse
+from headstart.engine.node import Node
+from headstart.engine.node_stage import NodeRequest, StateLostError, StatesInUse
 from headstart.errors import HeadstartError, MessageError
 
 if TYPE_CHECKING:  # Flower takes seconds to load
