@@ -165,7 +165,8 @@ class Recipe(Table):
     @classmethod
     def parse(cls, table: Mapping[str, Any]) -> Recipe:
         """Validate a table, or raise one `RecipeError` that lists every problem."""
-        from headstart.config.checks import contradictions, sentences
+        from headstart.config.checks import contradictions
+        from headstart.config.messages import sentences
 
         load_plugins()
         if cls._stages != dict(STAGES):  # a method was registered since
