@@ -23,7 +23,7 @@ from headstart.config.stage import CountNoise, Privacy
 from headstart.core.directions import told_directions
 from headstart.core.reply import Reply, Sender, StatisticsResult
 from headstart.core.seeds import Seed
-from headstart.core.statistics import ClientStatistics, Floats, Ints, Summary, message_nbytes
+from headstart.core.statistics import ClientStatistics, Floats, Ints, Summary, message_nbytes, read_statistics
 from headstart.core.update import StatisticsTotal
 from headstart.solvers.cohort import Cohort
 
@@ -151,18 +151,14 @@ class StatisticsChannel:
 
     def _read(self, reply: Reply) -> ClientStatistics:
         summary = self.summary
-        statistics = ClientStatistics.from_message(
+        statistics = read_statistics(
             reply.message,
-            summary.n_classes,
-            summary.dim,
-            summary.moments,
+            summary,
+            clients=len(reply.clients),
             every_class=self.private and not (summary.by_row and self.by_client),
             noisy=self.by_client,
-            rows_per_class=summary.means_per_client * len(reply.clients),
             longest=inf if self.noise is None else self.noise.bound,
-            counted=summary.counts,
             precise=self.shared is not None,
-            directions=summary.rank * len(reply.clients),
         )
         return self._marked(statistics)
 
