@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from headstart.core.directions import largest_directions, told_directions
+from headstart.core.directions import largest_directions, sent_directions
 from headstart.core.message import Message
 from headstart.core.statistics import ClientStatistics, Summary, message_nbytes, read_statistics, summarise
 from headstart.errors import MessageError
@@ -27,9 +27,9 @@ def test_the_largest_directions(count: int) -> None:
 def test_a_direction_for_so_many_examples() -> None:
     """Ten examples around two means have eight directions; of two examples of one class, one would tell both."""
     examples, rows = np.array([10, 10, 2, 1, 300]), np.array([2, 2, 1, 1, 4])
-    assert told_directions(examples, rows, 16, 40).tolist() == [8, 8, 1, 0, 16]
-    assert told_directions(examples, rows, 16, 40, min_examples=2).tolist() == [4, 4, 0, 0, 16]
-    assert told_directions(examples, rows, 16, 3).tolist() == [3, 3, 1, 0, 3]
+    assert sent_directions(examples, rows, 16, 40).tolist() == [8, 8, 1, 0, 16]
+    assert sent_directions(examples, rows, 16, 40, min_examples=2).tolist() == [4, 4, 0, 0, 16]
+    assert sent_directions(examples, rows, 16, 3).tolist() == [3, 3, 1, 0, 3]
 
 
 def test_a_client_tells_the_same_alone_and_among_others() -> None:

@@ -123,7 +123,7 @@ def _of_stage(number: int, stage: dict[str, Any], has_body: bool, tasks: bool) -
     if stage.get("secure") and kind and "secure" in kind.model_fields:
         problems += [f".{problem}" for problem in _unsummed(stage, kind, tasks)]
     if kind and issubclass(kind, ClosedForm):
-        problems += [f".{problem}" for problem in (*_unhidden(stage, tasks), *_untold(stage))]
+        problems += [f".{problem}" for problem in (*_unhidden(stage, tasks), *_unscattered(stage))]
     if kind and "privacy" in kind.model_fields and _noise(stage) == "shared":
         problems += [f".privacy.noise: {problem}" for problem in _unshared(stage, kind, tasks)]
     return problems
@@ -234,7 +234,7 @@ def _unsummed(stage: Mapping[str, Any], kind: type[Any], tasks: bool) -> list[st
 
 
 def _unhidden(stage: Mapping[str, Any], tasks: bool) -> list[str]:
-    """Why a closed form cannot hide single examples, blur its counts, or keep what clients say, as it is asked to."""
+    """Why a closed form cannot hide single examples, blur its counts, or keep the statistics of clients, as asked."""
     problems = []
     estimated = stage.get("covariance", "estimated") == "estimated"
     on_total = _noise(stage) in ("server", "shared")
@@ -242,7 +242,7 @@ def _unhidden(stage: Mapping[str, Any], tasks: bool) -> list[str]:
     if on_total and some and not (stage["method"] == "fedcof" and estimated):
         problems.append(
             "privacy.noise: noise is added to a total once, and the heads of two rounds would differ by exact sums; "
-            "hear everybody in one round (leave out clients_per_round and participation), or use 'client'"
+            "sample all clients in one round (leave out clients_per_round and participation), or use 'client'"
         )
     if "privacy" in stage and stage.get("means_per_client", 1) != 1:
         problems.append("means_per_client: one example changes how all of its class is split; with privacy, use 1")
@@ -250,7 +250,7 @@ def _unhidden(stage: Mapping[str, Any], tasks: bool) -> list[str]:
         hidden = stage.get("secure") or "privacy" in stage
         reasons = {
             "what single clients send is hidden, and cannot be kept or taken out again": hidden,
-            "with several centres every client would have to be asked again": stage.get("centres", 1) != 1,
+            "with several centres every client would have to take part again": stage.get("centres", 1) != 1,
             "the temperature would have to be fitted again; set it to a number": isinstance(
                 stage.get("temperature"), str
             ),
@@ -275,15 +275,15 @@ def _unhidden(stage: Mapping[str, Any], tasks: bool) -> list[str]:
     return problems
 
 
-def _untold(stage: Mapping[str, Any]) -> list[str]:
-    """Why clients of FedCOF cannot tell what they are asked to of their scatter."""
+def _unscattered(stage: Mapping[str, Any]) -> list[str]:
+    """Why clients of FedCOF cannot send what they are asked to of their scatter."""
     problems = []
     within, rank = stage.get("within", "auto"), stage.get("rank", 0)
     if stage.get("covariance", "estimated") != "estimated":
         given = [key for key, other in (("within", within != "auto"), ("rank", rank)) if other]
         return [f"{key}: covariance = {stage['covariance']!r} is exact already; leave {key} out" for key in given]
     if rank and within == "estimated":
-        problems.append("rank: directions are told beside a trace or a diagonal; use within = 'auto', or rank = 0")
+        problems.append("rank: directions are sent beside a trace or a diagonal; use within = 'auto', or rank = 0")
     if rank and stage.get("secure"):
         problems.append("rank: directions of two clients do not add up in a secure sum; use rank = 0")
     if rank and ("privacy" in stage or "count_noise" in stage):
@@ -292,7 +292,7 @@ def _untold(stage: Mapping[str, Any]) -> list[str]:
 
 
 def _noise(stage: Mapping[str, Any]) -> str | None:
-    """Who adds the noise of a stage; None where nobody does."""
+    """Who adds the noise of a stage; None where there is none."""
     privacy = stage.get("privacy")
     return str(privacy.get("noise", "server")) if isinstance(privacy, Mapping) else None
 

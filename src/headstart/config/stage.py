@@ -47,10 +47,10 @@ class CountNoise(Table):
 
 
 class ClosedFormStage(SamplingKeys):
-    """Statistics of the clients' features, each client heard once, and a head that the server computes from them."""
+    """Statistics of the clients' features, each client participating once; the server computes a head from them."""
 
     rounds: PositiveInt | None = None
-    """None: as many as it takes to hear every client once. Of each pass, where there are several."""
+    """None: as many as it takes for every client to participate once. Of each pass, where there are several."""
     privacy: Privacy | None = None
     """Hides any one example of any client, in what it sends or in the head."""
     temperature: PositiveFloat | Literal["auto", "validation"] = 1.0
@@ -87,11 +87,11 @@ class ClosedFormStage(SamplingKeys):
 
     @property
     def passes(self) -> int:
-        """How often every client is heard: for its statistics, and for what depends on everybody's."""
+        """How often every client participates: for its statistics, and for what depends on those of all clients."""
         return 1 + (self.temperature == "auto")
 
     def rounds_per_pass(self, n_clients: int) -> int:
-        """Rounds to hear so many clients, once each."""
+        """Rounds for so many clients to participate once each."""
         every = -(-n_clients // self.sampled(n_clients))
         return every if self.rounds is None else min(self.rounds, every)
 

@@ -1,4 +1,4 @@
-"""What a client may say about its features: class counts and sums; where asked, second moments and directions."""
+"""What a client may send of its features: class counts and sums; where asked, second moments and directions."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from headstart.errors import HeadstartError
 class ClientStatistics:
     """Statistics of the features of one client, or of many merged.
 
-    A row is what one client (or one random part of a client's class) says about one class.
+    A row is about one class of one client, or of one random part of that.
 
     labels: [R] the class of each row; counts: [R] examples behind it; sums: [R, d] sum of their features;
     moments: the Gram matrix XᵀX [d, d], its diagonal [d] or its trace [1], of all the examples; None where no method
     asked. directions: [Q, d] the largest of each client's scatter around its rows' means, UᵀU; None likewise.
     longest: no feature vector behind them is longer, where they were clipped. noise_floor: the largest eigenvalue that
-    noise alone gives the Gram matrix, where there is noise. counted: whether clients say their counts; where they do
+    noise alone gives the Gram matrix, where there is noise. counted: whether clients send their counts; where they do
     not, every row counts 1.
     """
 
@@ -53,7 +53,7 @@ class ClientStatistics:
     def empty(
         cls, n_classes: int, dim: int, moments: Moments | None = None, counted: bool = True, rank: int = 0
     ) -> ClientStatistics:
-        """Nothing heard yet."""
+        """Nothing received yet."""
         none, nothing = np.zeros(0, np.int64), np.zeros((0, dim))
         second, directions = zero_moments(dim, moments), nothing if rank else None
         return cls(n_classes, none, none, nothing, second, counted=counted, directions=directions)
@@ -166,7 +166,7 @@ class ClientStatistics:
         other, so that rounding to float32 makes a badly conditioned Gram matrix indefinite. A triangle in float64 costs
         what the papers count for the full square in float32. A diagonal or a trace travels as what it is around the
         means, from which nothing is subtracted any more (below zero it is rounding, unless it is ``noisy``), and in
-        float64, since those of clients that answer together are added before they are rounded.
+        float64, since those of clients that reply together are added before they are rounded.
         """
         full = self.moments is not None and self.moments.ndim == 2
         precision = sums_dtype(precise or full)
@@ -191,7 +191,7 @@ class ClientStatistics:
 
 @dataclass(frozen=True)
 class Summary:
-    """What the clients of a closed form say of their features."""
+    """What the clients of a closed form send of their features."""
 
     n_classes: int
     dim: int
@@ -206,14 +206,14 @@ class Summary:
     longest: float = inf
     """No vector that is summed is longer, whatever the features."""
     counts: bool = True
-    """Whether clients say how many examples of a class they have."""
+    """Whether clients send how many examples of a class they have."""
     rank: int = 0
     """Directions of its scatter that a client may send."""
     kept: bool = False
-    """Whether the server keeps what every client says, by client."""
+    """Whether the server keeps the statistics of every client apart."""
 
     def empty(self) -> ClientStatistics:
-        """Nothing heard yet."""
+        """Nothing received yet."""
         return ClientStatistics.empty(self.n_classes, self.dim, self.moments, self.counts, self.rank)
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from headstart.core.client_statistics import ClientStatistics, Summary, message_nbytes
-from headstart.core.directions import directions_by_client, told_directions
+from headstart.core.directions import directions_by_client, sent_directions
 from headstart.core.moments import Features, Floats, Ints, Moments, Transform, segment_sums, shorten
 from headstart.core.read_statistics import read_statistics
 from headstart.errors import HeadstartError
@@ -37,7 +37,7 @@ def summarise(
     features: [n, d]; labels, clients, parts: [m], about ``features[rows]``; by default all rows belong to client 0.
     ``parts`` numbers random parts of a client's class, each of which speaks for itself; ``transform`` is a map
     [n, d] → [n, D] applied to the features first. Accumulates in float64, in blocks, so that memory does not grow with
-    the examples. Of each client's scatter around its rows' means, the largest ``rank`` directions are told, one for
+    the examples. Of each client's scatter around its rows' means, the largest ``rank`` directions are kept, one for
     ``min_examples`` at most; they depend on the seed and on the client alone.
     """
     rows = np.arange(len(features)) if rows is None else rows
@@ -64,8 +64,8 @@ def summarise(
 
     holders, starts = np.unique(who, return_index=True)
     examples, dim = np.add.reduceat(counts, starts), sums.shape[1]
-    told = told_directions(examples, np.diff(np.append(starts, len(who))), rank, dim, min_examples)
-    return replace(found, directions=directions_by_client(deviations, holders, examples, told, dim, seed)), who
+    sent = sent_directions(examples, np.diff(np.append(starts, len(who))), rank, dim, min_examples)
+    return replace(found, directions=directions_by_client(deviations, holders, examples, sent, dim, seed)), who
 
 
 def random_parts(

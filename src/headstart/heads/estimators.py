@@ -195,7 +195,9 @@ class FedNCM(_ClosedFormClassifier):
 
     def _merged(self, statistics: ClientStatistics) -> ClientStatistics:
         if self.centres > 1:
-            raise HeadstartError("partial_fit: with several centres every client would have to be asked again; use fit")
+            raise HeadstartError(
+                "partial_fit: with several centres every client would have to take part again; use fit"
+            )
         return super()._merged(statistics)
 
     def _head(self, statistics: ClientStatistics) -> LinearHead:
@@ -272,7 +274,7 @@ class FedCOF(_ClosedFormClassifier):
         clients = np.arange(len(labels)) if clients is None else clients
         parts = random_parts(labels, clients, self.means_per_client, (self.random_state,))
         if self.rank and (self.covariance != "estimated" or self.within == "estimated"):
-            raise HeadstartError("rank: directions are told beside a trace or a diagonal; set within = 'auto'")
+            raise HeadstartError("rank: directions are sent beside a trace or a diagonal; set within = 'auto'")
         moments, n_classes, seed = moments_for(self.covariance, self.within), len(self.classes_), (self.random_state,)
         return summarise(
             X, labels, n_classes, clients=clients, parts=parts, moments=moments, rank=self.rank, seed=seed

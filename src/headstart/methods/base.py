@@ -32,7 +32,7 @@ ALONE = 1 << 62
 
 @dataclass(frozen=True)
 class Population:
-    """All clients that a part of the model is trained for together, heard or not, and their examples."""
+    """All clients that a part of the model is trained for together, sampled or not, and their examples."""
 
     clients: int = 1
     examples: int = 1
@@ -118,7 +118,7 @@ class Method(ABC, Generic[State]):
     state_type: type
     """The class of the server's state, a dataclass."""
     one_shot: bool = False
-    """Whether a client is heard in one round only: what it says does not depend on what the server knows."""
+    """Whether a client participates in one round only: its reply does not depend on what the server knows."""
     replays: bool = False
     """Whether the model is a log of steps: a client is sent those it has missed since its last round."""
     blocks: Blocks = MappingProxyType({})
@@ -152,7 +152,7 @@ class Method(ABC, Generic[State]):
 
     @abstractmethod
     def server_update(self, state: State, total: Any, round: int) -> State:
-        """Server: the state after a round (from 0), from the total of what was heard in it."""
+        """Server: the state after a round (from 0), from the total of its replies."""
 
     @abstractmethod
     def model(self, state: State, task: int = 0) -> Message:

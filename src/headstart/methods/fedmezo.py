@@ -166,7 +166,7 @@ class FedMeZO(Method[Log]):
 
 
 def joined(earlier: Message | None, news: Message) -> Message:
-    """A log as if a client had never heard anything: what it was told before, and then the news."""
+    """The whole log of a client: what it was sent before, and then the new rounds."""
     first = int(news.scalars["first"])
     if not first:
         return news

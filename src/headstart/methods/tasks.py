@@ -33,7 +33,7 @@ class ClosedFormStates:
 
     @property
     def rows(self) -> int:
-        """Class means that were heard."""
+        """Class means that were received."""
         return sum(state.rows for state in self.tasks)
 
 
@@ -52,7 +52,7 @@ class ClosedFormTasks(Method[ClosedFormStates]):
         return self.methods[0].one_shot
 
     def init(self) -> ClosedFormStates:
-        """Nothing heard yet of any task."""
+        """Nothing received yet of any task."""
         return ClosedFormStates(tuple(method.init() for method in self.methods))
 
     def broadcast(self, state: ClosedFormStates, round: int, since: int, task: int = 0) -> Message:
@@ -202,7 +202,7 @@ class TrainingTasks(Method[TrainingStates]):
         return replace(result, blocks=blocks, state={kind: named(params) for kind, params in result.state.items()})
 
     def server_update(self, state: TrainingStates, total: Total, round: int) -> TrainingStates:
-        """What is common by all clients that were heard, each task by its own; who was not heard about stays."""
+        """What is common by all clients that replied, each task by its own clients; a task without a reply stays."""
         tasks = []
         for method, name, mine in zip(self.methods, self.names, state.tasks, strict=True):
             part = total.part(name)

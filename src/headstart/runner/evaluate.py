@@ -40,7 +40,7 @@ Scorer = Callable[[Ints], npt.NDArray[np.float32]]
 
 @dataclass(frozen=True, eq=False)
 class Evaluation:
-    """Accuracy between 0 and 1, None where nobody tests; mean cross-entropy over examples of classes that the head
+    """Accuracy between 0 and 1, None where no one tests; mean cross-entropy over examples of classes that the head
     knows."""
 
     accuracy: float | None
@@ -93,7 +93,7 @@ def evaluate_targets(head: LinearHead, features: Features, targets: Floats, kind
     """Evaluate a head on features [n, d] with targets [n, q] that are no classes; of labels, the accuracy is the share
     of examples with every label right, and the loss is the squared error of the share of each."""
     scores = head.scores(features)
-    if not np.isfinite(scores).all():  # nobody was heard yet
+    if not np.isfinite(scores).all():  # no client has replied yet
         return Evaluation(None, None, more=target_metrics({}, kind))
     tally = tally_targets(scores, targets, kind)
     examples, right, _, loss = tally["figures"]

@@ -136,7 +136,7 @@ class Observers:
         stage, record = self.stage, self.record
         where = stage.run.progress(stage.number, record.done) | {"metrics": record.metrics, "best": record.best}
         saved = StageCheckpoint(pack(state), stage.ledger, stage.states.slots)
-        # With privacy it holds what the noise hides; or what each client has said.
+        # With privacy it holds what the noise hides; or the statistics of each client.
         hidden = self.settings.privacy is not None or self.settings.keep_statistics
         self.directory.save_checkpoint(Checkpoint(where, saved), private=hidden)
         if self.settings.keep == "best":

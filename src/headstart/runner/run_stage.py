@@ -169,7 +169,7 @@ class StageRun:
 
     @cached_property
     def setups(self) -> dict[tuple[int, bool], StageSetup]:
-        """What a client of a task is told, without and with something of its own from earlier stages."""
+        """The setup of a client of a task, without and with personal parameters from earlier stages."""
         found = {}
         for task in range(len(self.tasks)):
             setup = StageSetup.of(
