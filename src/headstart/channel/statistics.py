@@ -1,9 +1,9 @@
 """The channel of a closed form: what happens to statistics of features between client and server.
 
-With privacy, clients clip the vectors that they sum and speak of every class. Where they add the noise themselves, the
+With privacy, clients clip the vectors that they sum and send every class. Where they add the noise themselves, the
 server takes it as it comes. Where the server adds it, it does so once a round, before anything else sees the total: a
-recipe with noise on totals therefore hears everybody in one round, since the heads of two rounds would differ by exact
-sums. Noise on rows stays with its row, and rounds may be as many as there are clients.
+recipe with noise on totals therefore samples all clients in one round, since the heads of two rounds would differ by
+exact sums. Noise on rows stays with its row, and rounds may be as many as there are clients.
 """
 
 from __future__ import annotations

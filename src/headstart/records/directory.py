@@ -124,7 +124,7 @@ class RunDirectory:
         return secret(self._checkpoints / "identity")[:16].hex()
 
     def known(self, what: str, values: Ints, unknown: int) -> Ints:
-        """What clients say of themselves [K], as they said it first in this run: nodes answer the questions of a round
+        """What clients report of themselves [K], as they first did in this run: nodes reply to the requests of a round
         once, which therefore stay the same."""
         path = self._checkpoints / f"{what}.json"
         before = np.array(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else values
@@ -279,7 +279,7 @@ class RunDirectory:
             write_atomically(folder / "model.safetensors", partial(save_file, arrays))
 
     def save_statistics(self, stage: int, state: Message, about: Mapping[str, Scalar]) -> None:
-        """What every client of a closed form has said, for updates; for the eyes of its owner only."""
+        """The statistics of every client of a closed form, for updates; for the eyes of its owner only."""
         facts = {**about, "state": json.dumps(dict(state.scalars))}
         _write(self.statistics(stage), Message(state.arrays, facts).to_bytes(), private=True)
 

@@ -281,7 +281,7 @@ class StageRun:
         return {full: kept[name][0] for full, name in names.items() if full in self.states.shapes}
 
     def leave(self) -> None:
-        """The model of the last round, or of the best one, and what is said of it in the summary."""
+        """The model of the last round, or of the best one, and what the summary has of it."""
         last, ledger, settings = self.server.state, self.ledger, self.settings
         counts = self.federation.counts[(ledger.forward_passes > 0) | (ledger.last_round >= 0)]
         if settings.privacy and settings.privacy.from_server:  # how many examples there are is not to be known
