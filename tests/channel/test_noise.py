@@ -590,7 +590,7 @@ def test_rows_below_one_are_absent() -> None:
         ({"privacy": {"noise": "client"}}, r"stages\.0\.privacy\.epsilon: missing"),
         (
             {"privacy": {"epsilon": 1.0, "noise": "sever"}},
-            r"privacy\.noise: 'sever' does not fit; did you mean 'server'",
+            r"privacy\.noise: 'sever' is not accepted; did you mean 'server'",
         ),
         ({"privacy": {"epsilon": 1.0, "klip": 1.0}}, r"privacy\.klip: unknown key; did you mean 'clip'"),
         ({"count_noise": {"kind": "unifrm", "epsilon": 1.0}}, r"count_noise\.kind: .* did you mean 'uniform'"),

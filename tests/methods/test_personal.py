@@ -1217,7 +1217,7 @@ def test_no_batch_of_a_network_that_normalises_by_the_batch_mixes_clients() -> N
         ),
         (
             {"method": "personalise", "blend": 1.5},
-            "stages.0.blend: 1.5 does not fit, should be less than or equal to 1; accepted: a number, auto",
+            "stages.0.blend: must be a number less than or equal to 1 or auto (got 1.5)",
         ),
     ],
 )

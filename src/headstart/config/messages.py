@@ -12,6 +12,8 @@ from headstart.errors import nearest
 
 _TABLES: dict[str, type[BaseModel]] = {"privacy": Privacy, "count_noise": CountNoise}
 """Tables within the table of a stage."""
+_TYPES: dict[Any, str] = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
+_BOUNDS = ("greater_than", "greater_than_equal", "less_than", "less_than_equal")
 
 
 def sentences(error: ValidationError) -> list[str]:
@@ -19,7 +21,8 @@ def sentences(error: ValidationError) -> list[str]:
     found: dict[str, str] = {}
     for item in error.errors():
         place, sentence = _sentence(dict(item))
-        found.setdefault(place, sentence)  # a union of types complains once for each of them
+        if place not in found or item["type"] in _BOUNDS:  # a union of types complains once for each of them
+            found[place] = sentence
     return list(found.values())
 
 
@@ -47,13 +50,12 @@ def _table_at(place: tuple[Any, ...]) -> tuple[type[BaseModel], tuple[Any, ...]]
 def _accepted(table: type[BaseModel], key: Any) -> list[str]:
     """What a key accepts: the values of its literals and the names of its types."""
     field = table.model_fields.get(str(key))
-    names = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
     words: list[str] = []
     todo: list[Any] = [field.annotation] if field else []
     while todo:
         kind = todo.pop(0)
-        if kind in names:
-            words.append(names[kind])
+        if kind in _TYPES:
+            words.append(_TYPES[kind])
         elif getattr(kind, "__origin__", None) is Literal:
             words += [str(value) for value in get_args(kind)]
         else:
@@ -86,9 +88,13 @@ def _sentence(error: dict[str, Any]) -> tuple[str, str]:
         return where, f"{where}: unknown key; {nearest(str(key), table.model_fields)}"
     if kind == "missing":
         return where, f"{where}: missing" + (f"; give {' or '.join(accepted)}" if accepted else "; add this table")
-    if isinstance(given, str) and accepted:
-        return where, f"{where}: {given!r} does not fit; {nearest(given, accepted)}"
-    message = error["msg"].removeprefix("Input ").removeprefix("Value error, ")
-    return where, f"{where}: {given!r} does not fit, {message}" + (
-        f"; accepted: {', '.join(accepted)}" if accepted else ""
-    )
+    if not accepted or isinstance(given, list | tuple) or (isinstance(given, str) and _TYPES[str] in accepted):
+        message = (
+            error["msg"].removeprefix("Value error, ").replace("Input should", "must").replace("String should", "must")
+        )
+        return where, f"{where}: {message} (got {given!r})"
+    if isinstance(given, str) and set(accepted) - set(_TYPES.values()):
+        return where, f"{where}: {given!r} is not accepted; {nearest(given, accepted)}"
+    bound = error["msg"].removeprefix("Input should be") if kind in _BOUNDS else ""
+    wanted = [word + bound if word in (_TYPES[int], _TYPES[float]) else word for word in accepted]
+    return where, f"{where}: must be {' or '.join(wanted)} (got {given!r})"
