@@ -583,7 +583,7 @@ def test_rows_below_one_are_absent() -> None:
         ({"count_noise": {"kind": "laplace", "epsilon": 1.0}, "within": "trace"}, "use within = 'estimated'"),
         ({"count_noise": {"kind": "laplace", "epsilon": 1.0}, "rank": 2}, "does not hide directions; use rank = 0"),
         ({"privacy": {"epsilon": 1.0}, "rank": 2}, "does not hide directions; use rank = 0"),
-        ({"secure": True, "secure_group": 3, "rank": 2}, "do not add up in a secure sum; use rank = 0"),
+        ({"secure": True, "secure_group": 3, "rank": 2}, "do not add up in secure aggregation; use rank = 0"),
         ({"within": "estimated", "rank": 2}, "use within = 'auto', or rank = 0"),
         ({"covariance": "full", "rank": 2}, "rank: covariance = 'full' is exact already; leave rank out"),
         ({"covariance": "full", "within": "trace"}, "within: covariance = 'full' is exact already"),

@@ -62,7 +62,7 @@ def test_partition_draws_who_holds_which_class(recipe: Path, tmp_path: Path, com
     done = command("partition", recipe, "--out", "map.png", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "client-9" in done.stdout
-    assert "8 of 1,438 training examples are held by nobody" in done.stdout
+    assert "8 of 1,438 training examples are not assigned to any client" in done.stdout
     assert Image.open(tmp_path / "map.png").size[0] > 500
     assert command("partition", recipe, "--out", "map.svg", cwd=tmp_path).returncode == 0
     assert "<svg" in (tmp_path / "map.svg").read_text()

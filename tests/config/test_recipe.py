@@ -161,7 +161,7 @@ def test_one_mistake_gives_one_sentence(table: dict, words: list[str]) -> None:
 # What is wrong with the second of two stages on features, and the sentence that says so.
 CONTRADICTIONS: dict[str, dict[str, object]] = {
     "stages.1.start: 1 is not an earlier stage; the first stage has number 0": {"method": "fedncm", "start": 1},
-    "stages.1.train: the data are features, there is no body to train; use 'head'": {
+    "stages.1.train: the data are features, there is no backbone to train; use 'head'": {
         "method": "fedavg", "train": "all",
     },
     "stages.1.head_init: an MLP of zeros has no gradient; use 'random'": {

@@ -182,7 +182,7 @@ def test_the_command_prints_the_verdict(
     run(Recipe.parse(DIGITS | {"stages": [MEZO | {"train": "head"}]}), out)
     capsys.readouterr()
     assert command(monkeypatch, "replay", out) == 0
-    assert capsys.readouterr().out == f"{out / 'replay' / 'model'}: the model is the run's, bit for bit\n"
+    assert capsys.readouterr().out == f"{out / 'replay' / 'model'}: the model is bitwise identical to the run's\n"
     assert files(out / "replay")["head.safetensors"] == files(out)["head.safetensors"]
     head = load_file(out / "model" / "head.safetensors")
     head["bias"] = np.nextafter(head["bias"], np.float32(1))

@@ -181,7 +181,7 @@ def test_refusals() -> None:
     with pytest.raises(HeadstartError, match="within = 'diagonal' needs second moments"):
         cof_head(statistics("trace"), 0.1, within="diagonal")
     for keys in ({"within": "estimated"}, {"covariance": "full"}):
-        with pytest.raises(HeadstartError, match="rank: directions are told beside"):
+        with pytest.raises(HeadstartError, match="rank: directions are sent beside"):
             FedCOF(rank=2, **keys).fit(CLOUD, LABELS, client=HOLDERS)
     wide = np.hstack([CLOUD, np.zeros((300, 40))])  # a diagonal of zeros, and nothing else to solve with
     total = summarise(wide, LABELS, 3, clients=HOLDERS, moments="diagonal")[0]

@@ -1213,7 +1213,7 @@ def test_no_batch_of_a_network_that_normalises_by_the_batch_mixes_clients() -> N
         ),
         (
             {"method": "fedavg", "train": "head", "share": 0.1, "share_train": "body"},
-            "stages.0.share_train: no body is trained; use 'all'",
+            "stages.0.share_train: no backbone is trained; use 'all'",
         ),
         (
             {"method": "personalise", "blend": 1.5},
@@ -1229,7 +1229,9 @@ def test_a_mistake_is_one_sentence(stage: dict[str, Any], sentence: str) -> None
 
 def test_features_have_no_body() -> None:
     for stage, key in (({"method": "fedper"}, "train"), ({"method": "personalise"}, "update")):
-        with pytest.raises(RecipeError, match=rf"stages\.0\.{key}: the data are features, there is no body to train"):
+        with pytest.raises(
+            RecipeError, match=rf"stages\.0\.{key}: the data are features, there is no backbone to train"
+        ):
             digits(stage | {key: "all"})
         (made,) = digits(stage).stages  # what is trained by default is what there is
         assert made.train == "head"  # type: ignore[union-attr]

@@ -130,5 +130,5 @@ def replay(
 
     where = out or run / "replay"
     differ = replay(run, where)
-    verdict = f"differs from the run's in {', '.join(differ)}" if differ else "is the run's, bit for bit"
+    verdict = f"differs from the run's in {', '.join(differ)}" if differ else "is bitwise identical to the run's"
     print(f"{where / 'model'}: the model {verdict}")

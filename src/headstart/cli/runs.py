@@ -146,11 +146,11 @@ def _run_and_show(
         result = run(recipe, out, resume, tell)
     console().print(summary_table(result.summary))
     if result.federation.unused:
-        print(f"{result.federation.unused:,} training examples were held by nobody")
+        print(f"{result.federation.unused:,} training examples are not assigned to any client")
     for stage in result.summary["stages"]:
         for remark in (quality(stage), *remarks(stage)):
             if remark:
                 print(remark)
         for dropped in stage["dropped"]:
-            print(f"left out of {stage['method']}, round {dropped['round']}: {dropped['clients']}: {dropped['why']}")
+            print(f"dropped out of {stage['method']}, round {dropped['round']}: {dropped['clients']}: {dropped['why']}")
     print(f"run directory: {out} (open {out / 'report.html'})")

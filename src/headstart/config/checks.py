@@ -109,7 +109,7 @@ def _of_stage(number: int, stage: dict[str, Any], has_body: bool, tasks: bool) -
     default = kind.model_fields[key].default if kind and key in kind.model_fields else None
     train = stage.get(key, default)
     if train in ("body", "all") and not has_body and not stage.get("compute"):
-        problems.append(f".{key}: the data are features, there is no body to train; use 'head'")
+        problems.append(f".{key}: the data are features, there is no backbone to train; use 'head'")
     if kind is not None:
         problems += _unlike(stage, kind, train, tasks)
     for one, other in (("clients_per_round", "participation"), ("local_epochs", "local_steps")):
@@ -182,7 +182,7 @@ def _unlike(stage: Mapping[str, Any], kind: type[Any], train: Any, tasks: bool) 
     if stage.get("share") and (tasks or not kind.communicates or personal):
         problems.append(".share: a server that trains on a share is for one task and one model")
     elif stage.get("share") and stage.get("share_train") == "body" and train == "head":
-        problems.append(".share_train: no body is trained; use 'all'")
+        problems.append(".share_train: no backbone is trained; use 'all'")
     if stage.get("keep") == "best" and (personal or kind.twin):
         problems.append(".keep: personal models are those of the last round; use 'last'")
     if stage.get("keep") == "best" and kind.phased:
@@ -214,13 +214,13 @@ def _unsummed(stage: Mapping[str, Any], kind: type[Any], tasks: bool) -> list[st
             "secure_group, and each group counts as one client, or use fedncm or fed3r"
         )
     if stage.get("means_per_client", 1) != 1:
-        problems.append("means_per_client: a secure sum adds a client's parts together; use 1")
+        problems.append("means_per_client: secure aggregation adds a client's parts together; use 1")
     if stage.get("combine", "mean") != "mean":
         problems.append(
-            f"combine: {stage['combine']} looks at each client's update, which secure sums hide; use 'mean'"
+            f"combine: {stage['combine']} looks at each client's update, which secure aggregation hides; use 'mean'"
         )
     if stage.get("compress"):
-        problems.append("compress: in a secure sum, masked values are 8 bytes whatever they were; leave it out")
+        problems.append("compress: with secure aggregation, masked values are 8 bytes whatever they were; leave it out")
     share = stage.get("secure_threshold", 1.0)
     if isinstance(share, float) and 0 < share <= 2 / 3:
         problems.append(
@@ -285,7 +285,7 @@ def _unscattered(stage: Mapping[str, Any]) -> list[str]:
     if rank and within == "estimated":
         problems.append("rank: directions are sent beside a trace or a diagonal; use within = 'auto', or rank = 0")
     if rank and stage.get("secure"):
-        problems.append("rank: directions of two clients do not add up in a secure sum; use rank = 0")
+        problems.append("rank: directions of two clients do not add up in secure aggregation; use rank = 0")
     if rank and ("privacy" in stage or "count_noise" in stage):
         problems.append("rank: noise on counts and sums does not hide directions; use rank = 0")
     return problems
@@ -301,7 +301,7 @@ def _unshared(stage: Mapping[str, Any], kind: type[Any], tasks: bool) -> list[st
     """Why clients cannot share the noise of a stage."""
     problems = []
     if not stage.get("secure"):
-        problems.append("clients share the noise of a secure sum; set secure = true, or use 'client'")
+        problems.append("clients share the noise of secure aggregation; set secure = true, or use 'client'")
     if stage["method"] == "fedcof" and stage.get("covariance", "estimated") == "estimated":
         problems.append("fedcof needs every client's means, which have noise of their own; use 'client' or 'server'")
     if tasks:

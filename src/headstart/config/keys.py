@@ -34,7 +34,7 @@ class Privacy(Table):
     clip up to the usual length of the features serves them equally well."""
     noise: Literal["server", "client", "shared"] = "server"
     """Who adds the noise: the server, once, to the total (clients trust it); every client to what it sends (nobody is
-    trusted; more noise); or all clients together, each a share of what hides a secure sum of theirs (needs secure =
+    trusted; more noise); or all clients together, each a share of what hides their sum (needs secure =
     true; as little noise as the server's, and the other clients are trusted to add their share)."""
     test_epsilon: PositiveFloat | None = None
     """ε of all tests on nodes in the stage, beside that of what is learned; None: nodes of a deployment test no
@@ -99,7 +99,7 @@ class StageKeys(Table):
 
     @property
     def protected(self) -> bool:
-        """Whether noise or secure sums hide what a client sends."""
+        """Whether noise or secure aggregation hides what a client sends."""
         return getattr(self, "privacy", None) is not None or getattr(self, "secure", False)
 
     @property

@@ -62,8 +62,8 @@ class ClosedFormStage(SamplingKeys):
     """The server keeps every client's statistics with the run, readable by its owner only, so that `headstart update`
     can add and remove clients. Whoever reads that file knows what each client has sent."""
     min_examples: PositiveInt = 1
-    """Of a class with fewer examples a client says nothing, where neither noise nor a secure sum hides it. Nodes of a
-    deployment have a limit of their own in `node.toml`, 2 by default."""
+    """Of a class with fewer examples a client sends nothing, where neither noise nor secure aggregation hides it.
+    Nodes of a deployment have a limit of their own in `node.toml`, 2 by default."""
     trains: ClassVar[Literal[False]] = False
     plan: ClassVar[Plan] = FROZEN
     train: ClassVar[Literal["head"]] = "head"

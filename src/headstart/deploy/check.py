@@ -58,7 +58,7 @@ class NodeCheck:
         told: set[str] = set()
         checks: dict[str, Callable[[], Said]] = {
             "kit": self._kit, "keys": self._keys, "recipe": self._recipe, "limits": self._limits,
-            "secure sums": self._sums, "data": self._data, "features": self._features, "disk": self._disk,
+            "secure aggregation": self._sums, "data": self._data, "features": self._features, "disk": self._disk,
             "connection": lambda: reach(self.kit),
         }  # fmt: skip
         for about, check in checks.items():
@@ -89,7 +89,7 @@ class NodeCheck:
             if stage.protected and answers:
                 yield (
                     "warning", "recipe", f"stage {number} ({stage.method}) was answered on {answers[-1]['time'][:10]}, "
-                    "and noise or secure sums protect it: a new run gets no new answer; it needs another recipe",
+                    "and noise or secure aggregation protects it: a new run gets no new reply; it needs another recipe",
                 )  # fmt: skip
 
     def _entries(self, *kinds: str) -> list[dict[str, Any]]:
@@ -146,12 +146,16 @@ class NodeCheck:
             group = min(stage.sampled(clients), stage.secure_group or clients)
             least, where = stage.survivors(group), f"stage {number} ({stage.method})"
             if least > group:
-                yield "wrong", "secure sums", f"{where} adds up {group} nodes, and {least} are the fewest: add nodes"
+                yield (
+                    "wrong",
+                    "secure aggregation",
+                    f"{where} adds up {group} nodes, and {least} are the fewest: add nodes",
+                )
             elif least == group:
                 text = f"{where} needs all {group} nodes to the end: none may be absent; with one more node, one may"
-                yield "warning", "secure sums", text
+                yield "warning", "secure aggregation", text
             else:
-                yield "ok", "secure sums", f"{where} needs {least} of {group} nodes to the end"
+                yield "ok", "secure aggregation", f"{where} needs {least} of {group} nodes to the end"
 
     # -------------------------------------------------------------------------------------------------------- the data
 
@@ -191,7 +195,7 @@ class NodeCheck:
             if few:
                 yield (
                     "warning", "classes", f"{_some(few)}: fewer than {stage.min_examples} examples, so that nothing is "
-                    f"said of them in stage {number} ({stage.method}); min_examples in node.toml and in the recipe",
+                    f"sent of them in stage {number} ({stage.method}); min_examples in node.toml and in the recipe",
                 )  # fmt: skip
 
     def _features(self) -> Said:

@@ -167,7 +167,7 @@ def _check_remote(number: int, stage: Stage, clients: int) -> None:
     group = stage.secure_group or stage.sampled(clients)
     if stage.survivors(group) == group:
         log.warning(
-            "stages.%d: every client of a secure sum of %d has to stay to the end; four are the fewest that "
+            "stages.%d: with secure aggregation all of %d clients have to stay to the end; four are the fewest that "
             "tolerate one absence", number, group,
         )  # fmt: skip
 
