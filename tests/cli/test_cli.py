@@ -167,7 +167,7 @@ def test_ctrl_c_says_how_to_go_on_and_going_on_ends_where_it_would_have(recipe: 
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert "interrupted; go on with the same command and --out cut --resume" in said
+    assert "interrupted; continue with the same command and --out cut --resume" in said
     assert "Traceback" not in said
     assert not (tmp_path / "cut" / "summary.json").exists()
     done = headstart("run", recipe, "--out", "cut", "--resume", cwd=tmp_path)

@@ -31,12 +31,12 @@ from tests.report.test_dashboard import CHROMIUM, DRIVER, ask, browser, serving,
 ATTACK = "<script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">"
 TRAINING = {**LOCAL, "method": "fedavg", "rounds": 5, "evaluate_every": 1, "deadline": 3}
 PRIVATE = {"weighting": "uniform", "privacy": {"epsilon": 50.0, "delta": 1e-3, "clip": 0.1}}
-TOOK, LATE, OUT, ABSENT = "took-part", "late", "left-out", "absent"
+TOOK, LATE, OUT, ABSENT = "participated", "late", "excluded", "absent"
 CELLS = {  # one round of fedncm and five of fedavg, as the grid below plays them
     "a": [TOOK, TOOK, TOOK, TOOK, TOOK, ABSENT],
     "b": [TOOK, TOOK, OUT, TOOK, TOOK, TOOK],
     "c": [TOOK, TOOK, LATE, LATE, LATE, TOOK],
-    "gone": ["not-asked"] * 6,
+    "gone": ["not-sampled"] * 6,
 }
 
 
@@ -127,9 +127,9 @@ def test_in_a_browser_a_federation_is_above_its_run_and_texts_of_nodes_are_texts
         page.get(dashboard.url)
         until(lambda: texts("#view h1") and texts(".federation h1") == ["hospitals"])
         a, b, c, gone = (" ".join(text.split()) for text in texts(".members li"))
-        assert re.match(r"a missing, since (5\d|6\d) s ago last seen (5\d|6\d) s ago took part in 5 rounds ↑", a)
-        assert re.match(r"b present, since 5 min ago last seen [2-4]\d s ago took part in 5 rounds ↑", b)
-        assert re.match(r"c has never connected took part in 3 rounds ↑", c)
+        assert re.match(r"a missing, since (5\d|6\d) s ago last seen (5\d|6\d) s ago participated in 5 rounds ↑", a)
+        assert re.match(r"b present, since 5 min ago last seen [2-4]\d s ago participated in 5 rounds ↑", b)
+        assert re.match(r"c has never connected participated in 3 rounds ↑", c)
         assert re.match(r"gone revoked \d+ s ago$", gone)
         for text, (up, down) in zip((a, b, c), (moved(server)[name] for name in "abc"), strict=True):
             assert f"↑ {human_bytes(up)} ↓ {human_bytes(down)}" in text

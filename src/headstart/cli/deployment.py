@@ -196,7 +196,7 @@ def _interrupted() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        print("stopped; the same command goes on", file=sys.stderr)
+        print("stopped; the same command continues", file=sys.stderr)
         raise typer.Exit(130) from None
 
 

@@ -55,7 +55,7 @@ def run(
 
     loaded = Recipe.load(recipe, settings or ())
     if out is None and resume:
-        raise HeadstartError("--resume needs --out, the directory of the run to go on with")
+        raise HeadstartError("--resume needs --out, the directory of the run to continue")
     _run_and_show(loaded, out or free_path(loaded.name), resume, engine, log or ())
 
 
@@ -152,5 +152,5 @@ def _run_and_show(
             if remark:
                 print(remark)
         for dropped in stage["dropped"]:
-            print(f"dropped out of {stage['method']}, round {dropped['round']}: {dropped['clients']}: {dropped['why']}")
+            print(f"excluded from {stage['method']}, round {dropped['round']}: {dropped['clients']}: {dropped['why']}")
     print(f"run directory: {out} (open {out / 'report.html'})")

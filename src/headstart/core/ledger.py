@@ -81,7 +81,7 @@ class Ledger:
     """The last round, from 0, that each client was asked in; -1 for never."""
     seconds: float = 0.0
     dropped: list[dict[str, str | int]] = field(default_factory=list)
-    """Who dropped out of which round, and why."""
+    """Which clients were excluded from which round, and why."""
     latest: list[tuple[int, int, int]] = field(default_factory=list)
     """Of the round that was played last: each client that was asked, and its bytes up and down."""
     absent: dict[str, list[int]] = field(default_factory=dict)

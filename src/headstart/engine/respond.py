@@ -37,7 +37,7 @@ def respond(message: FlowerMessage, node: Node, name: str) -> FlowerMessage:
         failure = {"error": without_folders(error, str(node.folder)), "state_lost": True}
     except HeadstartError as error:
         failure = {"error": without_folders(error, str(node.folder))}
-    except Exception as error:  # a node that fails is left out of the round; it does not fail silently
+    except Exception as error:  # a node that fails is excluded from the round; it does not fail silently
         failure = {"error": f"the node failed: {type(error).__name__}: {without_folders(error, str(node.folder))}"}
     return reply_to(message, failure, {})
 

@@ -80,7 +80,7 @@ class Costs:
 
 
 def play_round(server: Server, clients: Transport, costs: Costs, round: int, drawn: Ints) -> Iterator[int]:
-    """Send, add up, step; yields how many clients have replied. One whose message is refused has dropped out."""
+    """Send, add up, step; yields how many clients have replied. One whose message is refused is excluded."""
     ledger = costs.ledger
     before = ledger.bytes_up[drawn], ledger.bytes_down[drawn]
 

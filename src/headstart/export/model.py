@@ -195,7 +195,7 @@ def _finished(run: Path) -> tuple[Recipe, dict[str, list[str]]]:
     if not (run / "recipe.toml").is_file():
         raise HeadstartError(f"{run} holds no run: there is no recipe.toml")
     if not (run / "summary.json").is_file():
-        raise HeadstartError(f"the run in {run} is not finished; go on with it by headstart run --resume --out {run}")
+        raise HeadstartError(f"the run in {run} is not finished; continue it with headstart run --resume --out {run}")
     return Recipe.load(run / "recipe.toml"), _json(run / "model" / "classes.json")
 
 

@@ -59,7 +59,7 @@ class Checkpoint:
         progress = json.loads(message.arrays["progress"].tobytes())
         if progress.pop("format", 1) != _FORMAT:
             raise HeadstartError(
-                "--resume: the run was begun by an earlier headstart; go on with it there, or start again"
+                "--resume: the run was begun by an earlier headstart; continue it there, or start again"
             )
         if "state" not in progress:
             return cls(progress)

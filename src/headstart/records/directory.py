@@ -68,7 +68,7 @@ class RunDirectory:
     def check_free(path: Path) -> None:
         """Refuse a path that is taken, before any work is done."""
         if path.exists() and (not path.is_dir() or set(path.iterdir()) - set(temporaries(path))):
-            raise HeadstartError(f"--out {path}: already used; give another directory, or --resume to go on with a run")
+            raise HeadstartError(f"--out {path}: already used; give another directory, or --resume to continue a run")
 
     @classmethod
     def reopen(cls, path: Path, recipe: Recipe) -> RunDirectory:
@@ -153,7 +153,7 @@ class RunDirectory:
         append_text(self.path / "metrics.jsonl", json.dumps(metrics, allow_nan=False) + "\n")
 
     def log_round(self, stage: int, round: int, names: Sequence[str], ledger: Ledger) -> None:
-        """Append who was asked in a round (from 1), what each moved, and why a client was left out or absent, to
+        """Append who was sampled in a round (from 1), what each moved, and why one was excluded or absent, to
         `rounds.csv`."""
         path = self.path / "rounds.csv"
         rows: list[Sequence[Any]] = [] if path.exists() else [_ROUNDS]

@@ -80,7 +80,7 @@ class Record:
         return {row["client"]: float(row["accuracy"]) for row in mine if row.get("accuracy", "") not in ("", "nan")}
 
     def left_out(self) -> list[dict[str, str]]:
-        """Who was left out of which round, and why."""
+        """Which clients were excluded from which round, and why."""
         return [row for row in self._rows("rounds.csv") if row["left_out"]]
 
     @property

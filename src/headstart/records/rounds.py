@@ -1,4 +1,4 @@
-"""`rounds.csv` as it grows: who took part in which round, who did not and why, and what each has moved."""
+"""`rounds.csv` as it grows: which clients participated in which round, which did not and why, and what each has moved."""
 
 from __future__ import annotations
 
@@ -99,5 +99,5 @@ def outcome(why: str) -> str:
         "absent": ("absent since ", "the node has left", "the node was started anew"),
     }
     if not why:
-        return "took part"
-    return next((kind for kind, beginnings in kinds.items() if why.startswith(beginnings)), "left out")
+        return "participated"
+    return next((kind for kind, beginnings in kinds.items() if why.startswith(beginnings)), "excluded")

@@ -65,7 +65,7 @@ def run(
     if path is not None and not resume:
         RunDirectory.check_free(path)
     if resume and path is None:
-        raise HeadstartError("--resume needs --out, the directory of the run to go on with")
+        raise HeadstartError("--resume needs --out, the directory of the run to continue")
     return run_federation(recipe, Federation.of(recipe), path, resume, on_metrics)
 
 
@@ -102,7 +102,7 @@ def run_federation(
             directory.discard()
         if isinstance(error, OSError) and error.errno in _FULL:
             safe = directory.has_checkpoint
-            how = "go on with --resume: what the last checkpoint holds is safe" if safe else "start again"
+            how = "continue with --resume: what the last checkpoint holds is safe" if safe else "start again"
             raise HeadstartError(f"{error.filename or out}: {error.strerror}; make room, and {how}") from None
         raise
 

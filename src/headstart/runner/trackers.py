@@ -133,7 +133,7 @@ class _Follower:
             action()
         except Exception as error:  # a full disk, a server that is gone: libraries raise what they like
             self.failed = True
-            print(f"--log {self.name} failed: {first_line(error)}; the run goes on without it", file=sys.stderr)
+            print(f"--log {self.name} failed: {first_line(error)}; the run continues without it", file=sys.stderr)
 
 
 # ------------------------------------------------------------------------------------------------------- the three logs
