@@ -619,7 +619,7 @@ def test_a_full_disk_is_a_sentence_and_loses_nothing(command: list[str], tmp_pat
     plain = {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE")}  # it writes too
     failed = subprocess.run([*limited, *command], capture_output=True, text=True, timeout=120, env=plain)
     assert failed.returncode == 2, failed.stderr
-    assert "File too large; make room, and go on with --resume" in failed.stderr
+    assert "File too large; make room, and continue with --resume" in failed.stderr
     assert "Traceback" not in failed.stderr
     done = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
     assert 1 <= len(done) < 5

@@ -89,7 +89,7 @@ def _superlink(server: Server, say: Say) -> Iterator[None]:
     if listens(server):
         who = f" (process {noted.read_text(encoding='utf-8').strip()})" if noted.is_file() else ""
         say(
-            f"a SuperLink{who} listens at {server.local}:{server.port} already; it keeps running when this command ends"
+            f"a SuperLink{who} listens at {server.local}:{server.port} already; it runs on when this command ends"
         )
         yield
         return

@@ -231,8 +231,8 @@ class Body:
         if here is not None and (here.kind != kind or changed or stage.phased):
             key = "update" if stage.personalises else "train"
             raise HeadstartError(
-                f"stages.{seed[1]}.{key}: an earlier stage left a {here.kind} on the backbone; continue with it as it is, "
-                "train the head, or set start to a stage before it"
+                f"stages.{seed[1]}.{key}: an earlier stage left a {here.kind} on the backbone; continue with it as it "
+                "is, train the head, or set start to a stage before it"
             )
         if kind not in MODULES:
             return

@@ -1,4 +1,4 @@
-"""`rounds.csv` as it grows: which clients participated in which round, which did not and why, and what each has moved."""
+"""`rounds.csv` as it grows: who participated in which round, who did not and why, and what each has moved."""
 
 from __future__ import annotations
 

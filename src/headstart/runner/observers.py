@@ -1,4 +1,4 @@
-"""What is noted after each round of a stage: who participated, how good the model is, what it has cost, a checkpoint."""
+"""What is noted after each round: who participated, how good the model is, what it has cost, a checkpoint."""
 
 from __future__ import annotations
 

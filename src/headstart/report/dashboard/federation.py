@@ -1,4 +1,4 @@
-"""The panel of a federation: who is there, how far it has come, which nodes participated in which round, and what it has cost.
+"""The panel of a federation: who is there, how far it has come, who participated in which round, and what it has cost.
 
 Times are filled in by the page, so that the panel changes only when the federation does. All text is escaped: names and
 reasons come from nodes.
