@@ -212,7 +212,7 @@ def test_another_module_than_the_one_that_is_there_is_refused(tmp_path: Path) ->
             "stages": [{"method": "fedavg", "train": "lora", "rank": 2, "rounds": 1}, {"rounds": 1, **second}],
         }
         if refused:
-            with pytest.raises(HeadstartError, match=r"stages.1.train: an earlier stage left a lora on the body"):
+            with pytest.raises(HeadstartError, match=r"stages.1.train: an earlier stage left a lora on the backbone"):
                 run(Recipe.parse(table))
         else:
             run(Recipe.parse(table))

@@ -1249,6 +1249,6 @@ def test_a_personal_linear_head_over_features_is_local_training(method: dict[str
 def test_a_head_cannot_be_computed_on_bodies_of_the_clients_own() -> None:
     compute = {"method": "personalise", "compute": "fedncm"}
     for first in ({"method": "lg-fedavg"}, {"method": "ditto"}, {"method": "local-only"}):
-        with pytest.raises(HeadstartError, match=r"stages\.1\.compute: .* a body of its own; fine-tune instead"):
+        with pytest.raises(HeadstartError, match=r"stages\.1\.compute: .* a backbone of its own; fine-tune instead"):
             run(images(CONV | first, compute))
     run(images(CONV | {"method": "fedper"}, compute))

@@ -62,7 +62,7 @@ class StageKeys(Table):
     replays: ClassVar[bool] = False
     """Whether the model is a log of steps, from which it can be rebuilt."""
     representation: ClassVar[Role] = "shared"
-    """Of what is trained below the last linear layer: body, module, hidden layers."""
+    """Of what is trained below the last linear layer: backbone, module, hidden layers."""
     classifier: ClassVar[Role] = "shared"
     """Of the last linear layer, where it is trained."""
     sends: ClassVar[tuple[str, ...]] = ("update",)
@@ -115,7 +115,7 @@ class StageKeys(Table):
 
     @property
     def needs_shared_body(self) -> bool:
-        """Whether it starts only from a body that all clients have in common."""
+        """Whether it starts only from a backbone that all clients have in common."""
         return False
 
     @property
@@ -169,7 +169,7 @@ class OptimiserKeys(StageKeys):
     """Scores are divided by it: heads with rows of length one need less than 1. "auto": the temperature of the head
     that the stage starts from."""
     precision: Literal["float32", "bfloat16"] = "float32"
-    """Arithmetic of the body where it trains; parameters stay in float32."""
+    """Arithmetic of the backbone where it trains; parameters stay in float32."""
 
     def rounds_for(self, n_clients: int) -> int:
         """As many as the recipe says, however many clients there are."""
@@ -207,19 +207,19 @@ class SGDKeys(OptimiserKeys):
     clip: PositiveFloat | None = None
     """Largest norm of the gradient of the loss, before weight decay and what a method adds to it."""
     norm_statistics: Literal["aggregate", "freeze", "batch"] = "aggregate"
-    """Running statistics of batch norm where the body trains: averaged like the parameters; those of the pre-trained
-    model, in training too; or none, every batch being normalised by its own, in evaluation too."""
+    """Running statistics of batch norm where the backbone trains: averaged like the parameters; those of the
+    pre-trained model, in training too; or none, every batch being normalised by its own, in evaluation too."""
     augment: Literal["flip", "none"] = "flip"
-    """Random horizontal flips where the body trains on images."""
+    """Random horizontal flips where the backbone trains on images."""
 
 
 class RoundKeys(SamplingKeys, OptimiserKeys):
     """Anything that is trained round after round."""
 
     train: Part
-    """What is trained: the head, on cached features of the frozen body; the body under a frozen head; both; the head
-    and, of the body, norms and biases alone; or the head and a small module on a frozen transformer: low-rank updates,
-    adapters, or prompts."""
+    """What is trained: the head, on cached features of the frozen backbone; the backbone under a frozen head; both; the
+    head and, of the backbone, norms and biases alone; or the head and a small module on a frozen transformer: low-rank
+    updates, adapters, or prompts."""
     head: Literal["linear", "mlp"] = "linear"
     """"mlp": two hidden layers of rectified units before the linear one (the FedNCM paper's three-layer head)."""
     hidden: PositiveInt = 256

@@ -125,7 +125,7 @@ class Task(Data):
 
 
 class Model(Table):
-    """The body that turns an example into a feature vector."""
+    """The backbone that turns an example into a feature vector."""
 
     backbone: str = "efficientnet-lite0"
     weights: str | None = None

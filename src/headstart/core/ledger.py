@@ -68,10 +68,11 @@ COSTS: dict[str, Cost] = {}
 
 @dataclass
 class Ledger:
-    """Costs of one stage by client [K]: bytes of the serialised messages, examples through the body, seconds in all.
+    """Costs of one stage by client [K]: bytes of the serialised messages, examples through the backbone, seconds in
+    all.
 
     Features that an earlier stage left in the cache are not credited: a stage costs the same whatever ran before it.
-    The pre-trained body is public and is not counted as traffic, as in the papers.
+    The pre-trained backbone is public and is not counted as traffic, as in the papers.
     """
 
     bytes_up: Ints

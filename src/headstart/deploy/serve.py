@@ -88,9 +88,7 @@ def _superlink(server: Server, say: Say) -> Iterator[None]:
     noted = server.folder / "state" / "superlink.pid"
     if listens(server):
         who = f" (process {noted.read_text(encoding='utf-8').strip()})" if noted.is_file() else ""
-        say(
-            f"a SuperLink{who} listens at {server.local}:{server.port} already; it runs on when this command ends"
-        )
+        say(f"a SuperLink{who} listens at {server.local}:{server.port} already; it runs on when this command ends")
         yield
         return
     environment = flower_environment(server.folder / "state" / "superlink")

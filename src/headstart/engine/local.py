@@ -38,7 +38,7 @@ _COHORT_BYTES = 256 << 20
 class LocalClients:
     """The clients of a federation whose examples are all here.
 
-    source: features, or what a body that trains reads; states: what stays with the clients.
+    source: features, or what a backbone that trains reads; states: what stays with the clients.
     """
 
     runtime: ClientRuntime

@@ -244,7 +244,7 @@ def _classes_beside(module: Path, count: int) -> tuple[str, ...]:
 def _build(body: Body, version: Version, file: Path, width: int) -> None:
     """Put weights and a module, of this file, under a head of this width; batch norm is as the version says."""
     if body.backbone is None and version.module is not None:
-        raise HeadstartError(f"--module {file}: the run's data are features, and there is no body to put it on")
+        raise HeadstartError(f"--module {file}: the run's data are features, and there is no backbone to put it on")
     if body.backbone is None:
         return
     body.remember(0, version)

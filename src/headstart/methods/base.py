@@ -64,7 +64,8 @@ class StageContext:
     """The run's seed and the number of the stage."""
     plan: Plan
     model: LocalModel | None = None
-    """The body as the stage starts from it, with the module that is to be trained; None where the data are features."""
+    """The backbone as the stage starts from it, with the module that is to be trained; None where the data are
+    features."""
     noise: Seed = ()
     """What noise is drawn from beside the seed: nothing in a simulation, a secret on the server of a deployment. None,
     on its nodes: the operating system's generator alone."""
@@ -160,7 +161,7 @@ class Method(ABC, Generic[State]):
 
     @abstractmethod
     def load(self, message: Message, task: int = 0, personal: Arrays | None = None) -> LinearHead:
-        """Write a model, and what is a client's own, into the body; its head."""
+        """Write a model, and what is a client's own, into the backbone; its head."""
 
     @property
     def methods(self) -> Sequence[Method[Any]]:

@@ -247,7 +247,7 @@ class ClosedForm(Method[ClosedFormState]):
         return Message(self.head(state).arrays())
 
     def load(self, message: Message, task: int = 0, personal: Arrays | None = None) -> LinearHead:
-        """The head; the body is left alone."""
+        """The head; the backbone is left alone."""
         return LinearHead.of_arrays({name: array.astype(np.float32) for name, array in message.arrays.items()})
 
     def selected(self, state: ClosedFormState) -> Mapping[str, float]:

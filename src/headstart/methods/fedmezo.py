@@ -136,7 +136,7 @@ class FedMeZO(Method[Log]):
             axis=1,
         ).astype(np.float32)
         passes = 2 * self.stage.num_directions * seen
-        if not self.plan.changes_features:  # the body is passed once, and the head is nothing beside it
+        if not self.plan.changes_features:  # the backbone is passed once, and the head is nothing beside it
             passes = np.where(cohort.new, cohort.sizes, 0)
         return ClientResult({"slopes": Params({"": slopes})}, passes, {"examples": cohort.sizes})
 

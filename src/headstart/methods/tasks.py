@@ -1,7 +1,8 @@
 """Several tasks for methods that know one: what belongs to a task is trained by its clients, what is common by all.
 
-Every task has a head and a module of its own; a body that trains is common to all. Where several tasks are together,
-the names of what belongs to one end in `@TASK`; a method sees plain names, one task, and the clients of that part.
+Every task has a head and a module of its own; a backbone that trains is common to all. Where several tasks are
+together, the names of what belongs to one end in `@TASK`; a method sees plain names, one task, and the clients of that
+part.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ class TrainingStates:
 
 
 class TrainingTasks(Method[TrainingStates]):
-    """One training method for every task, on one body."""
+    """One training method for every task, on one backbone."""
 
     state_type = TrainingStates
     methods: Sequence[Training[Any]] = ()
@@ -148,7 +149,7 @@ class TrainingTasks(Method[TrainingStates]):
         self.methods[0].check(Message({name.partition("@")[0]: array for name, array in message.arrays.items()}))
 
     def init(self) -> TrainingStates:
-        """The body of the first, and every task's own."""
+        """The backbone of the first, and every task's own."""
         states = [method.init() for method in self.methods]
         common = _part(states[0], self.common)
         tasks = tuple(_part(s, [n for n in s.params if n not in self.common]) for s in states)

@@ -23,8 +23,8 @@ _COSTS = ("bytes_up", "bytes_down", "forward_passes", "last_round")
 
 @dataclass(frozen=True, eq=False)
 class StageModel:
-    """The model that a stage leaves: the head of each task, the number of the stage that made its body, and the states
-    of clients that have a part of their own."""
+    """The model that a stage leaves: the head of each task, the number of the stage that made its backbone, and the
+    states of clients that have a part of their own."""
 
     heads: tuple[LinearHead | None, ...]
     body: int

@@ -207,7 +207,7 @@ class RunDirectory:
         return self._checkpoints / f"best-{stage}-{round}.safetensors"
 
     def save_model(self, stage: int, model: StageModel, version: Version | None) -> None:
-        """The model that a stage leaves, and the body where it is new."""
+        """The model that a stage leaves, and the backbone where it is new."""
         heads = [head.arrays() for head in model.heads if head is not None]
         arrays: dict[str, Array] = {f"head.{task}.{n}": a for task, each in enumerate(heads) for n, a in each.items()}
         facts: dict[str, Scalar] = {"body": model.body, "tasks": len(model.heads)}
@@ -261,7 +261,8 @@ class RunDirectory:
     def save_final(
         self, body: Body | None, heads: Sequence[LinearHead], tasks: Sequence[str], classes: Sequence[Sequence[str]]
     ) -> None:
-        """The final head of each task, and the names of its classes; a trained body or module under its own names."""
+        """The final head of each task, and the names of its classes; a trained backbone or module under its own
+        names."""
         folder, several = self.path / "model", len(tasks) > 1
         parts = [{f"head.{name}": array for name, array in head.arrays().items()} for head in heads]
         write_json(folder / "classes.json", {task: list(names) for task, names in zip(tasks, classes, strict=True)})

@@ -108,7 +108,7 @@ class Record:
         return total
 
     def builds_on(self, stage: int) -> int | None:
-        """The stage whose work a stage goes on from: its head, or a body that it has trained."""
+        """The stage whose work a stage goes on from: its head, or a backbone that it has trained."""
         table = self.recipe.stages[stage]
         origin = table.start if isinstance(table.start, int) else None if table.start == "pretrained" else stage - 1
         if origin is None or origin < 0:
@@ -117,7 +117,7 @@ class Record:
         return origin if needs_head or self._trained(origin) else None
 
     def _trained(self, stage: int | None) -> bool:
-        """Whether the body has been changed by a stage or by one that it builds on."""
+        """Whether the backbone has been changed by a stage or by one that it builds on."""
         while stage is not None:
             table = self.recipe.stages[stage]
             if table.plan.changes_features:

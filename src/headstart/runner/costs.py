@@ -135,7 +135,7 @@ def _closed_forms(stage: Any, parts: Any, tasks: tuple[Task, ...], counts: Ints,
 def _passes(facts: CostFacts) -> int:
     """The forward passes of a round: every example in every local epoch, or those of the batches of the local steps.
 
-    A step on the body counts as three.
+    A step on the backbone counts as three.
     """
     stage = facts.stage
     examples = (stage.local_epochs or 1) * facts.examples

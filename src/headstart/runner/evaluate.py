@@ -214,7 +214,7 @@ class Evaluator(Protocol):
         """On a split: all tasks together, and each by its name."""
 
     def features(self, state: Any, split: str) -> Features:
-        """Features of a whole split by the global body, with each task's module."""
+        """Features of a whole split by the global backbone, with each task's module."""
 
     def personalised(
         self, stage: PersonaliseStage, state: Any, epoch: int, found: Evaluation, before: dict[str, Any]
@@ -292,7 +292,7 @@ class LocalEvaluator:
         return (parts[0] if len(parts) == 1 else combined(parts, self.federation.class_starts)), found
 
     def features(self, state: Any, split: str) -> Features:
-        """Features of a whole split by the global body, with each task's module."""
+        """Features of a whole split by the global backbone, with each task's module."""
         return np.concatenate([self._global(state, task, split)[1] for task in range(len(self.federation.tasks))])
 
     def personalised(
@@ -334,7 +334,7 @@ class LocalEvaluator:
         return head, self.body.features(split) if rows is None else self.body.features(split)[rows]
 
     def _models(self, state: Any, task: int) -> Iterator[tuple[int, LinearHead, bool]]:
-        """Each client of a task, with its head, its body loaded, and whether that body is its own."""
+        """Each client of a task, with its head, its backbone loaded, and whether that backbone is its own."""
         clients, model = self.federation.clients_of(task), self.method.model(state, task)
         for client in clients.tolist():
             own = {}
@@ -344,7 +344,8 @@ class LocalEvaluator:
             yield client, self.method.load(model, task, own), any(not name.startswith("head.") for name in own)
 
     def _scorers(self, state: Any, task: int, split: str) -> Iterator[Scorer]:
-        """Each client's scores of a task's part of a split; what the body of all clients makes of it is made once."""
+        """Each client's scores of a task's part of a split; what the backbone of all clients makes of it is made
+        once."""
         where, shared = self.federation.examples_of(task, split), None
         for _, head, below in self._models(state, task):
             if below:

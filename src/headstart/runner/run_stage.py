@@ -128,7 +128,7 @@ class StageRun:
         parts = frozenset(part_of(name) for name in self._own_names())
         if self.settings.needs_shared_body and parts - {"head", "hidden"}:
             raise HeadstartError(
-                f"stages.{self.number}.compute: the earlier stage gave every client a body of its own; "
+                f"stages.{self.number}.compute: the earlier stage gave every client a backbone of its own; "
                 "fine-tune instead"
             )
         return parts
@@ -146,7 +146,8 @@ class StageRun:
         return tuple(tasks)
 
     def _weights(self) -> Mapping[str, Array]:
-        """The weights of the body where earlier stages have trained it; on nodes they are needed as they are now."""
+        """The weights of the backbone where earlier stages have trained it; on nodes they are needed as they are
+        now."""
         if self.run.body.weights == PRETRAINED:
             return {}
         arrays = self.run.body.arrays()
@@ -198,7 +199,7 @@ class StageRun:
         return ClientStates(self.run.folder / f"clients-{self.number}", count, shapes, slots, earlier, inherits)
 
     def _source(self) -> Any:
-        """What clients read here: examples where the body changes, features where it does not."""
+        """What clients read here: examples where the backbone changes, features where it does not."""
         return self.run.body.inputs() if self.plan.changes_features else self.run.body.features("train")
 
     @cached_property
@@ -333,7 +334,7 @@ class StageRun:
         """The model of a state, for later stages and for the user."""
         run, changes = self.run, self.plan.changes_features
         heads, values = [], []
-        for task in reversed(range(len(run.federation.tasks))):  # the first task's module is what stays on the body
+        for task in reversed(range(len(run.federation.tasks))):  # the first task's module is what stays on the backbone
             heads.append(self.method.load(self.method.model(state, task), task))
             values.append(run.body.module_values())
         version, body = None, self.begin.body
