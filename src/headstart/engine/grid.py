@@ -37,7 +37,7 @@ _SHARE, _SHORTEST, _LONGEST = 1 / 20, 0.02, 0.5
 # between two lines about the nodes that are waited for.
 _REFRESH, _JOIN_TIMEOUT, _REPORT = 5.0, 60.0, 30.0
 # A node that has missed a deadline is sampled again in the third round after.
-_AFTER = 3
+_PAUSE = 3
 LARGEST_DIM = 65_536
 _JOIN: Content = ({"kind": "join"}, {})
 _ALIKE = {"dim": "the length of its features", "weights": "the digest of its backbone's weights"}
@@ -92,12 +92,8 @@ class Nodes:
                 return available
             if waited - reported >= _REPORT:
                 reported = waited
-                log.warning(
-                    "waiting for nodes: %d of %d are available; missing: %s",
-                    len(available),
-                    wait_for,
-                    self.named_absences(),
-                )
+                counts, missing = (len(available), wait_for), self.named_absences()
+                log.warning("waiting for nodes: %d of %d are available; missing: %s", *counts, missing)
             time.sleep(_LONGEST)
 
     def _no_participants(self) -> HeadstartError:
@@ -334,7 +330,7 @@ class Nodes:
             last = now if replies else last
             if timeout is not None and now - began > timeout:
                 for node in waiting.values():
-                    self.stragglers[node] = _AFTER
+                    self.stragglers[node] = _PAUSE
                     yield node, f"no reply within {timeout:g} s"
                 yield from left.items()
                 return

@@ -26,6 +26,7 @@ _FOLDERS = re.compile(r"(?<![^\s'\"(\[=:,;<`])~?/(?=[^\s/])(?:[^\n:;,'\"()<>`]*/
 
 def respond(message: FlowerMessage, node: Node, name: str) -> FlowerMessage:
     """The reply of a node to a message; a mistake or a fault becomes a reply that says so."""
+    failure: dict[str, Any]
     try:
         facts, parts = facts_of(message)
         _check_same(facts, node.recipe)
@@ -43,7 +44,7 @@ def respond(message: FlowerMessage, node: Node, name: str) -> FlowerMessage:
 
 
 def _reply(node: Node, facts: Mapping[str, Any], parts: Mapping[str, bytes]) -> tuple[dict[str, Any], Message]:
-    """Facts and message of the reply to a request to train, to evaluate, or to go on with a secure sum."""
+    """Facts and message of the reply to a request to train, to evaluate, or to continue a secure sum."""
     kind = facts.get("kind")
     if "setup" in parts:
         node.remember(parts["setup"])
