@@ -219,7 +219,8 @@ def _clients(groups: Sequence[Group]) -> str:
     picture = svg(clients_figure(accuracies, legend=False), "how many clients have which accuracy")
     legend = _legend(list(accuracies)) if len(accuracies) > 1 else ""
     return (
-        f"<h2>Clients</h2>{legend}<div class='figures'><figure>{picture}<figcaption>Mean and deviation over clients: "
+        f"<h2>Clients</h2>{legend}<div class='figures'><figure>{picture}"
+        "<figcaption>Mean ± standard deviation over clients: "
         f"{spread}</figcaption></figure><div><p class='soft'>Lowest-accuracy clients</p>{table}</div></div>"
     )
 
