@@ -173,7 +173,7 @@ def test_a_method_is_its_plain_loop(method: str, keys: dict[str, Any], body: str
     found = run.own()
     for k in range(K):
         close({name: value[k] for name, value in found.items()}, own[k])
-    start = run.method.own(lambda name, value: value[None].repeat(K, 0))
+    start = run.method.personal_params(lambda name, value: value[None].repeat(K, 0))
     assert all(not np.allclose(found[name], value, rtol=1e-3) for name, value in start.items())
 
 
@@ -183,7 +183,7 @@ def test_who_is_asked_first_starts_from_the_start_and_who_is_never_asked_stays_t
 ) -> None:
     drawing(monkeypatch, [0], [0, 1])
     run = run_of(tmp_path, "network", method=method, rounds=2)
-    start = run.method.own(lambda name, value: value[None].repeat(K, 0))
+    start = run.method.personal_params(lambda name, value: value[None].repeat(K, 0))
     seen: list[tuple[int, dict[str, np.ndarray]]] = []
     own = run.method.own
 
@@ -709,7 +709,9 @@ def test_the_part_that_does_not_move_is_left_alone_with_its_statistics(moves: st
     keys = {"method": "local-only", "weight_decay": 0.1}
     plan = replace(stage_of(**keys).plan, still=frozenset({"head", "body"} - {moves}))
     run = run_of(tmp_path, "network", Normed(), plan=plan, **keys)
-    start = {name: value.tobytes() for name, value in run.method.own(lambda name, value: value.copy()).items()}
+    start = {
+        name: value.tobytes() for name, value in run.method.personal_params(lambda name, value: value.copy()).items()
+    }
     run.play()
     assert len(start) == 6 + 2 + 2  # of the body, its statistics, the head
     for k in range(K):

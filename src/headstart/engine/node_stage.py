@@ -96,7 +96,7 @@ class NodeStage:
 
         read: what the client keeps; survivors: how many clients of a secure sum share its noise at least.
         """
-        own = {name: values[0] for name, values in self.method.own(read, self.setup.task).items()}
+        own = {name: values[0] for name, values in self.method.personal_params(read, self.setup.task).items()}
         head = self.method.load(model, self.setup.task, own)
         classes = len(dataset.classes)
         if self.deployed and len(head.bias) != classes:  # more would sort examples as finely as anybody likes

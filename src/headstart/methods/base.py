@@ -175,8 +175,8 @@ class Method(ABC, Generic[State]):
     def check(self, message: Message) -> None:
         """Server: `MessageError` where no client sends such an update, beyond what the channel checks."""
 
-    def own(self, read: ReadState, task: int = 0) -> Mapping[str, npt.NDArray[np.float32]]:
-        """What is each client's own [M, …] by the name of the parameter, from its client state."""
+    def personal_params(self, read: ReadState, task: int = 0) -> Mapping[str, npt.NDArray[np.float32]]:
+        """The personal parameters of each client [M, …] by name, from its client state."""
         return {}
 
     def selected(self, state: State) -> Mapping[str, float]:

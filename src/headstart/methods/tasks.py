@@ -221,9 +221,9 @@ class TrainingTasks(Method[TrainingStates]):
         """As the task's method."""
         return self.methods[task].load(message, personal=personal)
 
-    def own(self, read: ReadState, task: int = 0) -> dict[str, np.ndarray]:
+    def personal_params(self, read: ReadState, task: int = 0) -> dict[str, np.ndarray]:
         """As the task's method."""
-        return self.methods[task].own(self._reader(read, task))
+        return self.methods[task].personal_params(self._reader(read, task))
 
 
 def _part(state: TrainingState, names: list[str]) -> TrainingState:

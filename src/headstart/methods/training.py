@@ -182,7 +182,7 @@ class Training(Method[TrainingState], Generic[StageT]):
         heads = {n.removeprefix("head."): v.astype(np.float32) for n, v in values.items() if n.startswith("head.")}
         return replace(LinearHead.of_arrays(heads), temperature=self.stage.known_temperature)
 
-    def own(self, read: ReadState, task: int = 0) -> dict[str, np.ndarray]:
+    def personal_params(self, read: ReadState, task: int = 0) -> dict[str, np.ndarray]:
         """What a client kept, or what it would start from."""
         start = self.start | self._statistics
         return {name: read(f"personal.{name}", start[name].astype(np.float32)) for name in self.personal_shapes}
@@ -197,7 +197,7 @@ class Training(Method[TrainingState], Generic[StageT]):
         given = self.start | block(message.arrays, "model") | block(message.arrays, "statistics")
         model = Params({n: value.expand(clients, *value.shape) for n, value in tensors(given).items()})
         if not self.twin:
-            model = model | tensors(self.own(cohort.state))
+            model = model | tensors(self.personal_params(cohort.state))
         blocks = {name: tensors(block(message.arrays, name)) for name in self.broadcasts}
         return Received(int(message.scalars["round"]), model, blocks)
 

@@ -340,7 +340,7 @@ class LocalEvaluator:
             own = {}
             if self.states.has(client):
                 read = partial(self.states.read, clients=np.array([client]))
-                own = {name: values[0] for name, values in self.method.own(read, task).items()}
+                own = {name: values[0] for name, values in self.method.personal_params(read, task).items()}
             yield client, self.method.load(model, task, own), any(not name.startswith("head.") for name in own)
 
     def _scorers(self, state: Any, task: int, split: str) -> Iterator[Scorer]:

@@ -277,7 +277,7 @@ class StageRun:
     def own(self, client: int) -> dict[str, Any]:
         """What is a client's own now, by the names of its state."""
         task = int(self.federation.tasks_of(np.array([client]))[0])
-        kept = self.method.own(partial(self.states.read, clients=np.array([client])), task)
+        kept = self.method.personal_params(partial(self.states.read, clients=np.array([client])), task)
         names = {f"personal.{name}{end}": name for name in kept for end in ("", f"@{self.federation.tasks[task]}")}
         return {full: kept[name][0] for full, name in names.items() if full in self.states.shapes}
 
