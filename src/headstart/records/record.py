@@ -224,8 +224,8 @@ def grouped(records: Sequence[Record]) -> list[Group]:
         apart = [key for key in apart if key != "name"]
         short = [", ".join(f"{k.rpartition('.')[2]} {table[k]}" for k in apart if k in table) for table in tables]
         names = [
-            f"{name}: {what}" if len(what) < 60 and short.count(what) == 1 else str(runs[0].path.name)
-            for name, what, runs in zip(names, short, several, strict=True)
+            f"{name}: {said}" if len(said) < 60 and short.count(said) == 1 else str(runs[0].path.name)
+            for name, said, runs in zip(names, short, several, strict=True)
         ]
     return [Group(name, runs) for name, runs in zip(names, several, strict=True)]
 
