@@ -13,8 +13,8 @@ from headstart.core.read_statistics import read_statistics
 from headstart.errors import HeadstartError
 
 __all__ = [
-    "ClientStatistics", "Features", "Floats", "Ints", "Moments", "Summary", "message_nbytes", "random_parts",
-    "read_statistics", "shorten", "summarise",
+    "ClientStatistics", "Features", "Floats", "Ints", "Moments", "Summary", "Transform", "message_nbytes",
+    "random_parts", "read_statistics", "shorten", "summarise",
 ]  # fmt: skip
 
 
