@@ -95,6 +95,8 @@ def _sentence(error: dict[str, Any]) -> tuple[str, str]:
         return where, f"{where}: {message} (got {given!r})"
     if isinstance(given, str) and set(accepted) - set(_TYPES.values()):
         return where, f"{where}: {given!r} is not accepted; {nearest(given, accepted)}"
-    bound = error["msg"].removeprefix("Input should be") if kind in _BOUNDS else ""
+    bound = " that is finite" if kind == "finite_number" else ""
+    if kind in _BOUNDS:
+        bound = error["msg"].removeprefix("Input should be")
     wanted = [word + bound if word in (_TYPES[int], _TYPES[float]) else word for word in accepted]
     return where, f"{where}: must be {' or '.join(wanted)} (got {given!r})"
