@@ -302,7 +302,7 @@ def test_a_node_that_leaves_in_a_round_that_needs_it_is_asked_again_when_it_is_b
     silos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It had answered before it left, or had not: the model is the same."""
-    monkeypatch.setattr("headstart.engine.grid._ROLL_CALL", 0.0)
+    monkeypatch.setattr("headstart.engine.grid._REFRESH", 0.0)
     stage = {**MLP, "method": "fedper", "min_replies": 3, "deadline": 60}
     recipe = recipe_of(silos, stage)
     run(recipe, tmp_path / "here")
@@ -817,7 +817,7 @@ class Silent(Grid):
 def test_a_node_that_does_not_say_who_it_is_is_named_and_costs_no_time_once_it_is_not_waited_for(
     silos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("headstart.engine.grid._TELL", 0.6)
+    monkeypatch.setattr("headstart.engine.grid._REPORT", 0.6)
     recipe = recipe_of(silos, {**LOCAL, "method": "fedavg", "rounds": 3, "evaluate_every": 1})
     grid: Any = Silent(recipe, silos, tmp_path / "state")
     nodes = Nodes(grid, recipe, {name: number for number, name in enumerate(NAMES)})
