@@ -515,7 +515,7 @@ def test_a_node_answers_nonsense_with_an_error(node: Node, message: Callable[[No
     "run", ["../x", "..", "", "/etc", "0" * 31, "0" * 33, "G" * 32, "0" * 32 + "\n", None, 7, ["0" * 32]]
 )
 def test_a_run_is_no_path(run: Any) -> None:
-    with pytest.raises(MessageError, match="which run"):
+    with pytest.raises(MessageError, match="the request names no run"):
         run_of(question({"run": run}))
     assert run_of(question({"run": "0a" * 16})) == "0a" * 16
 
