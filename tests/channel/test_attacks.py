@@ -139,14 +139,14 @@ def at_once(*asks: Callable[[], Any]) -> list[Any]:
 
 def test_two_questions_at_once_get_one_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     silo = Silo(tmp_path / "a", {**SGD, "privacy": HIDDEN})
-    quick = Node._answer
+    quick = Node._client_update
 
     def slow(self: Node, asked: Any) -> Any:
         reply = quick(self, asked)
         time.sleep(0.3)
         return reply
 
-    monkeypatch.setattr(Node, "_answer", slow)
+    monkeypatch.setattr(Node, "_client_update", slow)
     said = at_once(lambda: silo.ask("answer", model()), lambda: silo.ask("answer", model(3e38)))
     assert sorted("error" in facts for facts, _ in said) == [False, True]
 
@@ -309,7 +309,7 @@ def test_a_protected_stage_is_no_oracle(tmp_path: Path, stage: dict[str, Any], k
     for shown in (head(0), head(1)):
         facts, figures = silo.ask("evaluate", shown if stage["method"] == "fedncm" else model())
         assert ("with privacy a node tests no models" in facts["error"]) == ("privacy" in keys)
-        assert ("figures of tests are" in facts["error"]) == ("secure" in keys)
+        assert ("metrics of tests are" in facts["error"]) == ("secure" in keys)
         assert not figures.arrays
 
 

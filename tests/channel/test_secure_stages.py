@@ -111,7 +111,7 @@ def test_two_clients_hide_nobody() -> None:
     ):
         run(recipe_of({"method": "fedavg", **LOCAL, "clients_per_round": 2, "secure": True}))
     heard: list[dict[str, Any]] = []
-    with pytest.raises(HeadstartError, match="round 3: a sum of 1 clients hides nobody"):
+    with pytest.raises(HeadstartError, match="round 3: a sum of 1 clients hides none of them"):
         run(recipe_of({"method": "fedncm", "clients_per_round": 4, "secure": True}), on_metrics=heard.append)
     assert not heard  # said before anybody was asked
 
@@ -139,7 +139,7 @@ def test_features_of_any_size_give_the_accuracy_of_the_digits(
     ("stage", "sentence"),
     [
         ({"method": "fedcof"}, "stages.0.secure: fedcof needs the means of several clients .* set secure_group"),
-        ({"method": "fedcof", "secure_group": 3, "means_per_client": 2}, "means_per_client: a secure sum adds"),
+        ({"method": "fedcof", "secure_group": 3, "means_per_client": 2}, "means_per_client: secure aggregation adds"),
         ({"method": "fedavg", **LOCAL, "combine": "median"}, "combine: median looks at each client's update"),
         ({"method": "local-only", "train": "head"}, "secure: with local-only nothing travels"),
         ({"method": "centralised", "train": "head"}, "secure: with centralised nothing travels"),
