@@ -9,8 +9,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -235,18 +235,12 @@ class Machines(Processes):
         said: dict[str, Any] = json.loads((out / "said.json").read_text())
         return said
 
-    @contextmanager
-    def fourth(self, data: Path) -> Iterator[None]:
-        """With one node more, that has these data."""
+    def admit_fourth(self, data: Path) -> None:
+        """With one node more from here on, that has these data."""
         if (key := self.home / f"{FOURTH}.pub").exists():
             key.rename(self.folder / "keys" / key.name)
-        set_variables(self.folder / f"node-{FOURTH}.sh", data=str(data))
-        process = self.node(FOURTH)
-        try:
-            yield
-        finally:
-            self.signal([process.pid, *self.of_node(FOURTH)], signal.SIGKILL)
-            process.wait(10)
+            set_variables(self.folder / f"node-{FOURTH}.sh", data=str(data))
+            self.node(FOURTH)
 
     def ask(self, host: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
         """Flower's command, for the SuperLink at an address of this machine."""
@@ -284,6 +278,9 @@ def silos(folder: Path) -> None:
         np.savez(folder / f"{name}.npz", X=features[mine], y=labels[mine], split=split[mine])
     test = split == 2
     np.savez(folder / "test.npz", X=features[test], y=labels[test], split=split[test])
+    sevens = np.flatnonzero((owners == 0) & ~test & (labels == 7))
+    alone = np.setdiff1d(np.flatnonzero(owners == 0), sevens[1:])  # a class of one example
+    np.savez(folder / "alone.npz", X=features[alone], y=labels[alone], split=split[alone])
     np.savez(folder / "empty.npz", X=features[test], y=labels[test], split=split[test])
 
 
