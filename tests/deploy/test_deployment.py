@@ -184,7 +184,9 @@ def test_secure_sums_are_those_of_the_same_run_in_process(machines: Machines, da
     # Said before the first round, since nobody may leave.
     log = machines.log("run-secure")
     for stage in (0, 1):
-        sentence = f"stages.{stage}: every client of a secure sum of 3 has to stay to the end; four are the fewest"
+        sentence = (
+            f"stages.{stage}: with secure aggregation all of 3 clients have to stay to the end; four are the fewest"
+        )
         assert 0 <= log.index(sentence) < log.index("fedncm") or stage
 
     # An audit: all that left a node, from its own ledger, has the bytes of the server's account.
