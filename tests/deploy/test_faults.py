@@ -204,7 +204,7 @@ def test_a_rolling_restart_of_every_part_leaves_the_model_as_it_would_have_been(
     os.killpg(link, signal.SIGKILL)
     wait_for(lambda: not listens(Server.load(federation.server)))
     assert process.wait(PATIENCE) == 1, federation.log("server")
-    assert "the same command goes on from the last checkpoint" in federation.log("server").lower()
+    assert "the same command continues from the last checkpoint" in federation.log("server").lower()
     process = server()
     while process.wait(PATIENCE) != 0:
         statuses.append(process.returncode)
