@@ -38,7 +38,7 @@ types: install
 	$(BIN)/mypy
 
 docs: install
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	$(BIN)/python -m zensical build --strict --clean
 
 bench: install
 	$(BIN)/python -m benchmarks
