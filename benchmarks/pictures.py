@@ -1,6 +1,6 @@
 """``python -m benchmarks.pictures``: the drawings of the documentation, those of results from the tables of RESULTS.md.
 
-They take their ink from the page around them (``currentColor``), so that one file is right in the light and in the dark.
+They take their ink from the page around them (``currentColor``): one file is right in the light and in the dark.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def one_round() -> str:
         box(290, 190, 210, ["clip, noise, compress, mask", "as the stage asks for"], teal),
         arrow(566, 214, 504, "update"),
         arrow(286, 214, 214, "reply"),
-        box(10, 190, 200, ["check, add up", "only totals are needed"]),
+        box(10, 190, 200, ["check, add up", "FedCOF: keep the means"]),
         box(10, 260, 200, ["step", "closed form: solve a head", "training: move the model"], teal),
         box(570, 190, 230, ["stays with the client", "examples, features,", "personal parts, client state"]),
         text(395, 298, "then evaluation, costs, a checkpoint", "middle", 'font-size="12"'),

@@ -31,6 +31,9 @@ import numpy as np
 import pytest
 import tomli_w
 import transformers
+import yaml
+from benchmarks import pictures
+from markdown.extensions.toc import slugify
 from PIL import Image
 from safetensors.torch import save_file
 from typer.main import get_command
@@ -51,6 +54,7 @@ from headstart.core.reply import Reply
 from headstart.core.update import block
 from headstart.methods import METHODS
 from tests.helpers import Bench, cohort_of, context_of
+from tests.test_rooms import ROOMS
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -592,15 +596,138 @@ def test_every_extra_is_explained() -> None:
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, str]:
-    """Every page of the built site, by its path there."""
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The built site."""
     there = tmp_path_factory.mktemp("site")
     for name in ("mkdocs.yml", "docs", "src", "benchmarks"):
         (there / name).symlink_to(ROOT / name)
-    done = subprocess.run(
-        [sys.executable, "-m", "zensical", "build", "--strict"], cwd=there, capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, "-m", "zensical", "build", "--strict"]
+    done = subprocess.run(command, cwd=there, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    return {page.relative_to(there / "site"): page.read_text() for page in (there / "site").rglob("*.html")} | {
-        Path("search.js"): (there / "site/search.js").read_text()
+    return there / "site"
+
+
+@pytest.mark.slow
+def test_the_site_builds_and_needs_nothing_from_elsewhere(site: Path) -> None:
+    assert (site / "search.js").is_file()
+    pages = {page.relative_to(site): page.read_text("utf-8") for page in site.rglob("*.html")}
+    assert {Path(f"methods/{name}.html") for name in BUILT_IN} <= pages.keys()
+    for name, text in pages.items():
+        assert not re.findall(r"<(?:script|img|link)[^>]*(?:src|href)=\"?(https?://[^\s\">]+)", text), name
+    for style in site.rglob("*.css"):
+        assert not re.findall(r"(?:url\(|@import) *[\"']?(?:https?:)?//", style.read_text("utf-8")), style
+    assert 'id="headstart.register"' in pages[Path("api.html")]
+    assert "<h3" in pages[Path("results.html")].partition("FedCOF's server: 54,590 means")[0]  # the file is in the page
+
+
+@pytest.mark.slow
+def test_formulas_and_drawings_are_in_the_pages(site: Path) -> None:
+    for page in sorted((ROOT / "docs").rglob("*.md")):
+        source, built = page.read_text("utf-8"), site / page.relative_to(ROOT / "docs").with_suffix(".html")
+        text = built.read_text("utf-8")
+        formulas = [block for block in blocks_of(page) if block.language == "math"]
+        assert text.count('<math display="block">') == len(formulas), page
+        assert text.count('class="drawing"') == source.count(".svg)"), page
+        assert "wzxhzdk" not in text, page  # a place that nothing was put into
+    assert (site / "assets/math.woff2").read_bytes()[:4] == b"wOF2"
+    assert "STIX Fonts Project Authors" in (site / "assets/math-OFL.txt").read_text("utf-8")
+
+
+@pytest.mark.parametrize("name", sorted(BUILT_IN))
+def test_every_method_has_its_formula(name: str) -> None:
+    (formula, *_) = [block.text for block in blocks_of(ROOT / f"docs/methods/{name}.md") if block.language == "math"]
+    assert "\\leftarrow" in formula or "=" in formula
+    assert formula.count("{") == formula.count("}")
+
+
+def navigation() -> dict[str, Any]:
+    """The pages of mkdocs.yml, by the titles around them."""
+    found: dict[str, Any] = {}
+
+    def walk(entries: list[Any], titles: tuple[str, ...]) -> None:
+        for entry in entries:
+            for title, below in ({"": entry} if isinstance(entry, str) else entry).items():
+                if isinstance(below, list):
+                    walk(below, (*titles, title))
+                else:
+                    found[below] = (*titles, title)
+
+    walk(yaml.safe_load((ROOT / "mkdocs.yml").read_text("utf-8"))["nav"], ())
+    return found
+
+
+def test_every_page_is_in_the_navigation_and_every_image_is_there() -> None:
+    assert navigation().keys() == {str(page.relative_to(ROOT / "docs")) for page in PAGES[1:]}
+    for page in PAGES:
+        for image in re.findall(r"!\[[^]]*\]\(([^)]+)\)", page.read_text("utf-8")):
+            assert (page.parent / image).is_file(), (page, image)
+
+
+def test_the_navigation_has_the_families_of_the_page_of_methods() -> None:
+    families: dict[str, str] = {}
+    for part in (ROOT / "docs/methods/index.md").read_text("utf-8").partition("## Which")[0].split("\n### ")[1:]:
+        title, _, rows = part.partition("\n")
+        families |= dict.fromkeys(re.findall(r"^\| \[[^]]+\]\(([\w-]+)\.md\)", rows, flags=re.MULTILINE), title)
+    assert families.keys() == BUILT_IN
+    assert {name: navigation()[f"methods/{name}.md"] for name in BUILT_IN} == {
+        name: ("Methods", family, name) for name, family in families.items()
     }
+
+
+def sections() -> dict[str, str]:
+    """RESULTS.md by the anchors of its headings; a section has those below it."""
+    found: dict[str, str] = {}
+    text = (ROOT / "benchmarks/RESULTS.md").read_text("utf-8")
+    for heading in re.finditer(r"^(#{2,4}) (.*)$", text, flags=re.MULTILINE):
+        end = re.search(rf"^#{{1,{len(heading[1])}}} ", text[heading.end() :], flags=re.MULTILINE)
+        found[slugify(heading[2], "-")] = text[heading.end() :][: end.start() if end else None]
+    return found
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_which_method_says_what_was_measured(page: str) -> None:
+    text = (ROOT / page).read_text("utf-8").partition("## Which method should I use?\n")[2].partition("\n## ")[0]
+    rows = [line for line in text.splitlines() if line.startswith("|")][2:]
+    assert any("few clients" in row and "fed3r" in row and "rank = 16" in row for row in rows)
+    everything = (ROOT / "benchmarks/RESULTS.md").read_text("utf-8")
+    for row in rows:
+        anchors = re.findall(r"results\.md#([\w-]+)", row)
+        assert anchors or page == "README.md", row
+        tables = " ".join(sections()[anchor] for anchor in anchors) or everything
+        shown = re.findall(r"(?<![\w.])\d+\.\d+\b", re.sub(r"\]\([^)]*\)|`[^`]*`|α = [\d.]+", "", row))
+        assert len(shown) >= 2, row
+        assert {*shown} <= {*re.findall(r"(?<![\w.])\d+\.\d+\b", tables)}, row
+
+
+def test_drawings_are_those_of_the_tables() -> None:
+    for name, draw in pictures.PICTURES.items():
+        drawn = (pictures.ASSETS / name).read_text("utf-8")
+        assert drawn == draw(), f"{name} is not of these tables: run python -m benchmarks.pictures"
+        assert "currentColor" in drawn  # the page's ink
+        assert "http" not in drawn.replace("http://www.w3.org/2000/svg", "")
+    pacs = next(row for row in pictures.tables("Heads by what clients tell")[0] if row["clients"] == "4")
+    assert (pacs["auto"], pacs["Fed3R"]) == ("71.2", "82.7")
+    assert " ".join(rooms for _, rooms in pictures.ROOMS).split() == ROOMS
+
+
+def test_versions_of_python_are_declared_and_said() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    declared = re.findall(r"Python :: (3\.\d+)", " ".join(project["classifiers"]))
+    assert declared == ["3.11", "3.12", "3.13"]
+    assert project["requires-python"] == f">={declared[0]}"
+    assert f"Python {', '.join(declared[:-1])} or {declared[-1]}" in (ROOT / "docs/index.md").read_text("utf-8")
+    assert f"Python {declared[0]} to {declared[-1]}" in (ROOT / "README.md").read_text("utf-8")
+
+
+def test_the_docs_say_what_a_gpu_does() -> None:
+    """Where the code asks for CUDA is what the page says; a further place is a further row."""
+    asks = {
+        path.relative_to(ROOT / "src/headstart").as_posix()
+        for path in (ROOT / "src/headstart").rglob("*.py")
+        if "cuda" in path.read_text("utf-8")
+    }
+    assert asks == {"backbones/extract.py", "modules/local_model.py"}
+    where = (ROOT / "docs/index.md").read_text("utf-8").partition("### Where it runs")[2].partition("\n## ")[0]
+    for word in ("CUDA", "MPS", "closed forms", "cached features", "macOS", "Windows", "CUDA_VISIBLE_DEVICES="):
+        assert word in where
+    assert "GPU" in (ROOT / "README.md").read_text("utf-8")
