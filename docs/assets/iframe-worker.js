@@ -8,7 +8,11 @@ if (location.protocol === "file:") {
       frame.hidden = true
       document.documentElement.append(frame)
       this.inside = frame.contentWindow
-      this.inside.postMessage = data => this.dispatchEvent(new MessageEvent("message", { data }))
+      this.inside.postMessage = data => setTimeout(() => {  // later, as from a worker
+        const said = new MessageEvent("message", { data: structuredClone(data) })
+        this.onmessage?.(said)
+        this.dispatchEvent(said)
+      })
       this.inside.importScripts = (...urls) => Promise.all(urls.map(each => this.load(each)))
       this.load(url).then(() => {
         const waiting = this.waiting
@@ -25,7 +29,7 @@ if (location.protocol === "file:") {
     }
     postMessage(data) {
       if (this.waiting) this.waiting.push(data)
-      else this.inside.dispatchEvent(new this.inside.MessageEvent("message", { data }))
+      else this.inside.dispatchEvent(new this.inside.MessageEvent("message", { data: this.inside.structuredClone(data) }))
     }
     terminate() {
       this.inside.frameElement.remove()
