@@ -36,6 +36,8 @@ from benchmarks import pictures
 from markdown.extensions.toc import slugify
 from PIL import Image
 from safetensors.torch import save_file
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
 from typer.main import get_command
 from typer.testing import CliRunner
 
@@ -54,6 +56,7 @@ from headstart.core.reply import Reply
 from headstart.core.update import block
 from headstart.methods import METHODS
 from tests.helpers import Bench, cohort_of, context_of
+from tests.report.test_dashboard import CHROMIUM, DRIVER, browser, until
 from tests.test_rooms import ROOMS
 
 ROOT = Path(__file__).parents[1]
@@ -631,6 +634,23 @@ def test_formulas_and_drawings_are_in_the_pages(site: Path) -> None:
         assert "wzxhzdk" not in text, page  # a place that nothing was put into
     assert (site / "assets/math.woff2").read_bytes()[:4] == b"wOF2"
     assert "STIX Fonts Project Authors" in (site / "assets/math-OFL.txt").read_text("utf-8")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="needs chromium and chromium-driver; make browser installs them")
+def test_pages_from_the_disk_are_searched_and_set_formulas_in_the_font_of_the_site(site: Path, tmp_path: Path) -> None:
+    with browser(tmp_path) as chromium:
+        chromium.get((site / "methods/fedcof.html").as_uri())
+        loaded = (
+            "return [...document.fonts].some(each => /Headstart Math/.test(each.family) && each.status === 'loaded')"
+        )
+        until(lambda: chromium.execute_script(loaded))
+        chromium.find_element(By.TAG_NAME, "body").send_keys(Keys.CONTROL, "k")
+        until(lambda: chromium.switch_to.active_element.tag_name != "body")
+        chromium.switch_to.active_element.send_keys("shrinkage")
+        words = "return [...document.querySelectorAll('*')].map(each => each.shadowRoot?.textContent ?? '').join(' ')"
+        until(lambda: re.search(r"[1-9]\d* results", chromium.execute_script(words)))
+        assert not [line for line in chromium.get_log("browser") if line["level"] == "SEVERE"]
 
 
 @pytest.mark.parametrize("name", sorted(BUILT_IN))
