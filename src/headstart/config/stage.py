@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
-from math import ceil
+from math import ceil, sqrt
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
@@ -79,6 +79,8 @@ class _Stage(Table):
     """Of what is trained below the last linear layer: body, module, hidden layers."""
     classifier: ClassVar[Role] = "shared"
     """Of the last linear layer, where it is trained."""
+    lora_b: ClassVar[Role | None] = None
+    """Of LoRA's factors B A, that of B where it is another than that of the rest."""
     sends: ClassVar[tuple[str, ...]] = ("update",)
     """What a client sends, one array per shared parameter each."""
     numbers: ClassVar[tuple[str, ...]] = ()
@@ -91,6 +93,8 @@ class _Stage(Table):
     """Whether the method is defined for local SGD without momentum only."""
     sgd_only: ClassVar[bool] = False
     """Whether the method counts on steps that are gradients times a rate, with momentum or without."""
+    products: ClassVar[bool] = False
+    """Whether the server adds up the products of clients' LoRA factors, too."""
     phased: ClassVar[bool] = False
     """Whether its first rounds train other parameters than its last, below a module of its own."""
     method: str
@@ -263,7 +267,8 @@ class _Optimiser(_Stage):
         module: Role = self.representation if train in MODULES else "frozen"
         hidden: Role = "frozen" if train == "body" else self.representation
         head: Role = "frozen" if train == "body" else self.classifier
-        return Plan(body, module, hidden, head, body if norm_statistics == "aggregate" else "frozen")
+        statistics: Role = body if norm_statistics == "aggregate" else "frozen"
+        return Plan(body, module, hidden, head, statistics, lora_b=self.lora_b)
 
 
 class _SGD(_Optimiser):
@@ -303,6 +308,8 @@ class _Rounds(_Sampled, _Optimiser):
     """Of LoRA's updates."""
     alpha_lora: PositiveFloat = 16.0
     """LoRA's updates are scaled by alpha_lora / rank."""
+    rslora: bool = False
+    """rsLoRA (Kalajdzievski, 2023): updates are scaled by alpha_lora / √rank, and larger ranks learn as fast."""
     freeze_a: bool = False
     """FFA-LoRA (Sun et al., ICLR 2024): of LoRA's factors B A, A stays as it was drawn, so that the mean of clients'
     factors is the mean of their updates, and half as much travels."""
@@ -324,8 +331,15 @@ class _Rounds(_Sampled, _Optimiser):
             self.train
         )
         values = {key: getattr(self, key) for key in (*keys, "blocks")} if keys else {}
+        if self.train == "lora":
+            values["rslora"] = self.rslora or None  # None: not told, as with files from before
         # As they are read back from a file, where there are no tuples.
         return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
+
+    @property
+    def lora_scale(self) -> float:
+        """What B A is multiplied by."""
+        return self.alpha_lora / (sqrt(self.rank) if self.rslora else self.rank)
 
 
 class TrainingStage(_Rounds, _SGD):
@@ -336,6 +350,12 @@ class TrainingStage(_Rounds, _SGD):
     local_steps: PositiveInt | None = None
     optimiser: Literal["sgd", "adamw"] = "sgd"
     """Of the clients' steps. AdamW's moments start anew in every round, and its weight decay is no part of the loss."""
+    micro_batch: PositiveInt | None = None
+    """Where a body or a module trains, the gradient of a batch is added up over so many examples at a time: the same
+    steps in less memory."""
+    checkpoint_gradients: bool = False
+    """A transformer's blocks are computed again on the way back instead of kept: the same steps, in less memory and
+    a third more time."""
     hide_task: bool = False
     """With several tasks, a client sends zeros for those that are not its own, and receives them all: the server does
     not learn its task from what it sends."""
@@ -410,6 +430,8 @@ class LocalStage(_Plain, _SGD):
     local_epochs: ClassVar[int] = 1
     local_steps: ClassVar[None] = None
     optimiser: ClassVar[Literal["sgd"]] = "sgd"
+    micro_batch: ClassVar[None] = None
+    checkpoint_gradients: ClassVar[bool] = False
     schedule: ClassVar[Literal["constant"]] = "constant"
     warmup_rounds: ClassVar[int] = 0
     weighting: ClassVar[Literal["uniform"]] = "uniform"
