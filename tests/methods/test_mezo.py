@@ -425,7 +425,7 @@ def mezo(who: np.ndarray, weights: np.ndarray | None = None, **keys: Any) -> dic
                 total[name] += slopes[-1] * value / stage.num_directions
         if round < stage.probe_rounds:
             continue
-        rate = stage.lr * (stage.num_directions / np.mean(curvatures) if curvatures else 1)
+        rate = stage.lr * (stage.num_directions / np.sqrt(np.mean(np.square(curvatures))) if curvatures else 1)
         if stage.beta2 is not None:  # the mean of all squares, each older one counting less by β₂
             squares.append(float(np.mean(np.square(slopes))))
             ages = np.arange(len(squares))[::-1]

@@ -47,8 +47,8 @@ class FedMeZOStage(ZerothOrderStage):
     """Examples of each client that a round looks at: all of them, or so many."""
     probe_rounds: NonNegativeInt = 0
     """In so many rounds at first, clients send how their loss bends along the directions in the place of its slope, and
-    nothing moves. The rate is then lr · P / tr H, with the Hessian's trace from these rounds: at lr = 1 the expected
-    loss of a quadratic falls fastest if slopes have no noise; batches ask for less."""
+    nothing moves. The rate is then lr · P / h, h the root mean square of that curvature: at lr = 1 a step along a slope
+    without noise goes as far as a quadratic falls; batches ask for less, such as 0.3."""
     momentum: float = Field(default=0.0, ge=0, lt=1)
     """Of the steps. Every client holds the velocity, as large as what is trained."""
     beta2: float | None = Field(default=None, ge=0, lt=1)
@@ -79,30 +79,35 @@ class _Pace:
 
     stage: FedMeZOStage
     bends: list[float] = field(default_factory=list)
-    """Of the rounds that measured them, each the mean over directions."""
+    """Of the rounds that measured how the loss bends, the mean of the squares over directions."""
     square: float = 0.0
     """A running mean of the squares of slopes."""
 
     @property
     def unit(self) -> float:
-        """What the stage's learning rate is a multiple of: 1, or P / tr H, as far as the trace was measured."""
+        """What the stage's learning rate is a multiple of: 1, or P / h, h the measured curvature."""
         if not self.bends:
             return 1.0
-        # Where the loss is concave on average, the size of its curvature still says how far it can be trusted.
-        trace = abs(2 / self.stage.epsilon * float(np.mean(self.bends)))
-        return self.stage.num_directions / max(trace, _TINY)
+        # The root mean square is no less than the mean, tr H, in which directions that bend down cancel others; and
+        # what is rounded in a loss can only make it larger.
+        curvature = 2 / self.stage.epsilon * math.sqrt(np.mean(self.bends))
+        return self.stage.num_directions / max(curvature, _TINY)
 
     def rate(self, number: int, slopes: npt.NDArray[np.float32]) -> float:
         """The rate of step ``number`` (from 0), which has these slopes [P]; 0 where they measure how the loss bends."""
         if number < self.stage.probe_rounds:
-            self.bends.append(float(slopes.astype(np.float64).mean()))
+            self.bends.append(_mean_square(slopes))
             return 0.0
         rate = learning_rate(self.stage, number) * self.unit
         if self.stage.beta2 is None:
             return rate
         beta, steps = self.stage.beta2, number + 1 - self.stage.probe_rounds
-        self.square = beta * self.square + (1 - beta) * float(np.square(slopes.astype(np.float64)).mean())
+        self.square = beta * self.square + (1 - beta) * _mean_square(slopes)
         return rate / max(math.sqrt(self.square / (1 - beta**steps)), _TINY)
+
+
+def _mean_square(values: npt.NDArray[np.float32]) -> float:
+    return float(np.square(values.astype(np.float64)).mean())
 
 
 class FedMeZO(Method[Log]):
@@ -154,8 +159,8 @@ class FedMeZO(Method[Log]):
 
     def selected(self, state: Log) -> dict[str, float]:
         """The rate that the curvatures gave."""
-        measured = state.slopes[: self.stage.probe_rounds].astype(np.float64)
-        return {"lr": self.stage.lr * _Pace(self.stage, list(measured.mean(axis=1))).unit} if len(measured) else {}
+        measured = [_mean_square(slopes) for slopes in state.slopes[: self.stage.probe_rounds]]
+        return {"lr": self.stage.lr * _Pace(self.stage, measured).unit} if measured else {}
 
     def load(self, message: Message, task: int = 0, personal: Arrays | None = None) -> LinearHead:
         """Take the steps of the log; the head after them."""
