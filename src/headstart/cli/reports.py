@@ -61,7 +61,7 @@ def partition(
         int, typer.Option(min=0, help="Show so many training texts as the model reads them, in its prompt or template.")
     ] = 0,
 ) -> None:
-    """Who holds which class, as a table and, with --out, as a heat map; with --show, texts as the model reads them."""
+    """Data distribution across clients, as a table and, with --out, a heat map; with --show, what the model reads."""
     from headstart.config.recipe import Recipe
     from headstart.data import Federation
     from headstart.report import partition_figure, partition_table, save
@@ -82,7 +82,7 @@ def partition(
         return
     console().print(partition_table(federation.names, dataset.classes, federation.counts))
     if federation.unused:
-        print(f"{federation.unused:,} of {len(federation.owners):,} training examples are held by nobody")
+        print(f"{federation.unused:,} of {len(federation.owners):,} training examples are not assigned to any client")
     if out is not None:
         save(partition_figure(federation.counts, dataset.classes), out)
         print(f"heat map: {out}")
