@@ -137,7 +137,7 @@ def test_less_memory_takes_the_same_steps(blocks: int | None, keys: dict[str, An
 
 def test_blocks_that_cannot_be_computed_again_are_refused(tmp_path: Path) -> None:
     model = LocalModel(backbone_of(Plain()))
-    with pytest.raises(HeadstartError, match="checkpoint_gradients: no blocks of the body can be computed again"):
+    with pytest.raises(HeadstartError, match="checkpoint_gradients: no blocks of the backbone can be computed again"):
         model.checkpoint_gradients(True)
 
 

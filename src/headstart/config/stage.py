@@ -109,7 +109,7 @@ class TrainingStage(RoundKeys, SGDKeys):
     optimiser: Literal["sgd", "adamw"] = "sgd"
     """Of the clients' steps. AdamW's moments start anew in every round, and its weight decay is no part of the loss."""
     micro_batch: PositiveInt | None = None
-    """Where a body or a module trains, the gradient of a batch is added up over so many examples at a time: the same
+    """Where a backbone or module trains, the gradient of a batch is added up over so many examples at a time: the same
     steps in less memory."""
     checkpoint_gradients: bool = False
     """A transformer's blocks are computed again on the way back instead of kept: the same steps, in less memory and

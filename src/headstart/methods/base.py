@@ -133,7 +133,7 @@ class Method(ABC, Generic[State]):
     accumulates: Mapping[str, str] = MappingProxyType({})
     """Kinds of client state that add up what was sent of a block."""
     folds: bool = False
-    """Whether weights of the body change that no client trains."""
+    """Whether weights of the backbone change that no client trains."""
     memory_per_client: int = 0
     """Bytes that one more client of a cohort takes, beyond its features."""
 

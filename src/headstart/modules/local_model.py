@@ -81,7 +81,7 @@ class LocalModel:
         core: Any = self.backbone.core if self.backbone else None
         can = getattr(core, "supports_gradient_checkpointing", False)
         if on and not can:
-            raise HeadstartError("checkpoint_gradients: no blocks of the body can be computed again; leave it out")
+            raise HeadstartError("checkpoint_gradients: no blocks of the backbone can be computed again; leave it out")
         if on:
             core.gradient_checkpointing_enable({"use_reentrant": False})
         elif can and any(getattr(module, "gradient_checkpointing", False) for module in core.modules()):

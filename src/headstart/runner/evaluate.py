@@ -116,7 +116,7 @@ def evaluate_completions(features: Features, owners: Ints | None, clients: int) 
 
 
 def sampled(body: Body, examples: Examples, max_new_tokens: int) -> list[tuple[str, str, str]]:
-    """Of each example: the prompt, the completion in the data, and the body's own as it is now, greedy."""
+    """Of each example: the prompt, the completion in the data, and the model's own as it is now, greedy."""
     from headstart.backbones.completions import CompletionTransform, Sampling, complete
 
     backbone, found = body.backbone, []
