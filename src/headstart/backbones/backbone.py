@@ -119,6 +119,12 @@ def moved(batch: tuple[Tensor, ...], device: torch.device) -> tuple[Tensor, ...]
     return Prefixed(tensors, batch.states.to(device), batch.prefix) if isinstance(batch, Prefixed) else tensors
 
 
+def taken(batch: tuple[Tensor, ...], rows: Tensor) -> tuple[Tensor, ...]:
+    """Some examples of a batch, with the states that it carries."""
+    tensors = tuple(tensor[rows] for tensor in batch)
+    return Prefixed(tensors, batch.states[rows], batch.prefix) if isinstance(batch, Prefixed) else tensors
+
+
 def image_backbone(
     network: nn.Module,
     dim: int,

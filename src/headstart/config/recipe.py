@@ -140,13 +140,18 @@ class Model(Table):
     max_tokens: PositiveInt = 128
     task: Literal["classify", "choose", "generate"] = "classify"
     """"classify": a head on features. "choose": a language model says which of the label words follows the prompt, or
-    stands at its mask. "generate": a causal model learns to go on from prompts as the completions in the data do.
+    stands at its mask. "generate": it learns to go on from prompts as the completions in the data do.
     Of the last two, nothing but the model is trained."""
     prompt: str | None = None
     """With {text} where the text goes, and {second} for the second text of a pair: "Review: {text}\\nSentiment:" before
     the words of a causal or sequence-to-sequence model, "{text} It was {mask}." around those of a masked one."""
     label_words: Annotated[tuple[str, ...], Field(strict=False)] | None = None
     """The word, or words, that stand for each class, in the order of the classes."""
+    samples: NonNegativeInt = 10
+    """With task = "generate": test prompts that are completed before and after each stage, for the report and
+    `samples.csv`; exact match and ROUGE-L are over them."""
+    max_new_tokens: PositiveInt = 64
+    """The most tokens of such a completion."""
 
 
 class Recipe(Table):

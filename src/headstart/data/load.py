@@ -31,13 +31,13 @@ _NONE = np.zeros(0, np.int64)
 _LISTED = 10  # classes of those that are left out
 
 
-def load_silo(data: Data, path: str, seed: int = 0) -> Dataset:
+def load_silo(data: Data, path: str, seed: int = 0, unlabelled: bool = False) -> Dataset:
     """One client's own data, read as a recipe says; it may lack any of the classes, and a test split that is cut off
     may be empty."""
-    if data.classes is None:
+    if data.classes is None and not unlabelled:
         raise HeadstartError("data.classes: name the classes: clients that hold their own data number them by it")
     task = data.task if path.endswith(".npz") else None
-    dataset = load_dataset(data.model_copy(update={"dataset": path, "task": task}), seed, alone=True)
+    dataset = load_dataset(data.model_copy(update={"dataset": path, "task": task}), seed, True, unlabelled)
     if dataset.target != (data.target or "classes"):
         raise HeadstartError(
             f"data.target: {path} has {dataset.target} targets; where clients hold their own data, the recipe has to "

@@ -298,6 +298,7 @@ def _save_adapter(module: Module, speaks: str | None, kind: str, folder: Path) -
     config = LoraConfig(
         r=module.settings["rank"],
         lora_alpha=scale,
+        use_rslora=bool(module.settings.get("rslora")),
         target_modules=sorted({name.partition(".lora_")[0] for name in module.values[0]}),
         base_model_name_or_path="body" if speaks else "base",
         auto_mapping={"base_model_class": speaks or _AUTO[kind], "parent_library": "transformers"},

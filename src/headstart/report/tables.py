@@ -117,6 +117,9 @@ def remarks(stage: dict[str, Any]) -> list[str]:
     if "perplexity" in stage:
         own = f"; {_plain(stage, 'local_perplexity')} over clients" if stage.get("local_perplexity_mean") else ""
         found.append(f"perplexity of completions {stage['perplexity']:.2f}{own}")
+    if stage.get("rouge_l") is not None:
+        exact, rouge = stage["exact_match"], stage["rouge_l"]
+        found.append(f"exact match {exact:.2f} and ROUGE-L {rouge:.2f} of sampled completions")
     if "forgetting_ratio" in stage:
         found.append(
             f"on the whole {_split(stage)} split: {100 * stage['initial_whole_accuracy']:.2f} % at first, "

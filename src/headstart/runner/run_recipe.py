@@ -142,8 +142,6 @@ def _check(recipe: Recipe, federation: Federation) -> None:
                 f"stages.{number}.method: {stage.method} learns classes, and the targets of the data are "
                 f"{'numbers' if target == 'regression' else 'labels'} ({target}); use fed3r"
             )
-        if federation.remote_sizes is not None and recipe.model.task == "generate":
-            raise HeadstartError("model.task: nodes that hold their own data do not test 'generate' yet; use 'choose'")
         if federation.remote_sizes is not None:
             _check_remote(number, stage, federation.n_clients)
             if target == "multilabel" and not stage.protected:

@@ -270,7 +270,7 @@ class StageRun:
                 self.number, "" if self.method.personal else ", and the server was given no test data",
             )  # fmt: skip
         clients: FlowerClients = self.clients  # type: ignore[assignment]
-        return NodeEvaluator(federation, self.method, clients)
+        return NodeEvaluator(federation, self.method, clients, self.run.body.generates)
 
     # -------------------------------------------------------------------------------------------------- what it leaves
 
@@ -339,7 +339,7 @@ class StageRun:
             values.append(run.body.module_values())
         version, body = None, self.begin.body
         if changes:
-            trained = self.plan.body == "shared"
+            trained = self.plan.body == "shared" or self.method.folds
             version = run.body.keep(self.number, self.settings.norm_statistics, values[::-1], trained)
             body = self.number
         run.models.append(StageModel(tuple(heads[::-1]), body, self.states if self.states.shapes else None))
