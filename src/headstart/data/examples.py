@@ -13,7 +13,8 @@ import numpy.typing as npt
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from headstart.core.target import Target
-from headstart.errors import HeadstartError
+from headstart.data.dicom import dicom_image, is_dicom
+from headstart.errors import HeadstartError, listed
 
 Ints = npt.NDArray[np.int64]
 Kind = Literal["image", "text", "features"]
@@ -119,6 +120,8 @@ class Dataset:
     domains: tuple[str, ...] = ()
     target: Target = "classes"
     """What is learned; where it is no class, ``classes`` are the names of the q targets."""
+    notes: tuple[str, ...] = ()
+    """What is odd about the data, a sentence each."""
 
     @property
     def kind(self) -> Kind:
@@ -131,12 +134,39 @@ def decode_image(value: Any, where: str) -> Image.Image:
     if isinstance(value, np.ndarray):
         return upright(Image.fromarray(value))
     try:
+        if (value["bytes"] is None and str(value["path"]).lower().endswith(".dcm")) or is_dicom(value["bytes"] or b""):
+            return dicom_image(_bytes_of(value))
         with Image.open(io.BytesIO(value["bytes"]) if value["bytes"] is not None else value["path"]) as image:
             return upright(image)
     except Exception as error:  # every format's decoder raises what it likes
         name = f" ({value['path']})" if value.get("path") else ""
         reason = "no known format" if isinstance(error, UnidentifiedImageError) else error
         raise HeadstartError(f"{where}{name} is not a readable image: {reason}; replace it or remove it") from None
+
+
+def unreadable(examples: Examples, most: int | None = None) -> dict[int, str]:
+    """Images that cannot be read: their positions, and why; the first ``most`` of them."""
+    found: dict[int, str] = {}
+    for start in range(0, len(examples), 256):
+        for place, value in enumerate(examples.raw(start, start + 256), start):
+            try:
+                decode_image(value, f"example {place}")
+            except HeadstartError as error:
+                found[place] = str(error)
+                if len(found) == most:
+                    return found
+    return found
+
+
+def readable(dataset: Dataset) -> Dataset:
+    """The data set without the images that cannot be read, and a note of them."""
+    notes, parts = [], {}
+    for split in ("train", "validation", "test"):
+        examples = getattr(dataset, split)
+        if examples is not None and (bad := unreadable(examples)):
+            parts[split] = examples.take(np.setdiff1d(np.arange(len(examples)), list(bad)))
+            notes.append(f"{split}: {len(bad)} images cannot be read, and are left out: {listed(bad.values())}")
+    return replace(dataset, notes=(*dataset.notes, *notes), **parts)
 
 
 # Exports show this function as it is written here: it must not need anything but numpy and Pillow.

@@ -19,8 +19,10 @@ import numpy.typing as npt
 from headstart.config.recipe import Data
 from headstart.core.target import Target
 from headstart.data.catalog import Known
+from headstart.data.csv_files import csv_settings
 from headstart.data.examples import Dataset, Examples, Ints, Kind, check_labels, codes, numbered, read_targets
-from headstart.errors import HeadstartError, first_line
+from headstart.data.folders import METADATA, described, image_files, image_tables, is_image
+from headstart.errors import HeadstartError, first_line, listed
 
 Tables = dict[str, Any]
 
@@ -30,12 +32,12 @@ _SPLIT_NAMES = {
     "test": ("test", "testing"),
 }
 FORMATS = {".parquet": "parquet", ".csv": "csv", ".tsv": "csv", ".jsonl": "json", ".json": "json"}
-IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm"}
 _COMPLETIONS = (("prompt", "completion"), "messages", ("question", "answer"), ("instruction", "output"))
-_USUAL = Known("image", 0, ("image", "img", "text", "sentence"), ("label", "labels", "class"))
+_PATHS = ("file_name", "path", "file", "filename", "image_path")
+_USUAL = Known("image", 0, ("image", "img", "text", "sentence", *_PATHS), ("label", "labels", "class"))
 
 
-def local_tables(path: Path) -> Tables:
+def local_tables(path: Path, data: Data, notes: list[str]) -> Tables:
     """Tables by split from a file, a folder of split files, or a folder of images by class."""
     files = sorted(path.iterdir()) if path.is_dir() else [path]
     splits: dict[str, list[Path]] = {}
@@ -50,9 +52,11 @@ def local_tables(path: Path) -> Tables:
         with _quiet():
             if splits:
                 # One by one: a test split may have no labels, and so other columns than the training split.
-                return {split: _read(parts) for split, parts in splits.items()}
-            if path.is_dir() and any(file.suffix.lower() in IMAGE_SUFFIXES for file in path.rglob("*")):
-                return dict(datasets.load_dataset("imagefolder", data_files=_image_folders(path), drop_labels=False))
+                return {split: _read(parts, data, notes) for split, parts in splits.items()}
+            if path.is_dir() and image_files(path):
+                return _of_folders(path, data, notes)
+    except HeadstartError:
+        raise
     except Exception as error:  # the readers raise many kinds; all mean that the files are not what they should be
         reason = " ".join(str(error.__cause__ or error).split()) or type(error).__name__
         raise HeadstartError(
@@ -81,19 +85,25 @@ def hub_tables(name: str, known: Known | None) -> Tables:
         raise HeadstartError(f"cannot fetch {repository} from the hub: {first_line(error)}; or {place}") from None
 
 
-def from_tables(data: Data, known: Known | None, tables: Tables) -> Dataset:
+def from_tables(data: Data, known: Known | None, tables: Tables, notes: list[str]) -> Dataset:
     """A data set from tables by split; without a labelled test split, `test` is empty and is to be cut from `train`."""
     known = known or _USUAL
     columns = tables.get("train", next(iter(tables.values()))).column_names
     inputs = _column(data.input_column, known.inputs, columns, "input")
     label = _column(data.label_column, known.labels, columns, "label")
+    named_client = known.client or ("client" if data.partition.kind == "natural" else None)
     tables = _labelled_splits(tables, label)
+    if data.skip_unreadable:
+        ids = (data.client_column or named_client, data.domain_column or known.domain)
+        tables = {split: _complete(table, (*inputs, *label, *ids), split, notes) for split, table in tables.items()}
     found = _targets(tables, label, data.target)
     if found is None:
         classes, labels = _labels(tables, label[0])
     else:
         classes, labels = label, {split: np.zeros(len(table), np.int64) for split, table in tables.items()}
-    clients, client_names = _ids(tables, data.client_column, known.client, "client")
+    clients, client_names = _ids(tables, data.client_column, named_client, "client")
+    if not client_names and data.client_column is None and "client" in columns:
+        notes.append("the data name clients, in 'client'; set data.client_column = 'client' to deal examples out by it")
     domains, domain_names = _ids(tables, data.domain_column, known.domain, "domain")
     is_image = _are_images(tables, inputs)
     splits = {}
@@ -111,7 +121,10 @@ def from_tables(data: Data, known: Known | None, tables: Tables) -> Dataset:
     train = splits["train"]
     test = splits.get("test", train.take(np.zeros(0, np.int64)))
     target = found[0] if found else "classes"
-    return Dataset(data.dataset, classes, train, test, splits.get("validation"), client_names, domain_names, target)
+    validation = splits.get("validation")
+    return Dataset(
+        data.dataset, classes, train, test, validation, client_names, domain_names, target, tuple(notes)
+    )  # fmt: skip
 
 
 def of_completions(data: Data, tables: Tables) -> Dataset:
@@ -155,25 +168,40 @@ def _split_of(name: str) -> str:
     return _split_in(name) or "train"
 
 
-def _read(files: Sequence[Path]) -> Any:
-    """The table in files of one kind."""
+def _read(files: Sequence[Path], data: Data, notes: list[str]) -> Any:
+    """The table in files of one kind; columns of paths are images, and lie where their file does."""
     suffix = files[0].suffix.lower()
-    extra = {"sep": "\t"} if suffix == ".tsv" else {}
+    extra = csv_settings(files, data, notes) if FORMATS[suffix] == "csv" else {}
     names = [glob.escape(str(file)) for file in files]
-    return datasets.load_dataset(FORMATS[suffix], data_files=names, split="train", **extra)
+    table = datasets.load_dataset(FORMATS[suffix], data_files=names, split="train", **extra)
+    wanted = data.input_column if isinstance(data.input_column, str) else None
+    for name in [wanted] if wanted else ("image", "img", *_PATHS):
+        feature = table.features.get(name)
+        if isinstance(feature, datasets.Value) and "string" in feature.dtype and is_image(str(table[0][name])):
+            return described(table, name, files[0].parent, data.skip_unreadable, notes)
+    return table
 
 
-def _image_folders(path: Path) -> dict[str, list[str]]:
-    """Patterns of image files by split: folders named after splits, or else all of it, for a class may be a train."""
+def _of_folders(path: Path, data: Data, notes: list[str]) -> Tables:
+    """Tables of a folder of images: those in folders named after splits, or else all of it, for a class may be a train.
+
+    Where a folder has a file `metadata`, that says what each image is.
+    """
     folders = [folder for folder in sorted(path.iterdir()) if folder.is_dir() and not folder.name.startswith(".")]
     named = [folder for folder in folders if _split_in(folder.name)]
-    by_class = all(file.is_dir() or file.suffix.lower() not in IMAGE_SUFFIXES for f in named for file in f.iterdir())
-    splits: dict[str, list[str]] = {}
+    by_class = all(file.is_dir() or not is_image(file) for f in named for file in f.iterdir())
+    described = [folder for folder in named if _metadata(folder)]
+    if described and described == named:
+        return {_split_of(folder.name): _read(_metadata(folder), data, notes) for folder in named}
+    roots: dict[str, list[Path]] = {}
     for folder in named if named and (by_class or named == folders) else [path]:
-        splits.setdefault(_split_of(folder.name) if folder != path else "train", []).append(
-            f"{glob.escape(str(folder))}/**"
-        )
-    return splits
+        roots.setdefault(_split_of(folder.name) if folder != path else "train", []).append(folder)
+    return image_tables(roots, notes)
+
+
+def _metadata(folder: Path) -> list[Path]:
+    """The file of a folder that says what its images are."""
+    return [file for file in sorted(folder.iterdir()) if file.stem == METADATA and file.suffix.lower() in FORMATS]
 
 
 def _targets(
@@ -306,11 +334,32 @@ def _class_names(table: Any, column: str) -> tuple[str, ...]:
     return tuple(str(name) for name in getattr(table.features[column], "names", None) or ())
 
 
+def _missing(table: Any, column: str) -> Ints:
+    """Rows where a column has no value."""
+    return np.flatnonzero(table.data.column(column).is_null().to_numpy())
+
+
 def _refuse_missing(tables: Tables, column: str) -> None:
-    for split, table in tables.items():
-        missing = np.flatnonzero(table.data.column(column).is_null().to_numpy())
-        if len(missing):
-            raise HeadstartError(f"{split}: {len(missing)} examples have no {column!r}, the first at row {missing[0]}")
+    missing = {split: rows for split, table in tables.items() if len(rows := _missing(table, column))}
+    if missing:
+        told = [
+            f"{split}: {len(rows)} examples have no {column!r}, in row {listed(rows)}"
+            for split, rows in missing.items()
+        ]
+        raise HeadstartError(f"{'; '.join(told)}; data.skip_unreadable = true leaves them out")
+
+
+def _complete(table: Any, columns: Iterable[str | None], split: str, notes: list[str]) -> Any:
+    """The rows of a table that have a value in all of these columns."""
+    there = [column for column in dict.fromkeys(columns) if column in table.column_names]
+    missing = np.unique(np.concatenate([_missing(table, str(column)) for column in there]))
+    if not len(missing):
+        return table
+    names = ", ".join(map(str, there))
+    notes.append(
+        f"{split}: {len(missing)} of {len(table)} rows lack one of {names}, and are left out: {listed(missing)}"
+    )
+    return table.select(np.setdiff1d(np.arange(len(table)), missing))
 
 
 def _keep(examples: Examples, classes: tuple[str, ...], only: tuple[str, ...]) -> Examples:
