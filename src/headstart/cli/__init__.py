@@ -7,6 +7,7 @@ import sys
 import typer
 
 from headstart.cli.advise import advise
+from headstart.cli.data import check, new
 from headstart.cli.deployment import deploy, node, server
 from headstart.cli.lists import backbones, datasets, methods
 from headstart.cli.models import export, predict, replay, update
@@ -20,7 +21,7 @@ app = typer.Typer(
 )  # fmt: skip
 
 _COMMANDS = (
-    run, compare, advise, report, dashboard, reproduce, demo, replay, predict, export, update, partition, methods,
+    new, check, run, compare, advise, report, dashboard, reproduce, demo, replay, predict, export, update, partition, methods,
     backbones,
     datasets, server,
 )  # fmt: skip

@@ -303,19 +303,21 @@ def _on_features(table: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**table, "stages": changed}
 
 
+def dealt_by_columns(data: Any) -> Any:
+    """A table of data that names a column of clients, or of domains, is dealt out by it unless it says otherwise."""
+    if not isinstance(data, dict) or "partition" in data:
+        return data
+    kinds = {"client_column": "natural", "domain_column": "domains"}
+    kind = next((kind for column, kind in kinds.items() if data.get(column) is not None), None)
+    return {**data, "partition": {"kind": kind}} if kind else data
+
+
 def _by_columns(table: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Data that name a column of clients, or of domains, are dealt out by it unless the recipe says otherwise."""
-
-    def dealt(data: Any) -> Any:
-        if not isinstance(data, dict) or "partition" in data:
-            return data
-        kinds = {"client_column": "natural", "domain_column": "domains"}
-        kind = next((kind for column, kind in kinds.items() if data.get(column) is not None), None)
-        return {**data, "partition": {"kind": kind}} if kind else data
-
     tasks = table.get("tasks")
-    changed = {"data": dealt(table["data"])} if "data" in table else {}
-    return {**table, **changed, **({"tasks": [dealt(task) for task in tasks]} if isinstance(tasks, list) else {})}
+    changed = {"data": dealt_by_columns(table["data"])} if "data" in table else {}
+    if isinstance(tasks, list):
+        changed["tasks"] = [dealt_by_columns(task) for task in tasks]
+    return {**table, **changed}
 
 
 def _settings(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:

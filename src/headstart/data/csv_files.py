@@ -37,6 +37,22 @@ def csv_settings(files: Sequence[Path], data: Data, notes: list[str]) -> dict[st
     return {**extra, "on_bad_lines": "skip"}
 
 
+def guess_csv(file: Path) -> dict[str, str]:
+    """The keys of [data] that a CSV file needs to be read: an encoding, a separator, or none."""
+    with file.open("rb") as stream:
+        encoding = "utf-16" if stream.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else None
+    try:
+        _check_encoding(file, encoding)
+    except HeadstartError:
+        encoding = "cp1252"
+    with file.open(encoding=encoding or "utf-8-sig", newline="", errors="replace") as text:
+        header = text.readline()
+    usual = "\t" if file.suffix.lower() == ".tsv" else ","
+    separator = next((each for each in (usual, *_SEPARATORS) if each in header), usual)
+    keys = {"encoding": encoding or "", "separator": separator if separator != usual else ""}
+    return {key: value for key, value in keys.items() if value}
+
+
 def _check_encoding(file: Path, encoding: str | None) -> None:
     """Refuse bytes that are not in the encoding, with the line of the first of them."""
     try:

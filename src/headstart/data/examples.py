@@ -81,7 +81,7 @@ class Examples:
         digest = hashlib.blake2b(self.kind.encode(), digest_size=16)
         for start in range(0, len(self), 1024):
             for value in self.raw(start, start + 1024):
-                data = _bytes_of(value)
+                data = bytes_of(value)
                 digest.update(len(data).to_bytes(8, "little"))
                 digest.update(data)
         return digest.hexdigest()
@@ -135,7 +135,7 @@ def decode_image(value: Any, where: str) -> Image.Image:
         return upright(Image.fromarray(value))
     try:
         if (value["bytes"] is None and str(value["path"]).lower().endswith(".dcm")) or is_dicom(value["bytes"] or b""):
-            return dicom_image(_bytes_of(value))
+            return dicom_image(bytes_of(value))
         with Image.open(io.BytesIO(value["bytes"]) if value["bytes"] is not None else value["path"]) as image:
             return upright(image)
     except Exception as error:  # every format's decoder raises what it likes
@@ -216,7 +216,8 @@ def _rank_within(groups: Ints) -> Ints:
     return rank
 
 
-def _bytes_of(value: Any) -> bytes:
+def bytes_of(value: Any) -> bytes:
+    """What makes an undecoded input the same as another."""
     if isinstance(value, np.ndarray):
         return str(value.shape).encode() + value.tobytes()
     if isinstance(value, dict):
