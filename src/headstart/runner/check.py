@@ -17,7 +17,6 @@ from headstart.data.examples import Dataset
 from headstart.errors import HeadstartError, RecipeError
 from headstart.runner.run_recipe import check_federation
 
-
 Part = TypeVar("Part", Data, Model)
 
 
@@ -97,7 +96,8 @@ def _of_backbone(model: Model, datasets: Sequence[Dataset]) -> Iterator[str]:
         return
     for kind in sorted(kinds - {backbone.kind}):
         fix = 'set it to "features"' if kind == "features" else "see headstart backbones"
-        yield f"model.backbone: {backbone.name} reads {backbone.kind}s, and the data are {kind.removesuffix('s')}s; {fix}"
+        data = kind.removesuffix("s")
+        yield f"model.backbone: {backbone.name} reads {backbone.kind}s, and the data are {data}s; {fix}"
 
 
 def class_rows(dataset: Dataset) -> list[list[str]]:
