@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PYTEST := $(BIN)/pytest -n 2 --dist loadfile
 
-.PHONY: install demo test coverage browser faults lint types docs bench clean
+.PHONY: install demo test coverage browser faults wheel lint types docs bench clean
 
 install: .venv/installed
 
@@ -30,6 +30,10 @@ browser:
 
 faults: install
 	$(PYTEST) -m minutes
+
+# What a user gets: a wheel in an empty environment runs the demo. It downloads every dependency.
+wheel:
+	.ci/wheel
 
 lint: install
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .

@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from huggingface_hub import EvalResult, HfApi, ModelCardData
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from huggingface_hub.errors import HFValidationError
 
 from headstart.core.files import write_text
 from headstart.errors import HeadstartError, first_line
@@ -43,7 +43,7 @@ def push(
             api.upload_folder(repo_id=repo, folder_path=folder, commit_message="Upload a model of headstart")
         except HFValidationError as error:
             raise HeadstartError(f"{repo!r} does not name a repository, as USER/NAME: {first_line(error)}") from None
-        except (HfHubHTTPError, OSError) as error:
+        except Exception as error:  # the hub's client raises many kinds; all mean that it did not take the files
             raise HeadstartError(
                 f"cannot upload to {repo}: {first_line(error)}; hf auth login says who you are"
             ) from None
@@ -84,8 +84,8 @@ def card(run: Path, readme: str, task: str | None = None, client: str | None = N
         "",
         readme.split("\n", 1)[0],  # the title
         "",
-        f"Trained by federated learning: {summary['clients']:,} clients held {summary['examples']:,} training examples of "
-        f"{dataset}, {summary['classes']} {'classes' if model.target == 'classes' else 'targets'}; the backbone is "
+        f"Trained by federated learning: {summary['clients']:,} clients held {summary['examples']:,} training examples "
+        f"of {dataset}, {summary['classes']} {'classes' if model.target == 'classes' else 'targets'}; the backbone is "
         f"{PurePath(recipe.model.backbone).name}.{whose}",
         "",
         "| stage | rounds | accuracy | test examples | bytes sent by clients |",
