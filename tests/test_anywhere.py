@@ -16,8 +16,11 @@ from headstart.errors import HeadstartError
 
 HEADS = """
 import sys
-for name in ("torch", "transformers", "datasets", "peft", "PIL", "matplotlib", "pydantic", "typer"):
-    sys.modules[name] = None  # an import of it fails
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("torch", "transformers", "datasets", "peft", "PIL", "matplotlib", "pydantic"):
+            raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, Absent())
 import numpy as np
 from sklearn.datasets import load_digits
 from sklearn.model_selection import cross_val_score
@@ -46,11 +49,10 @@ WITHOUT_POSIX = """
 import os, sys, signal
 for name in ("resource", "fcntl", "pwd", "grp", "termios"):
     sys.modules[name] = None
-for name in ("fork", "pread", "pwrite", "getuid", "geteuid", "killpg", "setsid", "uname", "sched_getaffinity"):
-    if hasattr(os, name):
-        delattr(os, name)
 from pathlib import Path
-import numpy as np, sklearn.datasets, scipy.linalg, pydantic, filelock, rich.console, matplotlib.figure  # noqa: their own affair
+import sklearn.datasets, scipy.linalg, pydantic, filelock, rich.console, matplotlib.figure  # their own affair
+for name in ("fork", "pread", "pwrite", "getuid", "geteuid", "killpg", "setsid"):
+    delattr(os, name)
 plain = os.open
 def refuses_folders(path, *rest, **named):
     if os.path.isdir(path):
@@ -63,7 +65,7 @@ def without_proc(self, *rest, **named):
     return read(self, *rest, **named)
 import headstart.core.files, headstart.core.ledger
 os.open, Path.read_text = refuses_folders, without_proc
-headstart.core.files.sync_folder.__globals__["os"] = type("os", (), {"__getattr__": lambda self, name: "nt" if name == "name" else getattr(os, name)})()
+headstart.core.files._OPENS_FOLDERS = False
 from headstart import Recipe, run
 data = {"dataset": "digits", "partition": {"kind": "dirichlet", "clients": 5, "alpha": 1.0}}
 stages = [{"method": "fedcof"}, {"method": "fedrep", "train": "head", "head": "mlp", "rounds": 2, "evaluate_every": 1}]

@@ -92,7 +92,7 @@ def test_the_split_has_a_seed_of_its_own(tmp_path: Path) -> None:
     assert fixed == [plain[0]] * 3  # what a run with seed 0 has always been tested on
 
 
-# ------------------------------------------------------------------------------------------------------ folders of images
+# ------------------------------------------------------------------------------------------------- folders of images
 
 
 def test_what_a_folder_of_images_leaves_out_is_said(tmp_path: Path) -> None:
@@ -105,8 +105,9 @@ def test_what_a_folder_of_images_leaves_out_is_said(tmp_path: Path) -> None:
     draw(root / "dog" / "old" / "2.png")
     found = load(root)
     assert found.classes == ("cat", "dog", "old")
+    heic = root / "cat" / "a.heic"
     assert found.notes[:3] == (
-        f"2 files are not read as images (1 .heic, 1 .txt), the first {root / 'cat' / 'a.heic'}; save them as JPEG or PNG",
+        f"2 files are not read as images (1 .heic, 1 .txt), the first {heic}; save them as JPEG or PNG",
         "bird: no image in this folder: no class",
         f"images lie at several depths, and the folder that an image lies in is its class: {Path('dog/old')} (2)",
     )
@@ -217,18 +218,18 @@ def test_other_separators(separator: str, tmp_path: Path) -> None:
 
 def test_rows_with_too_many_fields_are_all_listed(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
-    path.write_text("text,label\n" + "one, two,a\n" + "x,a\ny,b\n" * 5 + "three, four,b\n")
-    with pytest.raises(HeadstartError, match=r"more fields than columns in line 2, 13; quote texts that hold a ','"):
+    path.write_text('text,label\none, two,a\n"a\nb",a\n' + "x,a\ny,b\n" * 5 + "three, four,b\n")
+    with pytest.raises(HeadstartError, match=r"more fields than columns in line 2, 15; quote texts that hold a ','"):
         load(path)
     kept = load(path, skip_unreadable=True)
-    assert len(kept.train) + len(kept.test) == 10
-    assert "in line 2, 13; they are left out" in kept.notes[0]
+    assert sorted(kept.train.source["text"]) == ["a\nb", *"xxxxxyyyyy"]
+    assert "in line 2, 15; they are left out" in kept.notes[0]
 
 
 def test_rows_without_a_value_are_left_out_on_request(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     path.write_text("text,label\n" + "x,a\ny,b\n" * 5 + "z,\n,a\n")
-    with pytest.raises(HeadstartError, match="train: 1 examples have no 'label', in row 10; data.skip_unreadable"):
+    with pytest.raises(HeadstartError, match=r"train: 1 examples have no 'label', in row 10; data\.skip_unreadable"):
         load(path)
     kept = load(path, skip_unreadable=True)
     assert kept.notes == ("train: 2 of 12 rows lack one of text, label, and are left out: 10, 11",)
@@ -247,7 +248,7 @@ def test_a_column_of_clients_makes_the_partition_natural() -> None:
     assert partition() == "dirichlet"
     assert partition(client_column="hospital") == "natural"
     assert partition(domain_column="style") == "domains"
-    with pytest.raises(HeadstartError, match="'hospital' is read with partition.kind = 'natural' only"):
+    with pytest.raises(HeadstartError, match=r"'hospital' is read with partition\.kind = 'natural' only"):
         partition(client_column="hospital", partition={"kind": "iid"})
 
 

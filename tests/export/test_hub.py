@@ -40,7 +40,7 @@ class _Answer(BaseHTTPRequestHandler):
         answer: dict[str, Any] = {}
         if path == "/api/repos/create":
             self.server.made.append(json.loads(body))
-            answer = {"url": f"{self.server.api.endpoint}/{json.loads(body)['name']}"}
+            answer = {"url": f"{self.server.api.endpoint}/me/{json.loads(body)['name']}"}
         elif "/preupload/" in path:
             files = json.loads(body)["files"]
             answer = {"files": [{"path": f["path"], "uploadMode": "regular", "shouldIgnore": False} for f in files]}

@@ -16,6 +16,7 @@ from typing import Any
 
 BINARY = getattr(os, "O_BINARY", 0)
 """For `os.open`: on Windows, bytes as they are."""
+_OPENS_FOLDERS = os.name != "nt"
 _SEEKING = Lock()  # of threads, where a system cannot read at a place without moving there
 _TEMPORARY = ".headstart-"  # how the name of a file begins that is not whole yet
 # What a spreadsheet computes, and what it looks like once it does not; apostrophes that were there before stay.
@@ -49,7 +50,7 @@ def sync_folder(folder: Path) -> None:
 
     Windows opens no folders, and its file system keeps a journal of names.
     """
-    if os.name == "nt":
+    if not _OPENS_FOLDERS:
         return
     handle = os.open(folder, os.O_RDONLY)
     try:

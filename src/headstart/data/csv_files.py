@@ -12,6 +12,7 @@ from headstart.config.recipe import Data
 from headstart.errors import HeadstartError, listed
 
 _CHUNK = 1 << 20
+_UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 _SEPARATORS = {";": "a semicolon", "\t": "a tab", "|": "a bar"}
 
 
@@ -28,19 +29,22 @@ def csv_settings(files: Sequence[Path], data: Data, notes: list[str]) -> dict[st
     long = {file: rows for file in files if (rows := _long_rows(file, separator, data.encoding))}
     if not long:
         return extra
-    told = "; ".join(f"{file}: more fields than columns in line {listed(rows)}" for file, rows in long.items())
+    lines = (f"{file}: more fields than columns in line {listed(rows.values())}" for file, rows in long.items())
+    told = "; ".join(lines)
     if not data.skip_unreadable:
         raise HeadstartError(
             f"{told}; quote texts that hold a {separator!r}, or set data.skip_unreadable = true to leave them out"
         )
+    if len(files) > 1:
+        raise HeadstartError(f"{told}; of several files, none can be skipped: mend them")
     notes.append(f"{told}; they are left out")
-    return {**extra, "on_bad_lines": "skip"}
+    return {**extra, "skiprows": list(long[files[0]])}
 
 
 def guess_csv(file: Path) -> dict[str, str]:
     """The keys of [data] that a CSV file needs to be read: an encoding, a separator, or none."""
     with file.open("rb") as stream:
-        encoding = "utf-16" if stream.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else None
+        encoding = "utf-16" if stream.read(2) in _UTF16 else None
     try:
         _check_encoding(file, encoding)
     except HeadstartError:
@@ -65,7 +69,9 @@ def _check_encoding(file: Path, encoding: str | None) -> None:
             try:
                 decoder.decode(chunk)
             except UnicodeDecodeError as error:
-                guess = "utf-16" if line == 1 and chunk[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else "cp1252"
+                if b"\0" in chunk and chunk[:2] not in _UTF16:
+                    return  # no text at all, as the reader proper says
+                guess = "utf-16" if line == 1 and chunk[:2] in _UTF16 else "cp1252"
                 line += chunk[: max(error.start, 0)].count(b"\n")
                 raise HeadstartError(
                     f"{file} is not {encoding or 'UTF-8'}, the first time in line {line}; save it as UTF-8, or set "
@@ -76,7 +82,7 @@ def _check_encoding(file: Path, encoding: str | None) -> None:
 
 def _check_header(file: Path, separator: str, data: Data) -> None:
     """Refuse a first line that has no separator in it and another one instead."""
-    with file.open(encoding=data.encoding or "utf-8-sig", newline="") as stream:
+    with file.open(encoding=data.encoding or "utf-8-sig", newline="", errors="replace") as stream:
         header = stream.readline()
     other = next((each for each in _SEPARATORS if each in header), None)
     if data.separator is None and separator not in header and other is not None:
@@ -86,16 +92,16 @@ def _check_header(file: Path, separator: str, data: Data) -> None:
         )
 
 
-def _long_rows(file: Path, separator: str, encoding: str | None) -> list[int]:
-    """The lines of rows with more fields than the header."""
-    found = []
-    with file.open(encoding=encoding or "utf-8-sig", newline="") as stream:
+def _long_rows(file: Path, separator: str, encoding: str | None) -> dict[int, int]:
+    """Rows with more fields than the header, by their numbers from 0, which is the header: the line each ends at."""
+    found = {}
+    with file.open(encoding=encoding or "utf-8-sig", newline="", errors="replace") as stream:
         reader = csv.reader(stream, delimiter=separator)
         try:
             columns = len(next(reader, ()))
-            for row in reader:
+            for number, row in enumerate(reader, 1):
                 if len(row) > columns:
-                    found.append(reader.line_num)
+                    found[number] = reader.line_num
         except csv.Error:  # what it cannot read, the reader proper says
-            return []
+            return {}
     return found
