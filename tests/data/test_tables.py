@@ -459,9 +459,9 @@ def test_images_without_contents_are_refused(tmp_path: Path) -> None:
     [
         ("empty.csv", b"", "each file must be what its ending says and hold an example"),
         ("header.csv", b"text,label\n", "each file must be what its ending says and hold an example"),
-        ("latin.csv", "text,label\nschön,a\n".encode("latin-1"), "is not UTF-8, the first time in line 2; .* data.encoding"),
+        ("latin.csv", "text,label\nschön,a\n".encode("latin-1"), "is not UTF-8, the first time in line 2; .*encoding"),
         ("quote.csv", b'text,label\n"words,a\nmore,b\n', "cannot read the data"),
-        ("semicolon.csv", b"text;label\nwords;a\n", "has a semicolon between its columns, .*; set data.separator = ';'"),
+        ("semicolon.csv", b"text;label\nwords;a\n", "has a semicolon between its .*; set data.separator = ';'"),
         ("binary.csv", bytes(range(256)) * 4, "cannot read the data"),
         ("one.csv", b"text,label\nwords,a\n", r"class's examples \(at most 1\) leaves none .*; raise it, or give"),
         ("empty.parquet", b"", "cannot read the data"),

@@ -136,6 +136,21 @@ def test_images_and_unreadable_ones(tmp_path: Path, command: Command) -> None:
     assert "r.toml: can be run" in said.stdout
 
 
+def test_images_that_are_nearly_black(tmp_path: Path) -> None:
+    for number in range(8):
+        (tmp_path / "scans" / "ab"[number % 2]).mkdir(parents=True, exist_ok=True)
+        scan = np.full((4, 4), 500 * number, np.uint16)
+        Image.fromarray(scan).save(tmp_path / "scans" / "ab"[number % 2] / f"{number}.png")
+    text = f'[data]\ndataset = "{tmp_path / "scans"}"\npartition = {{kind = "iid", clients = 2}}\n'
+    path = recipe(
+        tmp_path / "r.toml", text + '[model]\nbackbone = "conv4"\nweights = "random"\n[[stages]]\nmethod="fed3r"'
+    )
+    said = "grey of 16 bits goes up to 3,500 of 65,535 and is nearly black; set model.pixel_range = [0, 3500]"
+    assert check(path).federations["data"][1].remarks == (said,)
+    assert check(path, ["model.pixel_range=[0, 4095]"]).federations["data"][1].remarks == ()
+    assert "they are the same" in check(path, ["model.pixel_range=[1, 1]"]).problems[0]
+
+
 # --------------------------------------------------------------------------------------------------------------- new
 
 

@@ -137,7 +137,8 @@ def image_backbone(
     body = ImageInput(network, normalisation).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     # "upright": features that were cached before EXIF data and 16 bits were heeded are not taken for these.
     key = f"image upright {size} {model.resize} {normalisation} {pooling}"
-    transform = ImageTransform(size, model.resize)
+    key += f" {model.pixel_range}" if model.pixel_range else ""
+    transform = ImageTransform(size, model.resize, model.pixel_range)
     return Backbone(model.backbone, "image", dim, body, core or network, transform, key, convolutional)
 
 

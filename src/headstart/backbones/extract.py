@@ -188,12 +188,12 @@ def _prepared(backbone: Backbone, examples: Examples, start: int, stop: int, wha
     try:
         return [backbone.transform(value, f"{what}: example {number}") for number, value in raw]
     except HeadstartError as error:
-        raise _all_unreadable(examples, what, error) from None
+        raise _all_unreadable(backbone.transform, examples, what, error) from None
 
 
-def _all_unreadable(examples: Examples, what: str, error: HeadstartError) -> HeadstartError:
+def _all_unreadable(transform: Any, examples: Examples, what: str, error: HeadstartError) -> HeadstartError:
     """What is wrong with every image of a split, once one of them cannot be read."""
-    bad = unreadable(examples) if examples.kind == "image" else {}
+    bad = unreadable(examples, transform.pixel_range) if examples.kind == "image" else {}
     if len(bad) < 2:
         return error
     told = "\n".join(f"  - {sentence}" for sentence in bad.values())

@@ -148,6 +148,9 @@ class Model(Table):
     resize: Literal["squash"] | PositiveInt = "squash"
     """"squash" to a square; a number: the shorter side to so many pixels, then a centre crop."""
     image_size: PositiveInt | None = None
+    pixel_range: Annotated[tuple[float, float], Field(strict=False)] | None = None
+    """Of grey images of 16 or 32 bits, or of floats: the values that are black and white; None: 0 and 65,535, and
+    images of more bits are refused."""
     pooling: Literal["auto", "cls", "mean", "last"] = "auto"
     """What becomes of a transformer's hidden states: the first token's, their mean, the last token's; "auto": as its
     folder says, or the first, and the last in a causal model."""

@@ -17,6 +17,7 @@ from headstart.data.examples import Dataset, Examples, bytes_of, decode_image
 from headstart.errors import HeadstartError, listed
 
 _BLOCK = 256
+_DARK = 64  # of 255
 
 
 @dataclass(frozen=True)
@@ -28,11 +29,12 @@ class Description:
     problems: tuple[str, ...]
 
 
-def describe(dataset: Dataset) -> Description:
-    """Look at every example once."""
+def describe(dataset: Dataset, pixel_range: tuple[float, float] | None = None) -> Description:
+    """Look at every example once; pixel_range: as in [model]."""
     seen: dict[bytes, list[tuple[str, int]]] = defaultdict(list)
     facts, problems = Counter[str](), list[str]()
     sizes: list[tuple[int, ...]] = []
+    brightest: float | None = None  # of grey of more than 8 bits
     splits = {split: getattr(dataset, split) for split in ("train", "validation", "test")}
     splits = {split: examples for split, examples in splits.items() if examples is not None}
     with progress(f"examples of {dataset.name}", sum(map(len, splits.values()))) as advance:
@@ -42,17 +44,25 @@ def describe(dataset: Dataset) -> Description:
                 advance(1)
                 if dataset.kind == "image":
                     try:
-                        decode_image(value, f"{split}: example {place}")
+                        image = decode_image(value, f"{split}: example {place}", pixel_range)
                         mode, size = _mode(value)
                     except HeadstartError as error:
                         problems.append(str(error))
                         continue
                     facts[mode] += 1
+                    if image.mode == "F" and mode != "DICOM":
+                        brightest = max(brightest or 0.0, float(np.asarray(image).max()))
                     sizes.append(size)
                 elif dataset.kind == "text":
                     sizes.append((sum(map(len, [value] if isinstance(value, str) else map(str, value))),))
     labels = {split: examples.labels for split, examples in splits.items()}
-    return Description(_facts(dataset, sizes, facts), tuple(_remarks(dataset, seen, sizes, labels)), tuple(problems))
+    remarks = [*_remarks(dataset, seen, sizes, labels)]
+    if brightest is not None and brightest < _DARK and pixel_range is None:
+        most = round(brightest * 257)
+        remarks.append(
+            f"grey of 16 bits goes up to {most:,} of 65,535 and is nearly black; set model.pixel_range = [0, {most}]"
+        )
+    return Description(_facts(dataset, sizes, facts), tuple(remarks), tuple(problems))
 
 
 def _values(examples: Examples) -> Iterator[tuple[int, Any]]:

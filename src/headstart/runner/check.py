@@ -49,7 +49,7 @@ def check(path: Path | str, settings: Sequence[str] = ()) -> Checked:
         except HeadstartError as error:
             checked.problems.append(str(error))
             continue
-        found = describe(federation.dataset)
+        found = describe(federation.dataset, model.pixel_range if model else None)
         checked.problems += found.problems
         checked.federations[name] = federation, found
     datasets = [federation.dataset for federation, _ in checked.federations.values()]
