@@ -13,6 +13,7 @@ from headstart.backbones.registry import load_backbone
 from headstart.config.recipe import Model
 from headstart.core.files import read_at, write_at
 from headstart.errors import HeadstartError
+from tests.command import Command
 
 HEADS = """
 import sys
@@ -138,3 +139,12 @@ def test_a_missing_extra_is_named(module: str, backbone: str, monkeypatch: pytes
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(HeadstartError, match=rf"{backbone} needs {module}, .*; pip install 'headstart\[demo\]'"):
         load_backbone(Model(backbone=backbone))
+
+
+@pytest.mark.parametrize("arguments", [("server", "folder"), ("node", "run", "a.kit", "--data", "a.npz")])
+def test_servers_and_nodes_say_where_they_run(
+    arguments: tuple[str, ...], tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(os, "fork")
+    said = command(*arguments, cwd=tmp_path)
+    assert (said.returncode, "on Windows, run them in WSL or in a container" in said.stderr) == (2, True)
