@@ -161,6 +161,16 @@ def test_a_table_of_paths(name: str, column: str, tmp_path: Path) -> None:
         assert [dataset.classes[label] for label in dataset.train.labels] == ["ab"[shade % 2] for shade in shades]
 
 
+def test_metadata_in_the_folders_of_splits(tmp_path: Path) -> None:
+    for split, rows in (("train", 12), ("test", 6)):
+        for number in range(rows):
+            draw(tmp_path / "scans" / split / "images" / f"{number}.png", number)
+        described(tmp_path / "scans" / split / "metadata.csv", "file_name", rows)
+    dataset = load(tmp_path / "scans", client_column="hospital", partition={"kind": "natural"})
+    assert (len(dataset.train), len(dataset.test)) == (12, 6)
+    assert dataset.classes == ("a", "b")
+
+
 def test_a_column_of_paths_that_the_recipe_names(tmp_path: Path) -> None:
     for number in range(20):
         draw(tmp_path / "images" / f"{number}.png", number)

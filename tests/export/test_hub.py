@@ -17,6 +17,7 @@ from headstart.errors import HeadstartError
 from headstart.export.hub import push
 from headstart.heads import LinearHead
 from headstart.runner import run
+from tests.command import Command
 from tests.export.test_export import LORA, text_run, texts  # noqa: F401 (a fixture among them)
 
 pytestmark = pytest.mark.usefixtures("no_report")
@@ -125,3 +126,12 @@ def test_mistakes_are_sentences(hub: Hub, tmp_path: Path) -> None:
     nobody = HfApi(endpoint="http://127.0.0.1:9", token="x")
     with pytest.raises(HeadstartError, match="cannot upload to me/model: "):
         push(done, "me/model", api=nobody)
+
+
+def test_the_command(hub: Hub, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    features_run(tmp_path, {"method": "fed3r"})
+    monkeypatch.setattr("headstart.export.hub.HfApi", lambda: hub.api)
+    said = command("push", "run", "me/model", cwd=tmp_path)
+    assert said.returncode == 0, said.stderr
+    assert said.stdout.strip() == f"{hub.api.endpoint}/me/model"
+    assert (hub.folder / "head.safetensors").is_file()

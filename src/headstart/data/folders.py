@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.util import find_spec
@@ -15,7 +16,11 @@ from datasets.packaged_modules.imagefolder.imagefolder import IMAGE_EXTENSIONS
 from headstart.errors import HeadstartError, listed
 
 IMAGE_SUFFIXES = frozenset(IMAGE_EXTENSIONS) | ({".dcm"} if find_spec("pydicom") else frozenset())
-METADATA = "metadata"
+_SPLIT_NAMES = {
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "val", "dev"),
+    "test": ("test", "testing"),
+}
 _MISSED = {
     ".dcm": "pip install 'headstart[dicom]' reads DICOM",
     ".heic": "save them as JPEG or PNG",
@@ -31,6 +36,28 @@ def is_image(file: Path | str) -> bool:
 def image_files(folder: Path) -> list[Path]:
     """All images of a folder and those inside it, in the order of their paths; hidden ones are not seen."""
     return [file for file in _files(folder) if is_image(file)]
+
+
+def _split_in(name: str) -> str | None:
+    """The split that a name speaks of: ``train``, ``test-00000-of-00001``, ``birds_val``."""
+    words = re.split(r"[\W_]+", name.lower())
+    return next((split for word in words for split, names in _SPLIT_NAMES.items() if word in names), None)
+
+
+def split_of(name: str) -> str:
+    """The split of a file or table; a name that says nothing is training."""
+    return _split_in(name) or "train"
+
+
+def image_roots(path: Path) -> dict[str, list[Path]]:
+    """The folders of images by split: those named after splits, or else all of it, for a class may be a train."""
+    folders = [folder for folder in sorted(path.iterdir()) if folder.is_dir() and not folder.name.startswith(".")]
+    named = [folder for folder in folders if _split_in(folder.name)]
+    by_class = all(file.is_dir() or not is_image(file) for folder in named for file in folder.iterdir())
+    roots: dict[str, list[Path]] = {}
+    for folder in named if named and (by_class or named == folders) else [path]:
+        roots.setdefault(split_of(folder.name) if folder != path else "train", []).append(folder)
+    return roots
 
 
 def image_tables(roots: Mapping[str, Sequence[Path]], notes: list[str]) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import glob
 import logging
-import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,16 +20,11 @@ from headstart.core.target import Target
 from headstart.data.catalog import Known
 from headstart.data.csv_files import csv_settings
 from headstart.data.examples import Dataset, Examples, Ints, Kind, check_labels, codes, numbered, read_targets
-from headstart.data.folders import METADATA, described, image_files, image_tables, is_image
+from headstart.data.folders import described, image_files, image_roots, image_tables, is_image, split_of
 from headstart.errors import HeadstartError, first_line, listed
 
 Tables = dict[str, Any]
 
-_SPLIT_NAMES = {
-    "train": ("train", "training"),
-    "validation": ("validation", "valid", "val", "dev"),
-    "test": ("test", "testing"),
-}
 FORMATS = {".parquet": "parquet", ".csv": "csv", ".tsv": "csv", ".jsonl": "json", ".json": "json"}
 _COMPLETIONS = (("prompt", "completion"), "messages", ("question", "answer"), ("instruction", "output"))
 _PATHS = ("file_name", "path", "file", "filename", "image_path")
@@ -43,7 +37,7 @@ def local_tables(path: Path, data: Data, notes: list[str]) -> Tables:
     splits: dict[str, list[Path]] = {}
     for file in files:
         if file.suffix.lower() in FORMATS and not file.name.startswith("."):
-            splits.setdefault(_split_of(file.stem) if path.is_dir() else "train", []).append(file)
+            splits.setdefault(split_of(file.stem) if path.is_dir() else "train", []).append(file)
     for split, parts in splits.items():
         if len({part.suffix.lower() for part in parts}) > 1:
             names = ", ".join(part.name for part in parts)
@@ -131,7 +125,7 @@ def of_completions(data: Data, tables: Tables) -> Dataset:
     """Prompts with their completions, or chats whose last message is the completion, by split; all of one class."""
     columns = tables.get("train", next(iter(tables.values()))).column_names
     inputs = _column(data.input_column, _COMPLETIONS, columns, "input")
-    tables = {_split_of(name): table for name, table in tables.items()}
+    tables = {split_of(name): table for name, table in tables.items()}
     tables = {"train": tables.pop(next(iter(tables)))} if len(tables) == 1 else tables
     if "train" not in tables:
         raise HeadstartError(f"there is no training split, only {' and '.join(tables)}; name one file train")
@@ -157,17 +151,6 @@ def of_completions(data: Data, tables: Tables) -> Dataset:
     return Dataset(data.dataset, ("text",), train, test, splits.get("validation"), client_names, domain_names)
 
 
-def _split_in(name: str) -> str | None:
-    """The split that a name speaks of: ``train``, ``test-00000-of-00001``, ``birds_val``."""
-    words = re.split(r"[\W_]+", name.lower())
-    return next((split for word in words for split, names in _SPLIT_NAMES.items() if word in names), None)
-
-
-def _split_of(name: str) -> str:
-    """The split of a file or table; a name that says nothing is training."""
-    return _split_in(name) or "train"
-
-
 def _read(files: Sequence[Path], data: Data, notes: list[str]) -> Any:
     """The table in files of one kind; columns of paths are images, and lie where their file does."""
     suffix = files[0].suffix.lower()
@@ -183,25 +166,16 @@ def _read(files: Sequence[Path], data: Data, notes: list[str]) -> Any:
 
 
 def _of_folders(path: Path, data: Data, notes: list[str]) -> Tables:
-    """Tables of a folder of images: those in folders named after splits, or else all of it, for a class may be a train.
-
-    Where a folder has a file `metadata`, that says what each image is.
-    """
-    folders = [folder for folder in sorted(path.iterdir()) if folder.is_dir() and not folder.name.startswith(".")]
-    named = [folder for folder in folders if _split_in(folder.name)]
-    by_class = all(file.is_dir() or not is_image(file) for f in named for file in f.iterdir())
-    described = [folder for folder in named if _metadata(folder)]
-    if described and described == named:
-        return {_split_of(folder.name): _read(_metadata(folder), data, notes) for folder in named}
-    roots: dict[str, list[Path]] = {}
-    for folder in named if named and (by_class or named == folders) else [path]:
-        roots.setdefault(_split_of(folder.name) if folder != path else "train", []).append(folder)
+    """Tables of a folder of images; where the folders of all splits have a file `metadata`, that says what they are."""
+    roots = image_roots(path)
+    files = {split: [file for folder in folders for file in _metadata(folder)] for split, folders in roots.items()}
+    if all(files.values()):
+        return {split: _read(parts, data, notes) for split, parts in files.items()}
     return image_tables(roots, notes)
 
 
 def _metadata(folder: Path) -> list[Path]:
-    """The file of a folder that says what its images are."""
-    return [file for file in sorted(folder.iterdir()) if file.stem == METADATA and file.suffix.lower() in FORMATS]
+    return [file for file in sorted(folder.iterdir()) if file.stem == "metadata" and file.suffix.lower() in FORMATS]
 
 
 def _targets(
@@ -232,7 +206,7 @@ def _labelled_splits(tables: Tables, labels: tuple[str, ...]) -> Tables:
         if not isinstance(table.features[label], datasets.ClassLabel | datasets.Value):
             raise HeadstartError(f"labels in {label!r} are {table.features[label]}; give text or whole numbers")
         if not set(table.unique(label)) <= {-1, None}:
-            splits.setdefault(_split_of(name), table)
+            splits.setdefault(split_of(name), table)
     if not splits:
         raise HeadstartError(f"no example has a label in column {label!r}")
     if "train" not in splits:
