@@ -28,11 +28,12 @@ from sklearn.model_selection import cross_val_score
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 import headstart
-from headstart.heads import LinearHead
+from headstart.heads import Fed3R, Fed3RRegressor, FedCOF, FedNCM, LinearHead
+assert headstart.FedCOF is FedCOF
 X, y = load_digits(return_X_y=True)
-for head in (headstart.FedNCM(), headstart.Fed3R(), headstart.FedCOF()):
+for head in (FedNCM(), Fed3R(), FedCOF()):
     print(round(cross_val_score(make_pipeline(StandardScaler(), head), X, y, cv=2).mean(), 3))
-fitted = headstart.Fed3RRegressor().fit(X, X[:, :2].sum(axis=1))
+fitted = Fed3RRegressor().fit(X, X[:, :2].sum(axis=1))
 print(round(fitted.score(X, X[:, :2].sum(axis=1)), 3))
 """
 

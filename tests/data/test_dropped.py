@@ -88,7 +88,7 @@ def test_a_column_that_the_partition_of_a_task_does_not_read_is_refused() -> Non
         Recipe.parse({"tasks": tasks, "stages": [{"method": "fedncm"}]})
 
 
-@pytest.mark.parametrize("column", ["input_column", "label_column", "client_column", "domain_column"])
+@pytest.mark.parametrize("column", ["input_column", "label_column", "client_column", "domain_column", "encoding"])
 @pytest.mark.parametrize("dataset", ["features.npz", "digits", "mnist-mini"])
 def test_columns_are_for_tables(column: str, dataset: str, tmp_path: Path) -> None:
     np.savez(tmp_path / "features.npz", X=np.eye(8), y=np.arange(8) % 2)

@@ -103,7 +103,7 @@ def _refuse_unread(data: Data, known: Known | None) -> None:
     """Refuse keys that say nothing about this kind of data."""
     is_npz = known is None and data.dataset.endswith(".npz")
     if is_npz or data.dataset in ("mnist-mini", "digits"):
-        for key in ("input_column", "label_column", "client_column", "domain_column"):
+        for key in ("input_column", "label_column", "client_column", "domain_column", "separator", "encoding"):
             if getattr(data, key) is not None:
                 arrays = "; its arrays are X, y, split, client, domain and task" if is_npz else ""
                 raise HeadstartError(f"data.{key}: {data.dataset} has no columns{arrays}; leave {key} out")
