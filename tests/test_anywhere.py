@@ -43,7 +43,7 @@ def test_heads_import_and_run_without_torch() -> None:
     assert done.returncode == 0, done.stderr
     scores = [float(line) for line in done.stdout.split()]
     assert len(scores) == 4
-    assert min(scores) > 0.85  # chance is 0.1
+    assert min(scores) > 0.8  # chance is 0.1
 
 
 # What Windows does not have: modules, functions of os, and folders that can be opened.
@@ -67,10 +67,12 @@ def without_proc(self, *rest, **named):
     return read(self, *rest, **named)
 import headstart.core.files, headstart.core.ledger
 os.open, Path.read_text = refuses_folders, without_proc
+import shutil
+shutil._use_fd_functions = False  # it opens folders where it can
 headstart.core.files._OPENS_FOLDERS = False
 from headstart import Recipe, run
 data = {"dataset": "digits", "partition": {"kind": "dirichlet", "clients": 5, "alpha": 1.0}}
-stages = [{"method": "fedcof"}, {"method": "fedrep", "train": "head", "head": "mlp", "rounds": 2, "evaluate_every": 1}]
+stages = [{"method": "fedcof"}, {"method": "fedrep", "train": "head", "head": "mlp", "head_init": "random", "rounds": 2}]
 out = Path(sys.argv[1])
 result = run(Recipe.parse({"data": data, "model": {"backbone": "features"}, "stages": stages}), out)
 assert result.summary["peak_rss_bytes"] == 0

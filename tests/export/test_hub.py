@@ -88,7 +88,9 @@ def features_run(folder: Path, stage: dict[str, Any]) -> Path:
 def test_a_head_with_its_card(hub: Hub, tmp_path: Path) -> None:
     done = features_run(tmp_path, {"method": "fed3r", "privacy": {"epsilon": 8.0}})
     assert push(done, "me/model", private=True, api=hub.api) == f"{hub.api.endpoint}/me/model"
-    assert [(each["name"], each["private"]) for each in hub.made] == [("model", True)]
+    (made,) = hub.made
+    assert made["name"] == "model"
+    assert made.get("private") or made["visibility"] == "private"  # releases of the client differ
     kept = {str(path.relative_to(hub.folder)) for path in hub.folder.rglob("*") if path.is_file()}
     assert kept == {"README.md", "classes.json", "head.safetensors"}
     ours = LinearHead.load(done / "model" / "head.safetensors")

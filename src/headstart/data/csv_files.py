@@ -85,7 +85,7 @@ def _check_header(file: Path, separator: str, data: Data) -> None:
     with file.open(encoding=data.encoding or "utf-8-sig", newline="", errors="replace") as stream:
         header = stream.readline()
     other = next((each for each in _SEPARATORS if each in header), None)
-    if data.separator is None and separator not in header and other is not None:
+    if data.separator is None and separator not in header and other is not None and "\0" not in header:
         raise HeadstartError(
             f"{file} has {_SEPARATORS[other]} between its columns, where {separator!r} is expected; set "
             f"data.separator = {other!r}"
