@@ -72,7 +72,8 @@ shutil._use_fd_functions = False  # it opens folders where it can
 headstart.core.files._OPENS_FOLDERS = False
 from headstart import Recipe, run
 data = {"dataset": "digits", "partition": {"kind": "dirichlet", "clients": 5, "alpha": 1.0}}
-stages = [{"method": "fedcof"}, {"method": "fedrep", "train": "head", "head": "mlp", "head_init": "random", "rounds": 2}]
+after = {"method": "fedrep", "train": "head", "head": "mlp", "head_init": "random", "rounds": 2}
+stages = [{"method": "fedcof"}, after]
 out = Path(sys.argv[1])
 result = run(Recipe.parse({"data": data, "model": {"backbone": "features"}, "stages": stages}), out)
 assert result.summary["peak_rss_bytes"] == 0
