@@ -267,9 +267,9 @@ def _beside(table: dict[str, Any], folder: Path) -> dict[str, Any]:
     for part in [table.get("data"), *(tasks if isinstance(tasks, list) else ())]:
         if isinstance(part, dict) and "dataset" in part:
             part["dataset"] = found(part["dataset"])
-    for key in ("backbone", "weights") if isinstance(model, dict) else ():
-        if "/" in str(model.get(key)) or Path(str(model.get(key))).suffix:
-            model[key] = found(model[key])
+    for key, value in list(model.items()) if isinstance(model, dict) else ():
+        if key in ("backbone", "weights") and ("/" in str(value) or Path(str(value)).suffix):
+            table["model"][key] = found(value)
     return table
 
 

@@ -25,7 +25,7 @@ def dicom_image(data: bytes) -> Image.Image:
     """
     try:
         import pydicom
-        from pydicom.pixels import apply_modality_lut, apply_voi_lut
+        from pydicom.pixels.processing import apply_modality_lut, apply_voi_lut
     except ImportError:
         raise HeadstartError("DICOM needs pydicom; pip install 'headstart[dicom]'") from None
     file = pydicom.dcmread(io.BytesIO(data))
