@@ -18,8 +18,8 @@ _SEPARATORS = {";": "a semicolon", "\t": "a tab", "|": "a bar"}
 
 def csv_settings(files: Sequence[Path], data: Data, notes: list[str]) -> dict[str, Any]:
     """How pandas is to read some CSV files; what it could not, or would misread, is said with the key that mends it."""
-    for file in files:
-        _check_encoding(file, data.encoding)
+    if not all([_is_text(file, data.encoding) for file in files]):
+        return {}  # as the reader proper says
     separator = data.separator or ("\t" if files[0].suffix.lower() == ".tsv" else ",")
     for file in files:
         _check_header(file, separator, data)
@@ -46,7 +46,7 @@ def guess_csv(file: Path) -> dict[str, str]:
     with file.open("rb") as stream:
         encoding = "utf-16" if stream.read(2) in _UTF16 else None
     try:
-        _check_encoding(file, encoding)
+        _is_text(file, encoding)
     except HeadstartError:
         encoding = "cp1252"
     with file.open(encoding=encoding or "utf-8-sig", newline="", errors="replace") as text:
@@ -57,8 +57,8 @@ def guess_csv(file: Path) -> dict[str, str]:
     return {key: value for key, value in keys.items() if value}
 
 
-def _check_encoding(file: Path, encoding: str | None) -> None:
-    """Refuse bytes that are not in the encoding, with the line of the first of them."""
+def _is_text(file: Path, encoding: str | None) -> bool:
+    """Whether a file is text at all; one in another encoding is refused, with the first line that is."""
     try:
         decoder = codecs.getincrementaldecoder(encoding or "utf-8")()
     except LookupError:
@@ -70,7 +70,7 @@ def _check_encoding(file: Path, encoding: str | None) -> None:
                 decoder.decode(chunk)
             except UnicodeDecodeError as error:
                 if b"\0" in chunk and chunk[:2] not in _UTF16:
-                    return  # no text at all, as the reader proper says
+                    return False
                 guess = "utf-16" if line == 1 and chunk[:2] in _UTF16 else "cp1252"
                 line += chunk[: max(error.start, 0)].count(b"\n")
                 raise HeadstartError(
@@ -78,6 +78,7 @@ def _check_encoding(file: Path, encoding: str | None) -> None:
                     f"data.encoding, perhaps to {guess!r}"
                 ) from None
             line += chunk.count(b"\n")
+    return True
 
 
 def _check_header(file: Path, separator: str, data: Data) -> None:
@@ -85,7 +86,7 @@ def _check_header(file: Path, separator: str, data: Data) -> None:
     with file.open(encoding=data.encoding or "utf-8-sig", newline="", errors="replace") as stream:
         header = stream.readline()
     other = next((each for each in _SEPARATORS if each in header), None)
-    if data.separator is None and separator not in header and other is not None and "\0" not in header:
+    if data.separator is None and separator not in header and other is not None:
         raise HeadstartError(
             f"{file} has {_SEPARATORS[other]} between its columns, where {separator!r} is expected; set "
             f"data.separator = {other!r}"
