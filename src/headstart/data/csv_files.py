@@ -18,7 +18,7 @@ _SEPARATORS = {";": "a semicolon", "\t": "a tab", "|": "a bar"}
 
 def csv_settings(files: Sequence[Path], data: Data, notes: list[str]) -> dict[str, Any]:
     """How pandas is to read some CSV files; what it could not, or would misread, is said with the key that mends it."""
-    if not all([_is_text(file, data.encoding) for file in files]):
+    if not all(_is_text(file, data.encoding) for file in files):
         return {}  # as the reader proper says
     separator = data.separator or ("\t" if files[0].suffix.lower() == ".tsv" else ",")
     for file in files:
