@@ -66,7 +66,8 @@ def check(path: Path | str, settings: Sequence[str] = ()) -> Checked:
 def _data(table: dict[str, Any]) -> Iterator[tuple[str, Data]]:
     """The tables of data that can be read by themselves, whatever is wrong with the rest."""
     tasks = table.get("tasks")
-    given = [(Data, table.get("data")), *((Task, task) for task in (tasks if isinstance(tasks, list) else ()))]
+    given: list[tuple[type[Data], Any]] = [(Data, table.get("data"))]
+    given += [(Task, task) for task in (tasks if isinstance(tasks, list) else ())]
     for kind, part in given:
         data = _part(kind, dealt_by_columns(part))
         if data is not None:
