@@ -67,7 +67,7 @@ def interruptible(out: Path, *options: str) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        how = f"go on with the same command and {' '.join(['--out', str(out), *options])}"
+        how = f"continue with the same command and {' '.join(['--out', str(out), *options])}"
         kept = how if out.is_dir() else "there was no result yet; features that were computed are kept"
         print(f"\nheadstart: interrupted; {kept}", file=sys.stderr)
         raise SystemExit(130) from None
