@@ -56,7 +56,7 @@ def test_labels_alike_but_for_case_or_spaces(tmp_path: Path, capsys: pytest.Capt
     assert len(dataset.classes) == 4
     said = "'Pos' (5), 'pos' (6) differ in case or spaces only, and are 2 classes; write them alike"
     assert said in capsys.readouterr().err
-    with pytest.raises(HeadstartError, match=r"data\.strict is set, and there are remarks:\n  - 'Pos' \(5\), 'pos'"):
+    with pytest.raises(HeadstartError, match=r"data\.strict is set, and there are warnings:\n  - 'Pos' \(5\), 'pos'"):
         load(path, strict=True)
 
 

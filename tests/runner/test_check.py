@@ -79,17 +79,17 @@ def test_a_recipe_that_is_no_toml_and_one_that_is_right(tmp_path: Path) -> None:
 
 
 def test_examples_that_are_tested_and_learned(tmp_path: Path) -> None:
-    def remarks(copies: int) -> tuple[str, ...]:
+    def warnings(copies: int) -> tuple[str, ...]:
         table = {
             "dataset": str(features(tmp_path / f"{copies}.npz", copies)),
             "partition": {"kind": "iid", "clients": 2},
         }
         model = {"backbone": "features"}
         found = Federation.of(Recipe.parse({"data": table, "model": model, "stages": [{"method": "fed3r"}]}))
-        return describe(found.dataset).remarks
+        return describe(found.dataset).warnings
 
-    assert remarks(0) == ()
-    (said,) = remarks(7)
+    assert warnings(0) == ()
+    (said,) = warnings(7)
     assert said.startswith("7 test examples are in the training split, too, the first as train 0, test 0")
 
 
@@ -100,7 +100,7 @@ def test_copies_and_labels_that_differ(tmp_path: Path) -> None:
     table = {"dataset": str(tmp_path), "partition": {"kind": "iid", "clients": 2}}
     federation = Federation.of(Recipe.parse({"data": table, "stages": [{"method": "fed3r"}]}))
     found = describe(federation.dataset)
-    assert found.remarks == (
+    assert found.warnings == (
         "2 examples are copies of another of their split",
         "1 examples have several labels, the first: train 0 as a, train 20 as b",
     )
@@ -146,8 +146,8 @@ def test_images_that_are_nearly_black(tmp_path: Path) -> None:
         tmp_path / "r.toml", text + '[model]\nbackbone = "conv4"\nweights = "random"\n[[stages]]\nmethod="fed3r"'
     )
     said = "grey of 16 bits goes up to 3,500 of 65,535 and is nearly black; set model.pixel_range = [0, 3500]"
-    assert check(path).federations["data"][1].remarks == (said,)
-    assert check(path, ["model.pixel_range=[0, 4095]"]).federations["data"][1].remarks == ()
+    assert check(path).federations["data"][1].warnings == (said,)
+    assert check(path, ["model.pixel_range=[0, 4095]"]).federations["data"][1].warnings == ()
     assert "they are the same" in check(path, ["model.pixel_range=[1, 1]"]).problems[0]
 
 

@@ -35,8 +35,8 @@ def check(recipe: RecipeFile, settings: Settings = None) -> None:
             show_table(("class", *sizes), rows[:_SHOWN])
             if len(rows) > _SHOWN:
                 print(f"  and {len(rows) - _SHOWN:,} more classes")
-        for remark in description.remarks:
-            print(f"  look: {remark}")
+        for warning in description.warnings:
+            print(f"  warning: {warning}")
     if found.problems:
         told = "\n".join(f"  - {problem}" for problem in found.problems)
         raise HeadstartError(f"{recipe}: {len(found.problems)} problems, all of them found in one pass:\n{told}")

@@ -102,8 +102,8 @@ def push(
     repo: Annotated[str, typer.Argument(help="A repository on the Hugging Face hub, USER/NAME; made if need be.")],
     task: TaskName = None,
     client: ClientName = None,
-    merge: Annotated[bool, typer.Option("--merge", help="Add a LoRA to the body's weights.")] = False,
-    private: Annotated[bool, typer.Option("--private", help="A new repository is not for everybody.")] = False,
+    merge: Annotated[bool, typer.Option("--merge", help="Add a LoRA to the backbone's weights.")] = False,
+    private: Annotated[bool, typer.Option("--private", help="A new repository is private.")] = False,
 ) -> None:
     """Export the model of a finished run to the Hugging Face hub, with a card that says what was trained and how."""
     from headstart.export.hub import push

@@ -120,7 +120,7 @@ class Data(Table):
     skip_unreadable: bool = False
     """Leave out images that cannot be read and rows with missing or too many fields; otherwise they are an error."""
     strict: bool = False
-    """Refuse data with remarks: labels alike but for case or spaces, classes without examples, files not read."""
+    """Refuse data with warnings: labels alike but for case or spaces, classes without examples, files not read."""
     classes: Annotated[tuple[int | str, ...], Field(strict=False, min_length=1)] | None = None
     """Keep only these classes, by number or name, numbered in this order; of targets that are no classes, the names of
     all of them."""

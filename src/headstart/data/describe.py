@@ -22,10 +22,10 @@ _DARK = 64  # of 255
 
 @dataclass(frozen=True)
 class Description:
-    """Remarks are what a person should look at; facts are what there is; problems are what a run would refuse."""
+    """Warnings are what a person should look at; facts are what there is; problems are what a run would refuse."""
 
     facts: tuple[str, ...]
-    remarks: tuple[str, ...]
+    warnings: tuple[str, ...]
     problems: tuple[str, ...]
 
 
@@ -56,13 +56,13 @@ def describe(dataset: Dataset, pixel_range: tuple[float, float] | None = None) -
                 elif dataset.kind == "text":
                     sizes.append((sum(map(len, [value] if isinstance(value, str) else map(str, value))),))
     labels = {split: examples.labels for split, examples in splits.items()}
-    remarks = [*_remarks(dataset, seen, sizes, labels)]
+    warnings = [*_warnings(dataset, seen, sizes, labels)]
     if brightest is not None and brightest < _DARK and pixel_range is None:
         most = round(brightest * 257)
-        remarks.append(
+        warnings.append(
             f"grey of 16 bits goes up to {most:,} of 65,535 and is nearly black; set model.pixel_range = [0, {most}]"
         )
-    return Description(_facts(dataset, sizes, facts), tuple(remarks), tuple(problems))
+    return Description(_facts(dataset, sizes, facts), tuple(warnings), tuple(problems))
 
 
 def _values(examples: Examples) -> Iterator[tuple[int, Any]]:
@@ -97,7 +97,7 @@ def _facts(dataset: Dataset, sizes: list[tuple[int, ...]], modes: Counter[str]) 
     return f"images of {shapes}", "modes: " + ", ".join(f"{mode} ({n:,})" for mode, n in modes.most_common())
 
 
-def _remarks(
+def _warnings(
     dataset: Dataset,
     seen: dict[bytes, list[tuple[str, int]]],
     sizes: list[tuple[int, ...]],

@@ -55,9 +55,9 @@ def load_dataset(data: Data, seed: int = 0, alone: bool = False, unlabelled: boo
     dataset = _loaded(data, seed, alone, unlabelled)
     if dataset.notes and data.strict:
         told = "\n".join(f"  - {note}" for note in dataset.notes)
-        raise HeadstartError(f"{dataset.name}: data.strict is set, and there are remarks:\n{told}")
+        raise HeadstartError(f"{dataset.name}: data.strict is set, and there are warnings:\n{told}")
     for note in dataset.notes:
-        print(f"{dataset.name}: {note}", file=sys.stderr)
+        print(f"warning: {dataset.name}: {note}", file=sys.stderr)
     return dataset
 
 

@@ -55,7 +55,7 @@ def card(run: Path, readme: str, task: str | None = None, client: str | None = N
     model = Model.of(run, task, client)
     summary: dict[str, Any] = json.loads((run / "summary.json").read_text(encoding="utf-8"))
     stages, recipe = summary["stages"], model.recipe
-    # A path is nobody else's business, and a hub id is everybody's.
+    # A hub id is public; of a path, the name is enough.
     dataset = model.data.dataset if model.data.dataset.count("/") == 1 else PurePath(model.data.dataset).name
     kind = _PIPELINES.get(model.kind) if model.target == "classes" else None
     measured = {"accuracy": summary.get("accuracy"), "f1": summary.get("macro_f1")} if client is None else {}
