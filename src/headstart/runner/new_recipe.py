@@ -137,7 +137,7 @@ def _text(name: str, keys: Mapping[str, str], how: Mapping[str, Any], dataset: D
 [data]  # a path is relative to where the command runs, or to this file
 {tomli_w.dumps(dict(keys))}test_fraction = 0.2    # held out for the test, where the data have no test split
 split_seed = 0         # the same test examples whatever the seed of the run
-# strict = true          # refuse data with warnings: labels alike but for case, classes without examples, files not read
+# strict = true          # refuse data with warnings: labels alike but for case, classes without examples
 # skip_unreadable = true # leave out what cannot be read, instead of stopping
 
 [data.partition]  # {why}
