@@ -112,6 +112,21 @@ def test_from_elsewhere_the_base_is_not_looked_for_on_the_hub(lora: Path, tmp_pa
     assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["base_model_name_or_path"] == "./base"
 
 
+@pytest.mark.parametrize("merge", [False, True])
+def test_the_readme_ends_with_a_prediction(
+    merge: bool,
+    lora: Path,  # noqa: F811
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "texts.txt").write_text("a text of yours")
+    ((_, label, _),) = Model.of(lora).predict([tmp_path / "texts.txt"]).best()
+    export(lora, tmp_path / "out", merge=merge)
+    capsys.readouterr()
+    loaded(tmp_path / "out")
+    assert f"'{label}'" in capsys.readouterr().out.strip().splitlines()[-1]
+
+
 TINY = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
 
 

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from headstart.backbones.backbone import Backbone, moved, run_body
 from headstart.backbones.cache import BLOCK, FeatureFile
-from headstart.backbones.inputs import Inputs
+from headstart.backbones.inputs import Inputs, all_unreadable
 from headstart.core.progress import progress
 from headstart.data import Examples
-from headstart.data.examples import Ints, unreadable
+from headstart.data.examples import Ints
 from headstart.errors import HeadstartError
 
 Runner = Callable[[tuple[Tensor, ...]], npt.NDArray[np.float32]]
@@ -107,7 +107,11 @@ def _blocks(
 
         waiting = prepare(spans[0])
         for position in range(len(spans)):
-            inputs = [value for future in waiting for value in future.result()]
+            try:
+                inputs = [value for future in waiting for value in future.result()]
+            except HeadstartError as error:
+                pool.shutdown(cancel_futures=True)
+                raise all_unreadable(backbone, examples, what, error) from None
             if position + 1 < len(spans):
                 waiting = prepare(spans[position + 1])
             # Texts of like length share a batch, so that little is padded; images are all of one length.
@@ -185,17 +189,4 @@ def openvino_runner(backbone: Backbone, batch: tuple[Tensor, ...]) -> Runner | N
 
 def _prepared(backbone: Backbone, examples: Examples, start: int, stop: int, what: str) -> list[Any]:
     raw = enumerate(examples.raw(start, stop), start)
-    try:
-        return [backbone.transform(value, f"{what}: example {number}") for number, value in raw]
-    except HeadstartError as error:
-        raise _all_unreadable(backbone.transform, examples, what, error) from None
-
-
-def _all_unreadable(transform: Any, examples: Examples, what: str, error: HeadstartError) -> HeadstartError:
-    """What is wrong with every image of a split, once one of them cannot be read."""
-    bad = unreadable(examples, transform.pixel_range) if examples.kind == "image" else {}
-    if len(bad) < 2:
-        return error
-    told = "\n".join(f"  - {sentence}" for sentence in bad.values())
-    fix = "data.skip_unreadable = true leaves them out"
-    return HeadstartError(f"{what}: {len(bad)} of {len(examples)} images cannot be read; {fix}:\n{told}")
+    return [backbone.transform(value, f"{what}: example {number}") for number, value in raw]

@@ -80,7 +80,7 @@ def _save_body(model: Model, merge: bool, folder: Path) -> str:
 
     backbone, module = model.body.backbone, model.body.module
     if backbone is None:
-        return _readme(model, [], ["import numpy as np"], use=_use_features(f"np.zeros((1, {model.width}))"))
+        return _readme(model, [], ["import numpy as np"], use=_use_features(model, f"np.zeros((1, {model.width}))"))
     core: Any = backbone.core
     if merge:
         _merge(core)
@@ -117,7 +117,7 @@ def _save_body(model: Model, merge: bool, folder: Path) -> str:
         if module is None:
             given = '"a text of yours"' if model.kind == "text" else "np.zeros((64, 64, 3), np.uint8)"
             made = f"body(*backbone.transform.collate([backbone.transform({given}, 'an input')])).numpy()"
-            code, use = [*code, "import numpy as np"], _use_features(made)
+            code, use = [*code, "import numpy as np"], _use_features(model, made)
     if module is not None:
         arrays = {**module.values[0], **{f"head.{name}": array for name, array in model.head.arrays().items()}}
         facts = {"module": json.dumps({"kind": module.kind, **module.settings})}
@@ -126,19 +126,24 @@ def _save_body(model: Model, merge: bool, folder: Path) -> str:
     return _readme(model, files, code, table, use)
 
 
-def _use_features(features: str) -> list[str]:
+_SAID = {
+    "classes": "[classes[label] for label in {}.argmax(1)]",
+    "regression": "[dict(zip(classes, row)) for row in {}.tolist()]",
+    "multilabel": "[[name for name, score in zip(classes, row) if score > 0] for row in {}]",
+}
+"""What scores [n, C] mean, as Python."""
+
+
+def _use_features(model: Model, features: str) -> list[str]:
     """Lines that predict from features [n, d]."""
-    return [
-        f"features = {features}  # yours",
-        "print([classes[label] for label in head.scores(features).argmax(axis=1)])",
-    ]
+    return [f"features = {features}  # yours", f"print({_SAID[model.target].format('head.scores(features)')})"]
 
 
 def _use_whole(model: Model, is_lora: bool) -> list[str]:
     """Lines that predict with the whole model: of a text, or of an image as the run has read it."""
     if model.kind == "text" and not is_lora:
         return ['print(classify("a text of yours"))']
-    last = "print(model.config.id2label[int(model(**batch).logits.argmax())])"
+    last = f"print({_SAID[model.target].format('model(**batch).logits')})"
     if model.kind == "text":
         load = f'tokenizer = AutoTokenizer.from_pretrained("{"base" if is_lora else "."}")'
         read = 'batch = tokenizer("a text of yours", truncation=True, return_tensors="pt")'
