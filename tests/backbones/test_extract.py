@@ -2,6 +2,7 @@
 
 import io
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -206,11 +207,13 @@ def test_all_damaged_images_are_named_at_once(how: str) -> None:
     examples = Examples("image", source, (), np.arange(40), np.zeros(40, np.int64))
     backbone = means_backbone()
     sentence = r"(?s)train: 2 of 40 images cannot be read; data.skip_unreadable = true .*\(3\.png\).*\(35\.png\)"
+    ways: dict[str, Callable[[], Any]] = {
+        "extract": lambda: extract(backbone, examples, "train"),
+        "embed": lambda: embed(backbone, examples, "train"),
+        "inputs": lambda: [*Inputs(backbone, examples, "train").batches([np.arange(8)])],
+    }
     with pytest.raises(HeadstartError, match=sentence):
-        if how == "inputs":
-            list(Inputs(backbone, examples, "train").batches([np.arange(8)]))
-        else:
-            (extract if how == "extract" else embed)(backbone, examples, "train")
+        ways[how]()
 
 
 def test_openvino_agrees_with_torch_on_lite0() -> None:
