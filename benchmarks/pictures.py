@@ -128,10 +128,10 @@ def panel(
 
     parts = [text(x + 34, y + 14, title, more='font-weight="600"')]
     step = 5 if high - low <= 30 else 10 if high - low <= 50 else 20
-    for tick in range(int(low), int(high) + 1, step):
-        _, at = place((math.exp(left), tick))
+    for level in range(low, high + 1, step):
+        _, at = place((math.exp(left), level))
         line = f'<path d="M{x + 34} {at:.1f} h{width - 50}" stroke="currentColor" stroke-opacity="0.15"/>'
-        parts += [line, text(x + 28, at + 4, str(tick), "end", 'font-size="11"')]
+        parts += [line, text(x + 28, at + 4, str(level), "end", 'font-size="11"')]
     for tick in sorted({point[0] for point in everything}):
         at, _ = place((tick, low))
         parts.append(text(at, y + height - 24, f"{tick:g}", "middle", 'font-size="11"'))
