@@ -612,8 +612,9 @@ def test_every_extra_is_explained() -> None:
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The built site."""
     there = tmp_path_factory.mktemp("site")
-    for name in ("mkdocs.yml", "docs", "src", "benchmarks"):
-        (there / name).symlink_to(ROOT / name)
+    shutil.copy(ROOT / "mkdocs.yml", there)  # Zensical builds beside the file that this is, not beside a link to it
+    for name in ("docs", "src", "benchmarks"):
+        shutil.copytree(ROOT / name, there / name, ignore=shutil.ignore_patterns("__pycache__"))
     command = [sys.executable, "-m", "zensical", "build", "--strict"]
     done = subprocess.run(command, cwd=there, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -630,7 +631,7 @@ def test_the_site_builds_and_needs_nothing_from_elsewhere(site: Path) -> None:
     for style in site.rglob("*.css"):
         assert not re.findall(r"(?:url\(|@import) *[\"']?(?:https?:)?//", style.read_text("utf-8")), style
     assert 'id="headstart.register"' in pages[Path("api.html")]
-    assert "<h3" in pages[Path("results.html")].partition("FedCOF's server: 54,590 means")[0]  # the file is in the page
+    assert 'id="heads-by-what-clients-tell"' in pages[Path("results.html")]  # RESULTS.md is in the page
 
 
 @pytest.mark.slow
