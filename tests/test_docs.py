@@ -74,8 +74,8 @@ TEXTS = {
 }  # fmt: skip
 TAILS = ("", ", said one critic", " this year", " in the north", " again", " at last", ", it seems", " on monday")
 DEPLOYMENT = {  # lines of a deployment, and the tests that run what they name
-    "superlink.sh": "deploy/test_deployment.py", "nodes.sh": "deploy/test_deploy.py",
-    "run.sh": "deploy/test_deployment.py",
+    "superlink.sh": "deploy/processes.py", "nodes.sh": "deploy/test_deploy.py",
+    "run.sh": "deploy/processes.py",
 }  # fmt: skip
 
 

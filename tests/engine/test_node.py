@@ -818,6 +818,7 @@ def test_a_node_that_does_not_say_who_it_is_is_named_and_costs_no_time_once_it_i
     silos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("headstart.engine.grid._REPORT", 0.6)
+    monkeypatch.setattr("headstart.engine.grid._JOINING", 0.3)
     recipe = recipe_of(silos, {**LOCAL, "method": "fedavg", "rounds": 3, "evaluate_every": 1})
     grid: Any = Silent(recipe, silos, tmp_path / "state")
     nodes = Nodes(grid, recipe, {name: number for number, name in enumerate(NAMES)})
