@@ -52,7 +52,7 @@ def predict(
     from headstart.export import Model
 
     check_new_file(out)
-    model = Model.of(run, task, client, module)
+    model = Model.load(run, task, client, module)
     if model.body.generates:
         from headstart.export.completions import Sampling, completions, write_completions
 

@@ -70,24 +70,32 @@ def compare(
 
     With --out of an interrupted comparison, finished runs stay and the others go on.
     """
-    from headstart.config.recipe import read_table
-    from headstart.records import Record
-    from headstart.report import score, write_report, write_tables
-    from headstart.runner.sweep import compared, expand, refuse_other_tables, sweep
+    from headstart.report import score
+    from headstart.runner.compare import compare
 
-    points = expand([read_table(recipe, settings or ()) for recipe in recipes])
     where = out or free_path("compare")
-    refuse_other_tables(points, where)
 
     def say(point: object, summary: dict[str, Any]) -> None:
         print(f"{getattr(point, 'folder', '')}: {score(summary)}", flush=True)
 
     with interruptible(where):
-        columns, rows = compared(points, sweep(points, where, say))
-    show_table(columns, rows)
-    print(f"tables: {', '.join(str(path) for path in write_tables(where / 'compare', columns, rows))}")
-    write_report(where / "report.html", [Record.read(where / point.folder) for point in points])
+        found = compare(recipes, where, settings or (), say)
+    show_table(*found.table())
+    for test in found.tests():
+        print(_tested(test))
+    print(f"tables: {', '.join(str(where / f'compare.{ending}') for ending in ('csv', 'md', 'tex'))}")
     print(f"open {where / 'report.html'}")
+
+
+def _tested(test: dict[str, Any]) -> str:
+    """A paired test in a line."""
+    known = {"best", "other", "stage", "seeds", "difference", "p_value", "p_holm"}
+    under = ", ".join(f"{key} {value}" for key, value in test.items() if key not in known)
+    p = "no spread over the seeds" if test["p_holm"] is None else f"p = {test['p_holm']:.2g}"
+    return (
+        f"{f'{under}: ' if under else ''}{test['best']} − {test['other']}: {100 * test['difference']:.2f} points over "
+        f"{test['seeds']} seeds ({p}, paired t-test, Holm)"
+    )
 
 
 def reproduce(

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 from pydantic import BaseModel, ValidationError
 
 from headstart.config.recipe import PARTITIONS, WITHOUT_CLASSES, Data, Dirichlet, Model, Recipe, Task, by_classes
-from headstart.config.stage import STAGES, ClosedForm, CountNoise, Privacy
+from headstart.config.stage import STAGES, ClosedForm, CountNoise, Named, Privacy
 from headstart.errors import nearest
 
 _TABLES: dict[str, type[BaseModel]] = {"privacy": Privacy, "count_noise": CountNoise}
@@ -332,7 +332,7 @@ def _unprotected(stage: Mapping[str, Any], kind: type[Any], tasks: bool) -> list
     Robust means, largest norms and noise are for the block `update`: what else a method sends is not covered.
     """
     method, problems, privacy = stage["method"], [], stage["privacy"]
-    robust = {"combine": stage["combine"] in ("median", "trimmed-mean"), "max_norm": stage["max_norm"] is not None}
+    robust = {"combine": stage["combine"] != "mean", "max_norm": stage["max_norm"] is not None}
     others = [block for block in (*kind.sends, *kind.numbers) if block != "update"]
     given = {**robust, "privacy": privacy is not None, "compress": stage["compress"] is not None}
     for key in [key for key, asked in given.items() if asked]:
@@ -392,6 +392,9 @@ def _accepted(table: type[BaseModel], key: Any) -> list[str]:
     """What a key accepts: the values of its literals and the names of its types."""
     field = table.model_fields.get(str(key))
     names = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
+    named = [each.names() for each in (field.metadata if field else ()) if isinstance(each, Named)]
+    if named:
+        return list(named[0])
     words: list[str] = []
     todo: list[Any] = [field.annotation] if field else []
     while todo:

@@ -16,6 +16,8 @@ from headstart.errors import HeadstartError, RecipeError, nearest
 
 ONE_TASK = "default"
 """The name of the task where a recipe has one."""
+MEMORY = "memory"
+"""The data set of a recipe whose data are given in Python, where it has no name."""
 
 # ---------------------------------------------------------------------------------------------- who holds which example
 
@@ -185,6 +187,21 @@ class Recipe(Table):
     def load(cls, path: Path | str, settings: Sequence[str] = ()) -> Recipe:
         """Read a TOML file and apply ``key=value`` settings such as ``stages.0.shrinkage=0.1``."""
         return cls.parse(read_table(path, settings))
+
+    @classmethod
+    def of(cls, source: Recipe | Mapping[str, Any] | Path | str, data: Mapping[str, Any] | None = None) -> Recipe:
+        """A recipe from itself, from a table, or from the path of a TOML file.
+
+        data: keys of [data] that hold unless the table says otherwise, where the examples are in memory.
+        """
+        if isinstance(source, Recipe) and (data is None or source.data is not None):
+            return source
+        if isinstance(source, Recipe):
+            raise HeadstartError("data: several tasks have data each; name them in the recipe's [[tasks]]")
+        table = source if isinstance(source, Mapping) else read_table(source)
+        if data is not None and "tasks" not in table and isinstance(table.get("data", {}), Mapping):
+            table = {**table, "data": {**data, **table.get("data", {})}}
+        return cls.parse(table)
 
     def to_toml(self) -> str:
         """The recipe with every default filled in; keys that are unset are left out."""

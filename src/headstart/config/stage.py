@@ -5,7 +5,8 @@ The stage of a method is a subclass of one of them, beside the method, in its fi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
@@ -24,6 +25,7 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, core_schema
 
+from headstart.core.aggregation import aggregations
 from headstart.core.plan import FROZEN, Plan, Role
 from headstart.errors import HeadstartError
 
@@ -37,6 +39,21 @@ class Table(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
+
+
+@dataclass(frozen=True)
+class Named:
+    """Text that is one of some names, which users may add to."""
+
+    names: Callable[[], list[str]]
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self._check, handler(source))
+
+    def _check(self, value: str) -> str:
+        if value not in self.names():
+            raise ValueError(f"should be one of {', '.join(self.names())}")
+        return value
 
 
 class Privacy(Table):
@@ -344,10 +361,11 @@ class TrainingStage(_Rounds, _SGD):
     experiment of the FedBABU paper)."""
     share_train: Literal["body", "all"] = "all"
     """What the server trains on its share."""
-    combine: Literal["mean", "median", "trimmed-mean"] = "mean"
-    """What the server makes of the updates of a round, parameter by parameter. The median withstands any minority of
-    clients that send anything, the trimmed mean the share that it trims; both count every client alike, and hold all
-    updates of a round in memory."""
+    combine: Annotated[str, Named(aggregations)] = "mean"
+    """What the server makes of the updates of a round, parameter by parameter: "mean", "median", "trimmed-mean", or a
+    rule of your own (`headstart.register_aggregation`). The median withstands any minority of clients that send
+    anything, the trimmed mean the share that it trims; both count every client alike. All but the mean hold all updates
+    of a round in memory."""
     trim: float = Field(default=0.1, gt=0, lt=0.5)
     """Share of the updates that a trimmed mean leaves out at each end."""
     max_norm: PositiveFloat | None = None
@@ -376,7 +394,7 @@ class _Plain(_Stage):
     hide_task: ClassVar[bool] = False
     share: ClassVar[float] = 0.0
     share_train: ClassVar[Literal["all"]] = "all"
-    combine: ClassVar[Literal["mean"]] = "mean"
+    combine: ClassVar[str] = "mean"
     max_norm: ClassVar[None] = None
     privacy: ClassVar[None] = None
     compress: ClassVar[None] = None

@@ -119,6 +119,8 @@ class Dataset:
     domains: tuple[str, ...] = ()
     target: Target = "classes"
     """What is learned; where it is no class, ``classes`` are the names of the q targets."""
+    fingerprint: str | None = None
+    """Of data in memory: a hash of their contents. Others are known by the recipe that names them."""
 
     @property
     def kind(self) -> Kind:

@@ -8,10 +8,11 @@ import zipfile
 import zlib
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from headstart.config.recipe import Data
+from headstart.config.recipe import MEMORY, Data
 from headstart.data.catalog import KNOWN, Known
 from headstart.data.examples import (
     Dataset,
@@ -24,6 +25,7 @@ from headstart.data.examples import (
     numbered,
     read_targets,
 )
+from headstart.data.memory import from_memory
 from headstart.errors import HeadstartError, nearest
 
 _BUNDLED_SEED = 0  # the bundled sets have one split, whatever the run's seed
@@ -46,15 +48,20 @@ def load_silo(data: Data, path: str, seed: int = 0) -> Dataset:
     return dataset
 
 
-def load_dataset(data: Data, seed: int = 0, alone: bool = False, unlabelled: bool = False) -> Dataset:
+def load_dataset(
+    data: Data, seed: int = 0, alone: bool = False, unlabelled: bool = False, given: Any = None
+) -> Dataset:
     """Find, read and check the data that a recipe names; what comes without a test split is cut.
 
     alone: whether the data are one client's, who need not have every class; unlabelled: whether they are prompts and
-    completions, all of one class.
+    completions, all of one class; given: the data themselves, where they are in memory.
     """
-    known = KNOWN.get(data.dataset)
-    _refuse_unread(data, known)
-    if data.dataset == "mnist-mini":
+    known = KNOWN.get(data.dataset) if given is None else None
+    if given is None:
+        _refuse_unread(data, known)
+    if given is not None:
+        dataset = from_memory(given, data, unlabelled)
+    elif data.dataset == "mnist-mini":
         dataset = _mnist_mini()
     elif data.dataset == "digits":
         dataset = _held_out(_digits(), 0.2, _BUNDLED_SEED)
@@ -130,6 +137,8 @@ def _from_tables(data: Data, known: Known | None, unlabelled: bool) -> Dataset:
     elif known is not None or is_hub_id:
         tables = hub_tables(data.dataset, known)
     else:
+        if data.dataset == MEMORY:
+            raise HeadstartError("data.dataset: the data of this run were in memory; give them as data=… in Python")
         hint = nearest(data.dataset, KNOWN)
         raise HeadstartError(f"data.dataset: {data.dataset!r} is neither a known name nor an existing path; {hint}")
     return of_completions(data, tables) if unlabelled else from_tables(data, known, tables)

@@ -132,6 +132,15 @@ class RunDirectory:
         write_json(path, known.tolist())
         return known
 
+    def refuse_other_data(self, fingerprint: str | None) -> None:
+        """Refuse to go on with data in memory that are not those of the run so far."""
+        path = self._checkpoints / "data.json"
+        before = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else fingerprint
+        if before != fingerprint:
+            raise HeadstartError(f"--resume: {self.path} is a run on other data; give those that it was begun with")
+        if fingerprint is not None:
+            write_json(path, fingerprint)
+
     @property
     def has_checkpoint(self) -> bool:
         """Whether there is anything to go on from."""

@@ -26,6 +26,9 @@ AXES = {"round": "rounds", "bytes": "bytes sent by all clients", "forward_passes
 """What accuracy is drawn against."""
 
 
+_LONGEST = 80  # characters of what sets a group of runs apart
+
+
 @dataclass(frozen=True, eq=False)
 class Matrix:
     """Counts [n, m] under names."""
@@ -210,6 +213,11 @@ class Group:
     label: str
     runs: list[Record]
 
+    @property
+    def method(self) -> str:
+        """Of the last stage."""
+        return self.runs[0].recipe.stages[-1].method
+
 
 def grouped(records: Sequence[Record]) -> list[Group]:
     """Runs by what sets them apart."""
@@ -223,10 +231,14 @@ def grouped(records: Sequence[Record]) -> list[Group]:
     names = [runs[0].recipe.name for runs in several]
     if len(set(names)) < len(names):
         apart = [key for key in apart if key != "name"]
-        short = [", ".join(f"{k.rpartition('.')[2]} {table[k]}" for k in apart if k in table) for table in tables]
+        ends = [key.rpartition(".")[2] for key in apart]
+        called = {key: end if ends.count(end) == 1 else key for key, end in zip(apart, ends, strict=True)}
+        said = [", ".join(f"{called[key]} {table[key]}" for key in apart if key in table) for table in tables]
+        said = [each if len(each) <= _LONGEST else f"{each[:_LONGEST]}…" for each in said]
+        if len(set(said)) < len(said):  # what differs is long: the first keys do not tell
+            said = [f"{each} ({number})" for number, each in enumerate(said, 1)]
         names = [
-            f"{name}: {said}" if len(said) < 60 and short.count(said) == 1 else str(runs[0].path.name)
-            for name, said, runs in zip(names, short, several, strict=True)
+            f"{name}: {each}" if len(set(names)) > 1 else each or name for name, each in zip(names, said, strict=True)
         ]
     return [Group(name, runs) for name, runs in zip(names, several, strict=True)]
 
@@ -243,6 +255,8 @@ class Curve:
     deviation: Floats
     """[n] over the seeds; 0 where there is one."""
     has_classes: bool = True
+    method: str = ""
+    """Of the stage: the same has the same colour in every picture."""
 
 
 def curves(groups: Sequence[Group]) -> list[Curve]:
@@ -270,7 +284,8 @@ def _curves(group: Group) -> list[Curve]:
         accuracy = np.array([np.mean([a for _, a in step]) for step in steps])
         deviation = np.array([np.std([a for _, a in step], ddof=len(step) > 1) for step in steps])
         has_classes = all(line.get("r2") is None for record in group.runs for line in record.metrics)
-        found.append(Curve(chain(first, stage), costs, accuracy, deviation, has_classes))
+        method = first.recipe.stages[stage].method
+        found.append(Curve(chain(first, stage), costs, accuracy, deviation, has_classes, method))
     return found
 
 

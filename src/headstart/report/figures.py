@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+import zlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,11 +18,14 @@ from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullFormatter, PercentFormatter
 
+from headstart.config.stage import STAGES
 from headstart.core.files import write_atomically
 from headstart.records.record import AXES, Curve, Matrix
 
 COLOURS = ("#2f7ed8", "#e4572e", "#3aa655", "#a15bd0", "#c98a00", "#17a2b8", "#d6568c", "#7f8c8d")
 """They can be told apart on white and on black."""
+_DASHES: tuple[Any, ...] = ("-", (0, (4, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2)), (0, (3, 1, 1, 1, 1, 1)))
+"""Of series with the same colour."""
 _HEAT = LinearSegmentedColormap.from_list("heat", ["#b5d3ec", "#4a90d9", "#8e2a6b"])
 _MANY = 24  # names along an axis that can still be read
 
@@ -37,16 +43,61 @@ def _axes(size: tuple[float, float] | None = None) -> tuple[Figure, Axes]:
     return figure, axes
 
 
+@dataclass(frozen=True)
+class Look:
+    """How a series is drawn."""
+
+    colour: str
+    dash: int
+    """A number of `_DASHES`."""
+
+    @property
+    def line(self) -> Any:
+        """Its line style, as matplotlib has it."""
+        return _DASHES[self.dash]
+
+    @property
+    def svg(self) -> str:
+        """Its dashes in a legend of a page."""
+        return "none" if self.dash == 0 else " ".join(f"{2 * part:g}" for part in _DASHES[self.dash][1])
+
+
+def looks(methods: Sequence[str]) -> list[Look]:
+    """How the series of these methods are drawn: a method has its colour in every picture, and a series of a colour
+    that another has already is dashed."""
+    known, seen, found = list(STAGES), dict[str, int](), []
+    for method in methods:
+        place = known.index(method) if method in known else zlib.crc32(method.encode())
+        colour = COLOURS[place % len(COLOURS)]
+        seen[colour] = seen.get(colour, -1) + 1
+        found.append(Look(colour, seen[colour] % len(_DASHES)))
+    return found
+
+
+def _legend(figure: Figure, axes: Axes) -> None:
+    """The names of the series below the picture, where they cover nothing."""
+    names = axes.get_legend_handles_labels()[1]
+    rows = len(names)
+    height = figure.get_figheight()
+    more = 0.22 * rows + 0.1
+    figure.set_figheight(height + more)
+    place = figure.subplotpars
+    figure.subplots_adjust(
+        bottom=(place.bottom * height + more) / (height + more), top=(place.top * height + more) / (height + more)
+    )
+    figure.legend(loc="lower left", bbox_to_anchor=(0.03, 0.0), fontsize="small", frameon=False, handlelength=3.2)
+
+
 def curve_figure(curves: Sequence[Curve], against: str, legend: bool = True) -> Figure:
     """Accuracy against rounds, bytes or forward passes (one of `AXES`), with a band of one deviation over seeds.
 
     Where a curve begins is a point, and so is a stage of one evaluation. Costs are on a logarithmic scale.
     """
     figure, axes = _axes()
-    for number, curve in enumerate(curves):
-        colour, x, y = COLOURS[number % len(COLOURS)], curve.costs[against], 100 * curve.accuracy
+    for look, curve in zip(looks([curve.method for curve in curves]), curves, strict=True):
+        colour, x, y = look.colour, curve.costs[against], 100 * curve.accuracy
         marker, band = "." if len(x) < 60 else "", 100 * curve.deviation
-        axes.plot(x, y, color=colour, marker=marker, label=curve.label, linewidth=1.6)
+        axes.plot(x, y, color=colour, marker=marker, label=curve.label, linewidth=1.6, linestyle=look.line)
         axes.plot(x[:1], y[:1], color=colour, marker="o", zorder=3)
         if band.any() and len(x) == 1:
             axes.errorbar(x, y, band, color=colour, capsize=3)
@@ -67,7 +118,7 @@ def curve_figure(curves: Sequence[Curve], against: str, legend: bool = True) -> 
     axes.margins(x=0.08, y=0.12)
     axes.grid(alpha=0.25)
     if legend and curves:
-        axes.legend(fontsize="small", frameon=False)
+        _legend(figure, axes)
     return figure
 
 
@@ -102,18 +153,20 @@ def confusion_figure(confusion: Matrix) -> Figure:
     return figure
 
 
-def clients_figure(accuracies: Mapping[str, Sequence[float]], legend: bool = True) -> Figure:
-    """How many clients have which accuracy, by the name of the run."""
+def clients_figure(
+    accuracies: Mapping[str, Sequence[float]], methods: Sequence[str] = (), legend: bool = True
+) -> Figure:
+    """How many clients have which accuracy, by the name of the run; methods: of each, for its colour."""
     figure, axes = _axes()
     bins = np.linspace(0, 100, 21)
-    for number, (label, values) in enumerate(accuracies.items()):
-        colour = COLOURS[number % len(COLOURS)]
+    for look, (label, values) in zip(looks(list(methods) or list(accuracies)), accuracies.items(), strict=True):
         style = {"alpha": 0.75} if len(accuracies) == 1 else {"histtype": "step", "linewidth": 1.8}
-        axes.hist(100 * np.array(values), bins=bins, color=colour, label=label, **style)  # type: ignore[arg-type]
+        style |= {"linestyle": look.line} if len(accuracies) > 1 else {}
+        axes.hist(100 * np.array(values), bins=bins, color=look.colour, label=label, **style)  # type: ignore[arg-type]
     axes.set(xlabel="a client's accuracy (%)", ylabel="clients")
     axes.grid(alpha=0.25)
     if legend and len(accuracies) > 1:
-        axes.legend(fontsize="small", frameon=False)
+        _legend(figure, axes)
     return figure
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,10 @@ import numpy as np
 from headstart.core.files import write_text
 from headstart.records.record import AXES, Curve, Group, Matrix, Record, curves, grouped
 from headstart.report.figures import (
-    COLOURS,
     clients_figure,
     confusion_figure,
     curve_figure,
+    looks,
     partition_figure,
     save,
     svg,
@@ -44,7 +44,7 @@ figure.half { max-width: 40rem; } figcaption { font-size: .85rem; opacity: .75; 
 svg { display: block; width: 100%; height: auto; } svg text { fill: currentColor; }
 .legend { display: flex; flex-wrap: wrap; gap: .3rem 1.2rem; margin: .4rem 0 .8rem; font-size: .9rem; }
 .legend i { display: inline-block; width: .9rem; height: .9rem; border-radius: .2rem; margin-right: .4rem;
-  vertical-align: -.1rem; }
+  vertical-align: -.1rem; } svg.key { display: inline-block; width: 2.1rem; height: .7rem; margin-right: .4rem; }
 pre { background: var(--soft); padding: 1rem; border-radius: .6rem; overflow-x: auto; font-size: .82rem; }
 small, .soft { opacity: .75; } summary { cursor: pointer; } ul { padding-left: 1.2rem; }
 @media print {
@@ -82,24 +82,36 @@ def write_report(path: Path, records: Sequence[Record]) -> None:
 
 
 def write_folder(folder: Path, records: Sequence[Record]) -> list[str]:
-    """Write the page of some runs, every picture as SVG and PNG, and the table of costs as CSV, Markdown and LaTeX."""
-    (folder / "figures").mkdir(parents=True, exist_ok=True)
+    """Write the page of some runs, every picture as SVG, PNG and PDF, and the table of costs as CSV, Markdown and
+    LaTeX."""
+    figures = write_figures(folder / "figures", records)
+    tables = write_tables(folder / "costs", *cost_table(grouped(records)))
+    write_report(folder / "report.html", records)
+    return ["report.html", *(table.name for table in tables), *(f"figures/{name}" for name in figures)]
+
+
+def write_figures(folder: Path, records: Sequence[Record]) -> list[str]:
+    """Write every picture of some runs as SVG, PNG and PDF; their names."""
+    folder.mkdir(parents=True, exist_ok=True)
     groups = grouped(records)
     drawn = curves(groups)
     written = {f"accuracy-by-{name.replace('_', '-')}": curve_figure(drawn, name) for name in AXES if drawn}
     if accuracies := _accuracies(groups):
-        written["clients"] = clients_figure(accuracies)
+        written["clients"] = clients_figure(accuracies, _methods(groups, accuracies))
     if len(records) == 1 and (held := records[0].holdings()) is not None:
         written["who-holds-what"] = partition_figure(held.counts, held.columns)
     if len(records) == 1 and (confusion := records[0].confusion()) is not None:
         written["confusion"] = confusion_figure(confusion)
-    for name, figure in written.items():
-        for ending in ("svg", "png"):
-            save(figure, folder / "figures" / f"{name}.{ending}")
-    tables = write_tables(folder / "costs", *cost_table(groups))
-    write_report(folder / "report.html", records)
-    figures = [f"figures/{name}.{ending}" for name in written for ending in ("svg", "png")]
-    return ["report.html", *(table.name for table in tables), *figures]
+    names = {f"{name}.{ending}": figure for name, figure in written.items() for ending in ("svg", "png", "pdf")}
+    for name, figure in names.items():
+        save(figure, folder / name)
+    return list(names)
+
+
+def _methods(groups: Sequence[Group], labels: Iterable[str]) -> list[str]:
+    """The last method of the groups with these labels."""
+    known = {group.label: group.method for group in groups}
+    return [known[label] for label in labels]
 
 
 def _title(records: Sequence[Record]) -> str:
@@ -117,7 +129,7 @@ def report_body(records: Sequence[Record]) -> str:
     if rows:
         parts.append("<h2>Accuracy and cost</h2>")
         if drawn:
-            parts += [_legend([curve.label for curve in drawn]), _curves(drawn)]
+            parts += [_legend({curve.label: curve.method for curve in drawn}), _curves(drawn)]
         named = 0 if len(groups) > 1 else 1
         parts.append(html_table(columns[named:], [row[named:] for row in rows]))
         parts.append(_formulas(records))
@@ -146,10 +158,12 @@ def _learned(summary: Mapping[str, Any]) -> str:
     return f"{summary['classes']:,} {what if summary['classes'] != 1 else what.removesuffix('s')}"
 
 
-def _legend(labels: Sequence[str]) -> str:
+def _legend(methods: Mapping[str, str]) -> str:
+    """Names of the series, by which the method of each is found; with their colours and dashes."""
     chips = [
-        f'<span><i style="background:{COLOURS[number % len(COLOURS)]}"></i>{escape(label)}</span>'
-        for number, label in enumerate(labels)
+        f'<span><svg class="key" viewBox="0 0 34 10" aria-hidden="true"><line x1="1" y1="5" x2="33" y2="5" '
+        f'stroke="{look.colour}" stroke-width="3" stroke-dasharray="{look.svg}"/></svg>{escape(label)}</span>'
+        for label, look in zip(methods, looks(list(methods.values())), strict=True)
     ]
     return f'<div class="legend">{"".join(chips)}</div>'
 
@@ -216,8 +230,9 @@ def _clients(groups: Sequence[Group]) -> str:
         f"{escape(label)}: {100 * np.mean(values):.2f} ± {100 * np.std(values):.2f} %"
         for label, values in accuracies.items()
     )
-    picture = svg(clients_figure(accuracies, legend=False), "how many clients have which accuracy")
-    legend = _legend(list(accuracies)) if len(accuracies) > 1 else ""
+    methods = _methods(groups, accuracies)
+    picture = svg(clients_figure(accuracies, methods, legend=False), "how many clients have which accuracy")
+    legend = _legend(dict(zip(accuracies, methods, strict=True))) if len(accuracies) > 1 else ""
     return (
         f"<h2>Clients</h2>{legend}<div class='figures'><figure>{picture}<figcaption>Mean and deviation over clients: "
         f"{spread}</figcaption></figure><div><p class='soft'>The worst off</p>{table}</div></div>"

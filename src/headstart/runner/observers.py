@@ -72,7 +72,8 @@ class Observers:
         line = {**about, **self.record.metrics, **costs, **stage.privacy()}
         run.evaluations += 1
         self.directory.log(line)
-        run.on_metrics(line)
+        for tell in run.on_metrics:
+            tell(line)
 
     # ------------------------------------------------------------------------------------------------------ evaluation
 

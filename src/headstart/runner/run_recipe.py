@@ -5,8 +5,8 @@ from __future__ import annotations
 import errno
 import logging
 import platform
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,19 +14,20 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from headstart.config.recipe import Recipe
+from headstart.config.recipe import MEMORY, Recipe
 from headstart.config.stage import Stage
 from headstart.core.ledger import peak_memory
 from headstart.core.metrics import SHOWN
 from headstart.core.progress import reported
 from headstart.data import Federation
+from headstart.data.memory import names_clients
 from headstart.engine.body import PRETRAINED, Body
 from headstart.engine.client_states import RemoteStates, collect
 from headstart.engine.server import SMALLEST_SUM
 from headstart.errors import HeadstartError
-from headstart.heads import LinearHead
 from headstart.records import Checkpoint, NoDirectory, Record, RunDirectory, StageModel, privacy_spent
 from headstart.report import write_report
+from headstart.runner.result import Result
 from headstart.runner.run_stage import run_stage
 
 if TYPE_CHECKING:  # Flower takes seconds to load
@@ -41,32 +42,34 @@ OnMetrics = Callable[[dict[str, Any]], object]
 COSTS = ("bytes_up", "bytes_down", "forward_passes", "seconds")
 
 
-@dataclass(frozen=True, eq=False)
-class Result:
-    """What a run found: the summary as it is saved, the final head, and the federation it came from."""
-
-    summary: dict[str, Any]
-    head: LinearHead
-    federation: Federation
-    out: Path | None
-
-
 def run(
-    recipe: Recipe,
+    recipe: Recipe | Mapping[str, Any] | Path | str,
     out: Path | str | None = None,
     resume: bool = False,
     on_metrics: OnMetrics | None = None,
+    *,
+    data: Any = None,
 ) -> Result:
-    """Run a recipe; with ``out``, leave a run directory, and with ``resume`` go on with an interrupted one.
+    """Run a recipe: itself, a table, or the path of a TOML file; with ``out``, leave a run directory, and with
+    ``resume`` go on with an interrupted one.
 
-    ``on_metrics`` is called with every evaluation, as it is written to `metrics.jsonl`.
+    ``on_metrics`` is called with every evaluation, as it is written to `metrics.jsonl`. ``data``: the examples, where
+    they are in memory and not in what the recipe names: a pair (X, y); a mapping with X and y, and optionally split,
+    client and domain; a DataFrame; a Hugging Face or torch data set; or a mapping of splits to any of these. X may be
+    features [n, d], images [n, H, W], [n, H, W, 3] or [n, 3, H, W], a list of PIL images, or a list of texts.
     """
+    recipe = Recipe.of(recipe, None if data is None else in_memory(data))
     path = Path(out) if out is not None else None
     if path is not None and not resume:
         RunDirectory.check_free(path)
     if resume and path is None:
         raise HeadstartError("--resume needs --out, the directory of the run to go on with")
-    return run_federation(recipe, Federation.of(recipe), path, resume, on_metrics)
+    return run_federation(recipe, Federation.of(recipe, data), path, resume, on_metrics)
+
+
+def in_memory(data: Any) -> dict[str, Any]:
+    """The keys of [data] for data in memory, where a recipe does not say otherwise."""
+    return {"dataset": MEMORY, **({"partition": {"kind": "natural"}} if names_clients(data) else {})}
 
 
 def run_federation(
@@ -95,6 +98,7 @@ def run_federation(
                 federation = _known(recipe, federation, directory)
                 if nodes is not None:
                     nodes.begin(federation.members)
+            directory.refuse_other_data(federation.dataset.fingerprint)
             folder = states or (directory.path / "checkpoint" if directory.path else Path(temporary))
             return Run(recipe, federation, directory, on_metrics or (lambda line: None), folder, nodes).play()
     except BaseException as error:
@@ -186,7 +190,10 @@ class Run:
     ) -> None:
         """folder: of the clients' states."""
         self.recipe, self.federation, self.directory = recipe, federation, directory
-        self.on_metrics, self.folder, self.nodes = on_metrics, folder, nodes
+        self.folder, self.nodes = folder, nodes
+        self.metrics: list[dict[str, Any]] = []
+        """Every evaluation so far."""
+        self.on_metrics: tuple[OnMetrics, ...] = (self.metrics.append, on_metrics)
         returns = any(stage.start != "previous" for stage in recipe.stages)
         owners = {"train": federation.owners, "test": federation.test_owners}
         self.body = Body(recipe.model, federation.dataset, returns, owners)
@@ -222,6 +229,7 @@ class Run:
         progress = saved.progress
         self.stages, self.evaluations, self.spent = progress["stages"], progress["evaluations"], progress["spent"]
         assert isinstance(self.directory, RunDirectory)
+        self.metrics += self.directory.metrics()
         for number in range(progress["stage"]):
             model, version = self.directory.load_model(number)
             if version is not None:
@@ -284,7 +292,7 @@ class Run:
             report = self.directory.path / "report.html"
             write_report(report, [Record.read(self.directory.path, summary)])
         self.directory.finish(summary)
-        return Result(summary, heads[0], federation, self.directory.path)
+        return Result(self.recipe, summary, heads[0], self.metrics, self.directory.path, federation)
 
 
 def _versions() -> dict[str, str]:
