@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from headstart.cli.shared import RecipeFile, Settings, check_new_file, console, free_path, show_table
+from headstart.cli.shared import Imports, RecipeFile, Settings, check_new_file, console, free_path, show_table
 from headstart.errors import HeadstartError
 
 
@@ -18,7 +18,7 @@ def report(
         Path | None, typer.Option(help="A folder; by default the one given, or the first free runs/report for several.")
     ] = None,
 ) -> None:
-    """One page about some runs, with every picture as SVG and PNG and the table as CSV, Markdown and LaTeX."""
+    """One page about some runs, with every picture as SVG, PNG and PDF and the table as CSV, Markdown and LaTeX."""
     from headstart.records import Record, find
     from headstart.report import write_folder
 
@@ -53,6 +53,7 @@ def partition(
     recipe: RecipeFile,
     settings: Settings = None,
     out: Annotated[Path | None, typer.Option(help="Also write a heat map: a .png, .svg or .pdf file.")] = None,
+    imports: Imports = None,
 ) -> None:
     """Who holds which class, as a table and, with --out, as a heat map."""
     from headstart.config.recipe import Recipe

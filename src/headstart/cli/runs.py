@@ -9,7 +9,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headstart.cli.shared import RecipeFile, Settings, console, free_path, interruptible, require_flower, show_table
+from headstart.cli.shared import (
+    Imports,
+    Quiet,
+    Settings,
+    Verbose,
+    console,
+    free_path,
+    interruptible,
+    require_flower,
+    show_table,
+)
 from headstart.errors import HeadstartError
 
 if TYPE_CHECKING:
@@ -39,7 +49,7 @@ class Log(StrEnum):
 
 
 def run(
-    recipe: RecipeFile,
+    recipe: Annotated[Path | None, typer.Argument(help="A recipe (TOML); with --resume, the one in --out.")] = None,
     settings: Settings = None,
     out: Annotated[Path | None, typer.Option(help="Run directory; by default the first free runs/NAME.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the interrupted run in --out.")] = False,
@@ -49,14 +59,23 @@ def run(
     log: Annotated[
         list[Log] | None, typer.Option("--log", help="Also log every evaluation there (repeatable).")
     ] = None,
+    imports: Imports = None,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
 ) -> None:
     """Run a recipe: a table here, and a run directory with metrics, model and report."""
     from headstart.config.recipe import Recipe
 
-    loaded = Recipe.load(recipe, settings or ())
     if out is None and resume:
         raise HeadstartError("--resume needs --out, the directory of the run to go on with")
-    _run_and_show(loaded, out or free_path(loaded.name), resume, engine, log or ())
+    if recipe is None and not resume:
+        raise HeadstartError("which recipe? give a TOML file, or --resume --out DIR to go on with a run")
+    if recipe is None and out is not None:
+        recipe = out / "recipe.toml"
+        if not recipe.is_file():
+            raise HeadstartError(f"--resume: {out} holds no run")
+    loaded = Recipe.load(recipe or "", settings or ())
+    _run_and_show(loaded, out or free_path(loaded.name), resume, engine, log or (), quiet)
 
 
 def compare(
@@ -65,6 +84,9 @@ def compare(
     out: Annotated[
         Path | None, typer.Option(help="A directory for all runs; by default the first free runs/compare.")
     ] = None,
+    imports: Imports = None,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
 ) -> None:
     """Run recipes, and every combination of values they list; a table of means over the seeds.
 
@@ -76,10 +98,13 @@ def compare(
     where = out or free_path("compare")
 
     def say(point: object, summary: dict[str, Any]) -> None:
-        print(f"{getattr(point, 'folder', '')}: {score(summary)}", flush=True)
+        if not quiet:
+            print(f"{getattr(point, 'folder', '')}: {score(summary)}", flush=True)
 
-    with interruptible(where):
+    with interruptible(where, "the same command and"):
         found = compare(recipes, where, settings or (), say)
+    if quiet:
+        return
     show_table(*found.table())
     for test in found.tests():
         print(_tested(test))
@@ -133,15 +158,22 @@ def reproduce(
 
 def demo(
     out: Annotated[Path | None, typer.Option(help="Run directory; by default the first free runs/demo.")] = None,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
 ) -> None:
     """FedNCM, Fed3R and FedCOF on 50 clients over MNIST, through EfficientNet-Lite0: real weights, real data."""
     from headstart.config.recipe import Recipe
 
-    _run_and_show(Recipe.parse(DEMO), out or free_path("demo"), False)
+    _run_and_show(Recipe.parse(DEMO), out or free_path("demo"), False, quiet=quiet)
 
 
 def _run_and_show(
-    recipe: Recipe, out: Path, resume: bool, engine: Engine = Engine.local, log: Sequence[Log] = ()
+    recipe: Recipe,
+    out: Path,
+    resume: bool,
+    engine: Engine = Engine.local,
+    log: Sequence[Log] = (),
+    quiet: bool = False,
 ) -> None:
     from headstart.report import quality, remarks, summary_table
     from headstart.runner import run
@@ -150,8 +182,10 @@ def _run_and_show(
     if engine == Engine.flower:
         require_flower()
         from headstart.deploy.apps import simulate as run
-    with interruptible(out, "--resume"), trackers([each.value for each in log], recipe, out) as tell:
+    with interruptible(out, "headstart run --resume"), trackers([each.value for each in log], recipe, out) as tell:
         result = run(recipe, out, resume, tell)
+    if quiet:
+        return
     console().print(summary_table(result.summary))
     if result.federation.unused:
         print(f"{result.federation.unused:,} training examples were held by nobody")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from importlib.util import find_spec
+from importlib import import_module
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Annotated
 
@@ -14,10 +16,80 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from headstart.errors import HeadstartError
+from headstart.core.progress import hide_progress
+from headstart.errors import HeadstartError, first_line
 
 RecipeFile = Annotated[Path, typer.Argument(help="A recipe (TOML).")]
-Settings = Annotated[list[str] | None, typer.Option("--set", help="Change a key: stages.0.shrinkage=0.1 (repeatable).")]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="Change a key: stages.0.shrinkage=0.1; unset it: stages.0.shrinkage= (repeatable)."),
+]
+
+
+def _import(names: list[str] | None) -> list[str] | None:
+    """Import modules, or files, from here or from what is installed."""
+    for name in names or ():
+        sys.path[:0] = [] if str(Path.cwd()) in sys.path else [str(Path.cwd())]
+        try:
+            if not name.endswith(".py"):
+                import_module(name)
+                continue
+            spec = spec_from_file_location(Path(name).stem, name)
+            assert spec is not None
+            assert spec.loader is not None
+            sys.modules[spec.name] = module = module_from_spec(spec)
+            spec.loader.exec_module(module)
+        except HeadstartError:
+            raise
+        except Exception as error:  # a module of the user's raises what it likes
+            raise HeadstartError(f"--import {name}: {type(error).__name__}: {first_line(error)}") from None
+    return names
+
+
+Imports = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--import", callback=_import, help="Import a module, or a .py file, that registers methods (repeatable)."
+    ),
+]
+
+
+def _be_quiet(asked: bool) -> bool:
+    if asked:
+        logging.getLogger("headstart").setLevel(logging.ERROR)
+        hide_progress()
+    return asked
+
+
+def _be_verbose(asked: bool) -> bool:
+    if asked:
+        logging.getLogger("headstart").setLevel(logging.INFO)
+    return asked
+
+
+Quiet = Annotated[
+    bool, typer.Option("--quiet", "-q", callback=_be_quiet, help="Print nothing but errors; run.log has the rest.")
+]
+Verbose = Annotated[
+    bool, typer.Option("--verbose", "-v", callback=_be_verbose, help="Print every evaluation as it comes.")
+]
+
+
+class _Terminal(logging.Handler):
+    """Messages to standard error, whatever that is at the moment."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """One message, one line."""
+        print(self.format(record), file=sys.stderr)
+
+
+def log_to_terminal() -> None:
+    """Messages of the library go to standard error, warnings and errors unless --quiet or --verbose says otherwise."""
+    log = logging.getLogger("headstart")
+    if not any(isinstance(handler, _Terminal) for handler in log.handlers):
+        log.addHandler(_Terminal())
+    log.setLevel(logging.WARNING)
+    hide_progress(False)
 
 
 def console() -> Console:
@@ -55,12 +127,12 @@ def require_flower() -> None:
 
 
 @contextmanager
-def interruptible(out: Path, *options: str) -> Iterator[None]:
+def interruptible(out: Path, how: str) -> Iterator[None]:
     """Ctrl-C says how to go on."""
     try:
         yield
     except KeyboardInterrupt:
-        how = f"go on with the same command and {' '.join(['--out', str(out), *options])}"
-        kept = how if out.is_dir() else "there was no result yet; features that were computed are kept"
+        nothing = "there was no result yet; features that were computed are kept"
+        kept = f"go on with {how} --out {out}" if out.is_dir() else nothing
         print(f"\nheadstart: interrupted; {kept}", file=sys.stderr)
         raise SystemExit(130) from None

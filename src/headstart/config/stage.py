@@ -60,7 +60,9 @@ class Privacy(Table):
     """Differential privacy of a stage: what is released hides whether any one unit took part."""
 
     epsilon: PositiveFloat
+    """ε: the smaller, the more private."""
     delta: float = Field(default=1e-5, gt=0, lt=1)
+    """δ: below one over the number of units that are hidden."""
     clip: PositiveFloat = 1.0
     """Largest norm of what one unit contributes: an example's features in a closed form, a client's update in
     training. What is longer is shortened to it, and the noise grows with it. Most closed forms use directions only: any
@@ -111,10 +113,13 @@ class _Stage(Table):
     phased: ClassVar[bool] = False
     """Whether its first rounds train other parameters than its last, below a module of its own."""
     method: str
+    """What the stage does: a name of `headstart methods`."""
     head_init: Literal["previous", "zeros", "random"] = "previous"
     """Where a trained head starts from; a closed-form head is computed and starts from nothing."""
     evaluate_every: PositiveInt = 1
+    """Rounds from one evaluation to the next; the last round is always evaluated."""
     eval_split: Literal["test", "validation"] = "test"
+    """What accuracy is measured on."""
     start: Literal["previous", "pretrained"] | NonNegativeInt = "previous"
     """The model to start from: that of the stage before, the pre-trained one, or that of a stage by its number."""
     min_replies: PositiveInt | None = None
@@ -152,6 +157,7 @@ class _Stage(Table):
 
 class _Sampled(_Stage):
     clients_per_round: PositiveInt | None = None
+    """Clients that are drawn in a round."""
     participation: float | None = Field(default=None, gt=0, le=1)
     """Share of the clients in a round; everybody where neither key is set."""
     sampling: Literal["clients", "tasks"] = "clients"
@@ -186,6 +192,7 @@ class CountNoise(Table):
     """"uniform": n · U(−(1 − ε), 1 − ε), nothing from ε = 1 on; "gaussian": N(0, 1/ε), of variance 1/ε; "laplace":
     Lap(1/ε). The noisy count is rounded to a whole number; a class that comes out at zero is not sent."""
     epsilon: PositiveFloat
+    """ε: the smaller, the more noise."""
 
 
 class ClosedFormStage(_Sampled):
@@ -246,8 +253,11 @@ class _Optimiser(_Stage):
     trains: ClassVar[Literal[True]] = True
     """Whether the model is trained, round after round, rather than computed."""
     batch_size: PositiveInt | Literal["full"] = 64
+    """Examples of a local step; "full": all of the client's."""
     lr: PositiveFloat = 0.1
+    """Learning rate of local steps."""
     weight_decay: NonNegativeFloat = 0.0
+    """Of local steps: this share of the parameters is added to the gradient."""
     temperature: PositiveFloat | Auto = 1.0
     """Scores are divided by it: heads with rows of length one need less than 1. "auto": the temperature of the head
     that the stage starts from."""
@@ -285,6 +295,7 @@ class _Optimiser(_Stage):
 
 class _SGD(_Optimiser):
     momentum: float = Field(default=0.0, ge=0, lt=1)
+    """Of local steps."""
     clip: PositiveFloat | None = None
     """Largest norm of the gradient of the loss, before weight decay and what a method adds to it."""
     norm_statistics: Literal["aggregate", "freeze", "batch"] = "aggregate"
@@ -306,11 +317,13 @@ class _Rounds(_Sampled, _Optimiser):
     hidden: PositiveInt = 256
     """Width of the hidden layers."""
     rounds: PositiveInt = 100
+    """How often the server asks clients."""
     schedule: Literal["constant", "step", "cosine"] = "constant"
     """"step": a tenth after half and after three quarters of the rounds."""
     warmup_rounds: NonNegativeInt | Auto = 0
     """Rounds over which the learning rate rises to its value; "auto": a tenth of the rounds."""
     weighting: Literal["examples", "uniform"] = "examples"
+    """How much a client counts in the mean: by its training examples, or all alike."""
     keep: Literal["last", "best"] = "last"
     """The model that the stage ends with: that of its last round, or that of the evaluated round with the highest
     accuracy on the validation split."""
@@ -351,6 +364,7 @@ class TrainingStage(_Rounds, _SGD):
     local_epochs: PositiveInt | None = None
     """Passes over the local examples; 1 unless local_steps says otherwise."""
     local_steps: PositiveInt | None = None
+    """Steps of a client in a round, instead of passes."""
     optimiser: Literal["sgd", "adamw"] = "sgd"
     """Of the clients' steps. AdamW's moments start anew in every round, and its weight decay is no part of the loss."""
     hide_task: bool = False
@@ -380,8 +394,11 @@ class AdaptiveStage(TrainingStage):
     """An adaptive optimiser on the server."""
 
     server_lr: PositiveFloat = 0.01
+    """Learning rate of the server's step along the mean update."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
+    """Decay of the mean of updates."""
     beta2: float = Field(default=0.99, ge=0, lt=1)
+    """Decay of the mean of squared updates."""
     tau: PositiveFloat = 1e-3
     """Adaptivity: added to the square root of the second moment, which starts at its square."""
     bias_correction: bool = False
@@ -470,6 +487,14 @@ FAMILIES = (ClosedFormStage, TrainingStage, ZerothOrderStage, LocalStage)
 
 STAGES: dict[str, type[ClosedForm] | type[Rounds]] = {}
 """The stage of every method; `headstart.register` adds to it."""
+
+
+def of_family(table: Mapping[str, Any]) -> ClosedForm | Rounds:
+    """A stage of a method that is not registered here, unchecked: of the family that its keys are of."""
+    family = TrainingStage if "lr" in table else ClosedFormStage
+    kind = type(family.__name__, (family,), {"model_config": {"extra": "allow"}, "__module__": __name__})
+    found: ClosedForm | Rounds = kind.model_construct(**table)  # type: ignore[attr-defined]
+    return found
 
 
 class _ByMethod:

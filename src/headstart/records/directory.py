@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -105,6 +107,31 @@ class RunDirectory:
         finally:
             lock.release()
 
+    @contextmanager
+    def logged(self) -> Iterator[None]:
+        """Meanwhile, warnings of the library are written to `run.log`, too."""
+        log, handler = logging.getLogger("headstart"), _LogFile(self)
+        alone = not log.hasHandlers()  # then Python itself would print warnings, which it does not beside a handler
+        handlers = [handler, *([logging.lastResort] if alone and logging.lastResort else [])]
+        for each in handlers:
+            log.addHandler(each)
+        try:
+            yield
+        finally:
+            for each in handlers:
+                log.removeHandler(each)
+
+    def note(self, message: str, level: str = "INFO") -> None:
+        """Append a line to `run.log`; a log that cannot be written does not stop a run."""
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        with suppress(OSError), (self.path / "run.log").open("a", encoding="utf-8") as file:
+            file.write(f"{now} {level} {message}\n")
+
+    @property
+    def started(self) -> datetime:
+        """When the run was begun: its recipe is written first, and once."""
+        return datetime.fromtimestamp((self.path / "recipe.toml").stat().st_mtime, UTC)
+
     @property
     def running(self) -> bool:
         """Whether a process runs in this directory now."""
@@ -150,7 +177,15 @@ class RunDirectory:
         """Remove what a run made that ended before its first checkpoint."""
         if not self.path.is_dir():
             return
-        for name in ("recipe.toml", "metrics.jsonl", "clients.csv", "rounds.csv", "holdings.csv", "confusion.csv"):
+        for name in (
+            "recipe.toml",
+            "metrics.jsonl",
+            "clients.csv",
+            "rounds.csv",
+            "holdings.csv",
+            "confusion.csv",
+            "run.log",
+        ):
             (self.path / name).unlink(missing_ok=True)
         for folder in ("model", "checkpoint"):
             shutil.rmtree(self.path / folder, ignore_errors=True)
@@ -355,6 +390,18 @@ class RunDirectory:
         path = self.path / "summary.json"
         found: dict[str, Any] | None = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
         return found
+
+
+class _LogFile(logging.Handler):
+    """Warnings as lines of a run's log."""
+
+    def __init__(self, directory: RunDirectory) -> None:
+        super().__init__(logging.WARNING)
+        self.directory = directory
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """One message, one line."""
+        self.directory.note(" ".join(record.getMessage().split()), record.levelname)
 
 
 def _write(path: Path, data: bytes, private: bool = False) -> None:

@@ -54,7 +54,7 @@ class Record:
         directory = RunDirectory(path)
         if not (path / "recipe.toml").is_file():
             raise HeadstartError(f"{path} holds no run: there is no recipe.toml")
-        return cls(path, Recipe.load(path / "recipe.toml"), directory.metrics(), summary or directory.summary())
+        return cls(path, Recipe.read(path / "recipe.toml"), directory.metrics(), summary or directory.summary())
 
     @property
     def stages(self) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ import logging
 import platform
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -26,7 +27,7 @@ from headstart.engine.client_states import RemoteStates, collect
 from headstart.engine.server import SMALLEST_SUM
 from headstart.errors import HeadstartError
 from headstart.records import Checkpoint, NoDirectory, Record, RunDirectory, StageModel, privacy_spent
-from headstart.report import write_report
+from headstart.report import human_bytes, score, write_report
 from headstart.runner.result import Result
 from headstart.runner.run_stage import run_stage
 
@@ -91,7 +92,7 @@ def run_federation(
         directory = RunDirectory.reopen(out, recipe) if resume else RunDirectory.create(out, recipe)
     try:
         noted = directory.path / "checkpoint" / "progress.json" if directory.path else None
-        with directory.lock(), reported(noted), TemporaryDirectory() as temporary:
+        with directory.lock(), reported(noted), directory.logged(), TemporaryDirectory() as temporary:
             if nodes is not None and isinstance(directory, RunDirectory):
                 nodes.run = directory.identity()
             if federation.remote_sizes is not None:
@@ -102,6 +103,8 @@ def run_federation(
             folder = states or (directory.path / "checkpoint" if directory.path else Path(temporary))
             return Run(recipe, federation, directory, on_metrics or (lambda line: None), folder, nodes).play()
     except BaseException as error:
+        if directory.has_checkpoint:
+            directory.note(f"stopped: {type(error).__name__}: {' '.join(str(error).split())}", "ERROR")
         if not resume and not directory.has_checkpoint:
             directory.discard()
         if isinstance(error, OSError) and error.errno in _FULL:
@@ -193,7 +196,7 @@ class Run:
         self.folder, self.nodes = folder, nodes
         self.metrics: list[dict[str, Any]] = []
         """Every evaluation so far."""
-        self.on_metrics: tuple[OnMetrics, ...] = (self.metrics.append, on_metrics)
+        self.on_metrics: tuple[OnMetrics, ...] = (self.metrics.append, self._log_metrics, on_metrics)
         returns = any(stage.start != "previous" for stage in recipe.stages)
         owners = {"train": federation.owners, "test": federation.test_owners}
         self.body = Body(recipe.model, federation.dataset, returns, owners)
@@ -213,6 +216,10 @@ class Run:
         """All stages, from the last checkpoint on."""
         saved = self.directory.load_checkpoint()
         start = self._restore(saved) if saved is not None else 0
+        self.say(
+            f"{'resumed' if saved else 'started'} {self.recipe.name}, seed {self.recipe.seed}, with headstart "
+            f"{version('headstart')}: {self.federation.n_clients:,} clients, {len(self.recipe.stages)} stages"
+        )
         if self.federation.remote_sizes is None:
             federation = self.federation
             if federation.dataset.target == "classes":
@@ -223,6 +230,17 @@ class Run:
             self.directory.save_checkpoint(Checkpoint(self.progress(number + 1, 0)))
             self._collect_garbage()
         return self._finish()
+
+    def say(self, message: str) -> None:
+        """A line of the run's log, and of the caller's logging."""
+        log.info(message)
+        self.directory.note(message)
+
+    def _log_metrics(self, line: dict[str, Any]) -> None:
+        self.say(
+            f"stage {line['stage']}, {line['method']}, round {line['round']}: {score(line)}, "
+            f"{human_bytes(line['bytes_up'])} up, {line['seconds']:.1f} s"
+        )
 
     def _restore(self, saved: Checkpoint) -> int:
         """What a checkpoint knows of finished stages; the number of the stage to go on with."""
@@ -280,6 +298,7 @@ class Run:
             "unused_examples": federation.unused,
             "peak_rss_bytes": peak_memory(),
             "versions": _versions(),
+            **self._times(),
         }
         if spent := privacy_spent(self.stages):
             summary["privacy"] = spent
@@ -292,7 +311,14 @@ class Run:
             report = self.directory.path / "report.html"
             write_report(report, [Record.read(self.directory.path, summary)])
         self.directory.finish(summary)
+        self.say(f"finished: {score(summary)} after {summary['total_seconds']:.1f} s")
         return Result(self.recipe, summary, heads[0], self.metrics, self.directory.path, federation)
+
+    def _times(self) -> dict[str, Any]:
+        """When the run began and ended, in UTC, and the seconds between, interruptions included."""
+        began, ended = self.directory.started, datetime.now(UTC)
+        shown = {name: when.isoformat(timespec="seconds") for name, when in (("started", began), ("ended", ended))}
+        return {**shown, "total_seconds": round((ended - began).total_seconds(), 3)}
 
 
 def _versions() -> dict[str, str]:
