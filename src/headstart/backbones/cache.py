@@ -3,8 +3,8 @@
 Features tell what the examples were, which may be patients: files and folders are for the eyes of their owner only.
 
 Whatever happens to the file (a killed process, a truncation, a flipped bit), opening it tells which blocks are whole;
-only the others are computed again. One process fills a file at a time; the others wait, then read. Examples that another
-file of the same backbone has are copied from there: a new seed or another split passes no image a second time.
+only the others are computed again. One process fills a file at a time; the others wait, then read. Examples that
+another file of the same backbone has are copied from there: with another seed or split, no image is passed again.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class FeatureFile:
             raise self.failure(error) from None
 
     def note_examples(self, backbone: str, digests: npt.NDArray[np.uint8]) -> None:
-        """Say which examples the rows are of, by hashes [rows, 16]: other files of the backbone can take them from here."""
+        """Say which examples the rows are of, by hashes [rows, 16], so that others of the backbone can copy them."""
         path = self.folder / f"examples-{backbone}.npy"
         try:
             if not path.exists():

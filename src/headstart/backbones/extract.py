@@ -77,7 +77,7 @@ def _compute(
     rest = examples.take(rows[new])
     spans = [slice(start, min(start + BLOCK, len(rest))) for start in range(0, len(rest), BLOCK)]
     with progress(f"{what} through {backbone.name}", len(examples), len(examples) - len(rest)) as advance:
-        computed = _blocks(backbone, rest, spans, advance, what)
+        computed = _blocks(backbone, rest, spans, advance, what, numbers=rows[new])
         file.fill(zip(todo, _merged(file, todo, new, lenders, computed), strict=True))
 
 
@@ -134,14 +134,21 @@ def _blocks(
     advance: Callable[[int], None],
     what: str,
     compiling: bool = True,
+    numbers: Ints | None = None,
 ) -> Iterator[npt.NDArray[np.float32]]:
-    """Features of each span; the next span is decoded while this one is computed."""
+    """Features of each span; the next span is decoded while this one is computed.
+
+    numbers: [n] what the examples are called where one cannot be read.
+    """
     runner: Runner | None = None
     with ThreadPoolExecutor(_WORKERS) as pool:
 
         def prepare(span: slice) -> list[Future[list[Any]]]:
             starts = range(span.start, span.stop, _BATCH)
-            return [pool.submit(_prepared, backbone, examples, at, min(at + _BATCH, span.stop), what) for at in starts]
+            return [
+                pool.submit(_prepared, backbone, examples, at, min(at + _BATCH, span.stop), what, numbers)
+                for at in starts
+            ]
 
         waiting = prepare(spans[0])
         for position in range(len(spans)):
@@ -221,6 +228,9 @@ def openvino_runner(backbone: Backbone, batch: tuple[Tensor, ...]) -> Runner | N
     return lambda batch: np.array(compiled(batch[0].numpy())[0])
 
 
-def _prepared(backbone: Backbone, examples: Examples, start: int, stop: int, what: str) -> list[Any]:
-    raw = enumerate(examples.raw(start, stop), start)
+def _prepared(
+    backbone: Backbone, examples: Examples, start: int, stop: int, what: str, numbers: Ints | None
+) -> list[Any]:
+    called = range(start, stop) if numbers is None else numbers[start:stop]
+    raw = zip(called, examples.raw(start, stop), strict=True)
     return [backbone.transform(value, f"{what}: example {number}") for number, value in raw]

@@ -40,6 +40,8 @@ from headstart.records.checkpoint import Checkpoint, StageModel
 
 Arrays = Mapping[str, np.ndarray]
 
+_MORE = ("train_examples", "test_examples", "macro_f1", "balanced_accuracy", "roc_auc", "calibration_error")
+"""Columns of `clients.csv` behind the costs."""
 _ROUNDS = ("stage", "round", "client", "bytes_up", "bytes_down", "left_out")
 
 
@@ -346,20 +348,33 @@ class RunDirectory:
         return self.path / "model" / f"log-{stage}.safetensors"
 
     def write_clients(
-        self, stage: int, names: tuple[str, ...], ledger: Ledger, found: npt.NDArray[np.float64] | None, what: str
+        self,
+        stage: int,
+        names: tuple[str, ...],
+        ledger: Ledger,
+        found: npt.NDArray[np.float64] | None,
+        what: str,
+        more: Mapping[str, npt.NDArray[Any]],
     ) -> None:
         """Costs of every client after a stage, and how good the model is there, as rows of `clients.csv`.
 
-        what: the accuracy, or the perplexity.
+        what: the accuracy, or the perplexity; more: other figures [K] by name, NaN where a client has none.
         """
         # A pooled stage has one client, and accuracies of those that pooled their examples.
         shown = [""] * len(names) if found is None or len(found) != len(names) else found.round(6).tolist()
         costs = zip(ledger.bytes_up, ledger.bytes_down, ledger.forward_passes, strict=True)
+        others = {
+            name: more[name] if len(more.get(name, ())) == len(names) else [np.nan] * len(names) for name in _MORE
+        }
+        figures = zip(*others.values(), strict=True)
         self._write_stage(
             "clients.csv",
-            ["stage", "client", what, "bytes_up", "bytes_down", "forward_passes"],
+            ["stage", "client", what, "bytes_up", "bytes_down", "forward_passes", *others],
             stage,
-            [[stage, name, right, *cost] for name, right, cost in zip(names, shown, costs, strict=True)],
+            [
+                [stage, name, right, *cost, *map(_figure, each)]
+                for name, right, cost, each in zip(names, shown, costs, figures, strict=True)
+            ],
         )
 
     def write_holdings(self, names: Sequence[str], classes: Sequence[str], counts: Ints) -> None:
@@ -390,6 +405,11 @@ class RunDirectory:
         path = self.path / "summary.json"
         found: dict[str, Any] | None = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
         return found
+
+
+def _figure(value: float) -> str:
+    """A figure of a client; nothing where it has none."""
+    return "" if not np.isfinite(value) else str(int(value)) if value == int(value) else f"{value:.6g}"
 
 
 class _LogFile(logging.Handler):

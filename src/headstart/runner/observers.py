@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
+
 from headstart.core.message import Message
 from headstart.core.state import pack, unpack
 from headstart.methods.personalise import PersonaliseStage
@@ -126,9 +128,16 @@ class Observers:
         what, each = "accuracy", found.client_accuracy
         if found.perplexity is not None:
             what, each = "perplexity", found.client_perplexity
-        self.directory.write_clients(stage.number, stage.federation.names, stage.ledger, each, what)
+        more = {} if self.directory.path is None else {"train_examples": self._sizes(), **found.by_client()}
+        self.directory.write_clients(stage.number, stage.federation.names, stage.ledger, each, what, more)
         if found.answers is not None:
             self.directory.write_confusion(stage.number, stage.run.federation.dataset.classes, *found.answers)
+
+    def _sizes(self) -> Any:
+        """Training examples [K] of every client; not where noise is to hide them."""
+        privacy = self.settings.privacy
+        hidden = privacy is not None and privacy.from_server
+        return np.full(self.stage.federation.n_clients, np.nan) if hidden else self.stage.federation.sizes
 
     # ----------------------------------------------------------------------------------------------------- checkpoints
 
