@@ -75,5 +75,5 @@ def partition(
     if federation.unused:
         print(f"{federation.unused:,} of {len(federation.owners):,} training examples are held by nobody")
     if out is not None:
-        save(partition_figure(federation.counts, dataset.classes), out)
+        save(partition_figure(federation.counts, dataset.classes, federation.names), out)
         print(f"heat map: {out}")

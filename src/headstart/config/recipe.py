@@ -258,11 +258,11 @@ class Recipe(Table):
             table = {**table, "data": {**data, **table.get("data", {})}}
         return cls.parse(table)
 
-    def to_toml(self) -> str:
-        """The recipe with every default filled in; keys that are unset are left out."""
-        table = self.model_dump(mode="json", exclude_none=True)
+    def to_toml(self, defaults: bool = True) -> str:
+        """The recipe with every default filled in, or without them; keys that are unset are left out."""
+        table = self.model_dump(mode="json", exclude_none=True, exclude_defaults=not defaults)
         if not self.tasks:
-            del table["tasks"]
+            table.pop("tasks", None)
         return tomli_w.dumps(table)
 
     def settings(self) -> dict[str, Any]:

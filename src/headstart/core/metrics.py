@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import ceil
+from math import ceil, sqrt
 
 import numpy as np
 import numpy.typing as npt
@@ -122,6 +122,14 @@ def label_shares(scores: Scores) -> Floats:
 def added(tallies: Sequence[Tally]) -> dict[str, Floats]:
     """The tally of all examples together."""
     return {name: np.sum([each[name] for each in tallies], axis=0) for name in tallies[0]} if tallies else {}
+
+
+def wilson_interval(share: float, count: int) -> tuple[float, float]:
+    """The 95 % confidence interval of a share of so many examples (Wilson, 1927)."""
+    z = 1.959963984540054
+    centre, scale = share + z * z / (2 * count), 1 + z * z / count
+    half = z * sqrt(share * (1 - share) / count + z * z / (4 * count**2))
+    return max(0.0, (centre - half) / scale), min(1.0, (centre + half) / scale)
 
 
 def spread(name: str, values: Floats) -> Metrics:

@@ -122,7 +122,7 @@ def curve_figure(curves: Sequence[Curve], against: str, legend: bool = True) -> 
     return figure
 
 
-def partition_figure(counts: npt.NDArray[np.int64], classes: Sequence[str]) -> Figure:
+def partition_figure(counts: npt.NDArray[np.int64], classes: Sequence[str], clients: Sequence[str] = ()) -> Figure:
     """Who holds which class, as a heat map of counts [K, C]: one column per client, one row per class."""
     figure, axes = _axes((8, min(7.5, 1.5 + 0.24 * min(len(classes), _MANY))))
     shown = np.ma.masked_equal(counts.T, 0)
@@ -130,6 +130,12 @@ def partition_figure(counts: npt.NDArray[np.int64], classes: Sequence[str]) -> F
     axes.set(xlabel="client", ylabel="class")
     if len(classes) <= _MANY:
         axes.set_yticks(range(len(classes)), classes, parse_math=False)
+    if 0 < len(clients) <= _MANY:
+        axes.set_xticks(range(len(clients)), clients, rotation=45, ha="right", parse_math=False)
+    if len(counts) <= _MANY and len(classes) <= _MANY:
+        for client, label in np.argwhere(counts):
+            ink = "white" if counts[client, label] > 0.4 * counts.max() else "#1c2330"
+            axes.text(client, label, str(counts[client, label]), ha="center", va="center", color=ink, size=7)
     figure.colorbar(image, ax=axes, label="training examples")
     return figure
 

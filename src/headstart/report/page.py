@@ -20,6 +20,7 @@ from headstart.report.figures import (
     save,
     svg,
 )
+from headstart.report.opening import opening
 from headstart.report.tables import cost_table, human_bytes, remarks, write_tables
 
 STYLE = """
@@ -46,6 +47,7 @@ svg { display: block; width: 100%; height: auto; } svg text { fill: currentColor
 .legend i { display: inline-block; width: .9rem; height: .9rem; border-radius: .2rem; margin-right: .4rem;
   vertical-align: -.1rem; } svg.key { display: inline-block; width: 2.1rem; height: .7rem; margin-right: .4rem; }
 pre { background: var(--soft); padding: 1rem; border-radius: .6rem; overflow-x: auto; font-size: .82rem; }
+.lead { font-size: 1.15rem; } .lead b { font-size: 1.6rem; }
 small, .soft { opacity: .75; } summary { cursor: pointer; } ul { padding-left: 1.2rem; }
 @media print {
   :root { color-scheme: light; --ink: #000; --paper: #fff; --line: #ccc; --soft: #f6f6f6; }
@@ -53,6 +55,7 @@ small, .soft { opacity: .75; } summary { cursor: pointer; } ul { padding-left: 1
   pre { white-space: pre-wrap; } h2 { break-after: avoid; }
   details:not([open]) > :not(summary) { display: block; } th, td { padding: .2rem .35rem; font-size: 8pt; } }
 """
+_SHORT = 30  # classes that are listed without being asked for
 _WORST = 10  # clients and mistakes that are named
 _LISTED = 200  # clients left out that are listed
 
@@ -99,7 +102,7 @@ def write_figures(folder: Path, records: Sequence[Record]) -> list[str]:
     if accuracies := _accuracies(groups):
         written["clients"] = clients_figure(accuracies, _methods(groups, accuracies))
     if len(records) == 1 and (held := records[0].holdings()) is not None:
-        written["who-holds-what"] = partition_figure(held.counts, held.columns)
+        written["who-holds-what"] = partition_figure(held.counts, held.columns, held.rows)
     if len(records) == 1 and (confusion := records[0].confusion()) is not None:
         written["confusion"] = confusion_figure(confusion)
     names = {f"{name}.{ending}": figure for name, figure in written.items() for ending in ("svg", "png", "pdf")}
@@ -122,20 +125,22 @@ def report_body(records: Sequence[Record]) -> str:
     """What there is to see of some runs, finished or not: accuracy and cost together, then each run on its own."""
     groups = grouped(records)
     drawn = curves(groups)
-    parts = [f"<h1>{escape(_title(records))}</h1>"]
+    parts = [f"<h1>{escape(_title(records))}</h1>", opening(groups)]
     if len(records) == 1:
         parts.append(_about(records[0]))
+    parts.append(_differences(groups))
     columns, rows = cost_table(groups)
     if rows:
         parts.append("<h2>Accuracy and cost</h2>")
-        if drawn:
+        if any(_varies(drawn, name) for name in AXES):
             parts += [_legend({curve.label: curve.method for curve in drawn}), _curves(drawn)]
         named = 0 if len(groups) > 1 else 1
         parts.append(html_table(columns[named:], [row[named:] for row in rows]))
         parts.append(_formulas(records))
     parts += [_remarks(groups), _privacy(records), _clients(groups)]
     if len(records) == 1:
-        parts += [_holdings(records[0].holdings()), _confusion(records[0].confusion())]
+        confusion = records[0].confusion()
+        parts += [_holdings(records[0].holdings()), _confusion(confusion), _by_class(confusion)]
     parts += [_left_out(records), *map(_recipe, (group.runs[0] for group in groups)), _versions(records)]
     return "\n".join(part for part in parts if part)
 
@@ -169,8 +174,47 @@ def _legend(methods: Mapping[str, str]) -> str:
 
 
 def _curves(drawn: Sequence[Curve]) -> str:
-    pictures = [svg(curve_figure(drawn, name, legend=False), f"accuracy against {said}") for name, said in AXES.items()]
+    shown = {name: said for name, said in AXES.items() if _varies(drawn, name)}
+    pictures = [
+        svg(curve_figure(drawn, name, legend=False), f"accuracy against {said}") for name, said in shown.items()
+    ]
     return f'<div class="figures">{"".join(f"<figure>{picture}</figure>" for picture in pictures)}</div>'
+
+
+def _varies(drawn: Sequence[Curve], against: str) -> bool:
+    """Whether there is anything to see: accuracies at more than one cost."""
+    return len({float(cost) for curve in drawn for cost in curve.costs[against]}) > 1
+
+
+def _by_class(confusion: Matrix | None) -> str:
+    """Sensitivity and precision of each class, the lowest first."""
+    if confusion is None:
+        return ""
+    counts = confusion.counts
+    right, true, predicted = np.diag(counts), counts.sum(axis=1), counts.sum(axis=0)
+    order = np.argsort(right / np.maximum(true, 1), kind="stable")
+    rows = [
+        [confusion.rows[c], f"{true[c]:,}", _share(right[c], true[c]), _share(right[c], predicted[c])] for c in order
+    ]
+    table = html_table(("class", "test examples", "sensitivity (recall), %", "precision, %"), rows)
+    return (
+        f"<h2>Classes</h2><details{' open' if len(rows) <= _SHORT else ''}><summary>By class</summary>{table}</details>"
+    )
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{100 * part / whole:.2f}" if whole else "none"
+
+
+def _differences(groups: Sequence[Group]) -> str:
+    """The keys of the recipes that differ between some groups of runs."""
+    tables = [group.runs[0].recipe.settings() for group in groups]
+    keys = [key for key in dict.fromkeys(key for table in tables for key in table) if key not in ("seed", "name")]
+    apart = [key for key in keys if len({str(table.get(key)) for table in tables}) > 1]
+    if len(groups) < 2 or not apart:
+        return ""
+    rows = [[group.label, *(str(t.get(key, "")) for key in apart)] for group, t in zip(groups, tables, strict=True)]
+    return f"<details><summary>What the recipes differ in</summary>{html_table(('run', *apart), rows)}</details>"
 
 
 def _formulas(records: Sequence[Record]) -> str:
@@ -242,7 +286,7 @@ def _clients(groups: Sequence[Group]) -> str:
 def _holdings(held: Matrix | None) -> str:
     if held is None:
         return ""
-    picture = svg(partition_figure(held.counts, held.columns), "who holds which class")
+    picture = svg(partition_figure(held.counts, held.columns, held.rows), "who holds which class")
     classes = np.count_nonzero(held.counts, axis=1)
     told = f"A client holds {classes.mean():.1f} of {len(held.columns)} classes on average, {classes.min()} at least."
     return f"<h2>Who holds which class</h2><figure>{picture}<figcaption>{told}</figcaption></figure>"
@@ -280,9 +324,11 @@ def _left_out(records: Sequence[Record]) -> str:
 
 
 def _recipe(record: Record) -> str:
-    name = escape(record.recipe.name)
-    text = escape(record.recipe.to_toml())
-    return f"<h2>Recipe</h2><details open><summary>{name}</summary><pre>{text}</pre></details>"
+    changed, full = (escape(text) for text in (record.recipe.to_toml(defaults=False), record.recipe.to_toml()))
+    return (
+        f"<h2>Recipe</h2><pre>{changed}</pre><details><summary>{escape(record.recipe.name)} with every default"
+        f"</summary><pre>{full}</pre></details>"
+    )
 
 
 def _versions(records: Sequence[Record]) -> str:
