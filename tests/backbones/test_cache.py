@@ -328,7 +328,7 @@ def test_two_processes_compute_once(tmp_path: Path) -> None:
     assert rows_in(log) == COUNT
 
 
-def test_extraction_waits_for_another_and_reads_what_it_wrote(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_extraction_waits_for_another_and_reads_what_it_wrote(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
     backbone, examples = means_backbone(), pictures(COUNT)
     extract(backbone, examples)
     path = folders(cache)[0] / "features.npy"
@@ -341,7 +341,7 @@ def test_extraction_waits_for_another_and_reads_what_it_wrote(cache: Path, capsy
             while "another process computes the same pictures; waiting for it" not in message:
                 assert not future.done()
                 time.sleep(0.02)
-                message += capsys.readouterr().err
+                message = caplog.text
             path.write_bytes(whole)
         np.testing.assert_allclose(future.result(), colour_means(examples), rtol=1e-5)
     assert seen(backbone) == COUNT

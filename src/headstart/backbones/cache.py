@@ -38,7 +38,7 @@ class FeatureFile:
 
     def __init__(self, key: str, rows: int, dim: int) -> None:
         self.folder = cache_root() / "features" / key
-        self.rows, self.dim = rows, dim
+        self.rows, self.dim, self.block = rows, dim, BLOCK
         self._facts = {"rows": rows, "dim": dim, "block": BLOCK}
         header = io.BytesIO()
         np.lib.format.write_array_header_1_0(header, {"descr": "<f4", "fortran_order": False, "shape": (rows, dim)})

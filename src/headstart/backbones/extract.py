@@ -75,10 +75,15 @@ def _compute(
         new = lenders.source < 0
         file.note_examples(weights, examples.digests)
     rest = examples.take(rows[new])
-    spans = [slice(start, min(start + BLOCK, len(rest))) for start in range(0, len(rest), BLOCK)]
+    spans = _spans(len(rest), file.block)
     with progress(f"{what} through {backbone.name}", len(examples), len(examples) - len(rest)) as advance:
         computed = _blocks(backbone, rest, spans, advance, what, numbers=rows[new])
         file.fill(zip(todo, _merged(file, todo, new, lenders, computed), strict=True))
+
+
+def _spans(count: int, size: int) -> list[slice]:
+    """So many rows in spans of this size."""
+    return [slice(start, min(start + size, count)) for start in range(0, count, size)]
 
 
 def _merged(
@@ -105,7 +110,7 @@ def _merged(
 
 def embed(backbone: Backbone, examples: Examples, what: str) -> npt.NDArray[np.float32]:
     """Features [n, d] in memory, for a body that the next round of training changes again."""
-    spans = [slice(start, min(start + BLOCK, len(examples))) for start in range(0, len(examples), BLOCK)]
+    spans = _spans(len(examples), BLOCK)
     features = np.empty((len(examples), backbone.dim), np.float32)
     blocks = _blocks(backbone, examples, spans, lambda steps: None, what, len(examples) >= _WORTH_COMPILING)
     for span, block in zip(spans, blocks, strict=True):

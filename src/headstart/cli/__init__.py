@@ -14,7 +14,7 @@ from headstart.cli.lists import backbones, datasets, keys, methods, schema
 from headstart.cli.models import export, predict, replay, update
 from headstart.cli.reports import dashboard, partition, report
 from headstart.cli.runs import compare, demo, reproduce, run
-from headstart.cli.shared import log_to_terminal
+from headstart.cli.shared import logging_to_terminal
 from headstart.errors import HeadstartError
 
 app = typer.Typer(
@@ -49,9 +49,9 @@ def _options(
 
 def main() -> None:
     """Run the command line; a user's mistake is one sentence and exit status 2."""
-    log_to_terminal()
     try:
-        app()
+        with logging_to_terminal():
+            app()
     except HeadstartError as error:
         print(f"headstart: {error}", file=sys.stderr)
         raise SystemExit(2) from None

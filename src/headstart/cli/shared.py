@@ -83,13 +83,20 @@ class _Terminal(logging.Handler):
         print(self.format(record), file=sys.stderr)
 
 
-def log_to_terminal() -> None:
-    """Messages of the library go to standard error, warnings and errors unless --quiet or --verbose says otherwise."""
-    log = logging.getLogger("headstart")
-    if not any(isinstance(handler, _Terminal) for handler in log.handlers):
-        log.addHandler(_Terminal())
+@contextmanager
+def logging_to_terminal() -> Iterator[None]:
+    """Meanwhile, messages of the library go to standard error: warnings and errors, unless --quiet or --verbose says
+    otherwise."""
+    log, handler = logging.getLogger("headstart"), _Terminal()
+    log.addHandler(handler)
+    before = log.level
     log.setLevel(logging.WARNING)
-    hide_progress(False)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(before)
+        hide_progress(False)
 
 
 def console() -> Console:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import os
+import sys
 import zipfile
 import zlib
 from dataclasses import replace
@@ -289,10 +289,11 @@ def _tell_left_out(dataset: Dataset, chosen: tuple[int | str, ...], others: Ints
             )
     named = [f"{label} ({count})" for label, count in left_out.items()]
     listed = ", ".join(named[:_LISTED]) + (f" and {len(named) - _LISTED} more" if len(named) > _LISTED else "")
-    logging.getLogger("headstart").warning(
-        "%s: %s of %s examples are left out: data.classes does not name %s",
-        dataset.name, f"{sum(left_out.values()):,}", f"{sizes.sum():,}", listed,
-    )  # fmt: skip
+    print(
+        f"{dataset.name}: {sum(left_out.values()):,} of {sizes.sum():,} examples are left out: "
+        f"data.classes does not name {listed}",
+        file=sys.stderr,
+    )
 
 
 def _reduced(dataset: Dataset, data: Data, known: Known | None, seed: int) -> Dataset:
