@@ -51,7 +51,7 @@ def test_a_lender_that_is_damaged_lends_its_whole_blocks_only(tmp_path: Path) ->
     part = examples.take(np.arange(COUNT)[::-1].copy())
     np.testing.assert_allclose(extract(backbone, part), colour_means(part), rtol=1e-5)
     assert seen(backbone) == BLOCK
-    (names,) = {each for each in path.parent.glob("examples-*.npy")}
+    (names,) = path.parent.glob("examples-*.npy")
     names.write_bytes(names.read_bytes()[:100])
     assert extract(means_backbone(), examples.take(np.arange(5))).shape == (5, 3)
 
