@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -54,24 +55,30 @@ Imports = Annotated[
 ]
 
 
-def _be_quiet(asked: bool) -> bool:
-    if asked:
-        logging.getLogger("headstart").setLevel(logging.ERROR)
-        hide_progress()
-    return asked
+def _log_from(level: int) -> Callable[[typer.Context, bool], bool]:
+    """What an option does that shows messages from this level on, until the command is done; above warnings, no
+    progress."""
 
+    def apply(context: typer.Context, asked: bool) -> bool:
+        log = logging.getLogger("headstart")
+        if asked:
+            context.call_on_close(partial(log.setLevel, log.level))
+            context.call_on_close(partial(hide_progress, False))
+            log.setLevel(level)
+            hide_progress(level > logging.WARNING)
+        return asked
 
-def _be_verbose(asked: bool) -> bool:
-    if asked:
-        logging.getLogger("headstart").setLevel(logging.INFO)
-    return asked
+    return apply
 
 
 Quiet = Annotated[
-    bool, typer.Option("--quiet", "-q", callback=_be_quiet, help="Print nothing but errors; run.log has the rest.")
+    bool,
+    typer.Option(
+        "--quiet", "-q", callback=_log_from(logging.ERROR), help="Print nothing but errors; run.log has the rest."
+    ),
 ]
 Verbose = Annotated[
-    bool, typer.Option("--verbose", "-v", callback=_be_verbose, help="Print every evaluation as it comes.")
+    bool, typer.Option("--verbose", "-v", callback=_log_from(logging.INFO), help="Print every evaluation as it comes.")
 ]
 
 
@@ -89,14 +96,10 @@ def logging_to_terminal() -> Iterator[None]:
     otherwise."""
     log, handler = logging.getLogger("headstart"), _Terminal()
     log.addHandler(handler)
-    before = log.level
-    log.setLevel(logging.WARNING)
     try:
         yield
     finally:
         log.removeHandler(handler)
-        log.setLevel(before)
-        hide_progress(False)
 
 
 def console() -> Console:

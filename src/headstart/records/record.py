@@ -225,22 +225,26 @@ def grouped(records: Sequence[Record]) -> list[Group]:
     for record in records:
         groups.setdefault(record.recipe.model_copy(update={"seed": 0}).to_toml(), []).append(record)
     several = list(groups.values())
-    tables = [runs[0].recipe.settings() for runs in several]
-    apart = [key for key in dict.fromkeys(key for table in tables for key in table) if key != "seed"]
-    apart = [key for key in apart if len({json.dumps(table.get(key)) for table in tables}) > 1]
     names = [runs[0].recipe.name for runs in several]
-    if len(set(names)) < len(names):
-        apart = [key for key in apart if key != "name"]
-        ends = [key.rpartition(".")[2] for key in apart]
-        called = {key: end if ends.count(end) == 1 else key for key, end in zip(apart, ends, strict=True)}
-        said = [", ".join(f"{called[key]} {table[key]}" for key in apart if key in table) for table in tables]
-        said = [each if len(each) <= _LONGEST else f"{each[:_LONGEST]}…" for each in said]
-        if len(set(said)) < len(said):  # what differs is long: the first keys do not tell
-            said = [f"{each} ({number})" for number, each in enumerate(said, 1)]
-        names = [
-            f"{name}: {each}" if len(set(names)) > 1 else each or name for name, each in zip(names, said, strict=True)
-        ]
-    return [Group(name, runs) for name, runs in zip(names, several, strict=True)]
+    tables = [runs[0].recipe.settings() for runs in several]
+    peers: dict[str, list[dict[str, Any]]] = {}
+    for name, table in zip(names, tables, strict=True):
+        peers.setdefault(name, []).append(table)
+    labels = [_label(name, table, peers[name]) for name, table in zip(names, tables, strict=True)]
+    twice = {label for label in labels if labels.count(label) > 1}  # what differs is long: its beginning does not tell
+    labels = [f"{label} ({place})" if label in twice else label for place, label in enumerate(labels, 1)]
+    return [Group(label, runs) for label, runs in zip(labels, several, strict=True)]
+
+
+def _label(name: str, table: Mapping[str, Any], peers: Sequence[Mapping[str, Any]]) -> str:
+    """What a group of runs is called: its recipe, and what sets it apart from others of that name; never a seed."""
+    keys = [key for key in dict.fromkeys(key for peer in peers for key in peer) if key != "seed"]
+    apart = [key for key in keys if len({json.dumps(peer.get(key)) for peer in peers}) > 1]
+    ends = [key.rpartition(".")[2] for key in apart]
+    called = {key: end if ends.count(end) == 1 else key for key, end in zip(apart, ends, strict=True)}
+    said = ", ".join(f"{called[key]} {table[key]}" for key in apart if key in table)
+    said = said if len(said) <= _LONGEST else f"{said[:_LONGEST]}…"
+    return f"{name}: {said}" if said else name
 
 
 @dataclass(frozen=True, eq=False)
