@@ -260,14 +260,14 @@ class Recipe(Table):
 
     def to_toml(self, defaults: bool = True) -> str:
         """The recipe with every default filled in, or without them; keys that are unset are left out."""
-        table = self.model_dump(mode="json", exclude_none=True, exclude_defaults=not defaults)
+        table = self.model_dump(mode="json", exclude_none=True, exclude_defaults=not defaults, warnings=False)
         if not self.tasks:
             table.pop("tasks", None)
         return tomli_w.dumps(table)
 
     def settings(self) -> dict[str, Any]:
         """Every value under the name that ``--set`` uses, such as stages.0.shrinkage."""
-        return dict(_settings(self.model_dump(mode="json", exclude_none=True)))
+        return dict(_settings(self.model_dump(mode="json", exclude_none=True, warnings=False)))
 
     @property
     def datasets(self) -> str:

@@ -128,7 +128,6 @@ def report_body(records: Sequence[Record]) -> str:
     parts = [f"<h1>{escape(_title(records))}</h1>", opening(groups)]
     if len(records) == 1:
         parts.append(_about(records[0]))
-    parts.append(_differences(groups))
     columns, rows = cost_table(groups)
     if rows:
         parts.append("<h2>Accuracy and cost</h2>")
@@ -137,7 +136,7 @@ def report_body(records: Sequence[Record]) -> str:
         named = 0 if len(groups) > 1 else 1
         parts.append(html_table(columns[named:], [row[named:] for row in rows]))
         parts.append(_formulas(records))
-    parts += [_remarks(groups), _privacy(records), _clients(groups)]
+    parts += [_differences(groups), _remarks(groups), _privacy(records), _clients(groups)]
     if len(records) == 1:
         confusion = records[0].confusion()
         parts += [_holdings(records[0].holdings()), _confusion(confusion), _by_class(confusion)]
