@@ -35,3 +35,19 @@ def test_a_notebook_is_kept_without_outputs(path: Path) -> None:
     cells = [cell for cell in json.loads(path.read_text(encoding="utf-8"))["cells"] if cell["cell_type"] == "code"]
     assert cells
     assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in cells)
+
+
+def test_progress_is_shown_in_one_place_of_a_cell(tmp_path: Path) -> None:
+    code = """
+from headstart.core import progress
+progress._PATIENCE = 0
+with progress.progress("work", 3) as advance:
+    advance(1)
+    advance(1)
+    first = progress._notebook()
+    first("other work")
+"""
+    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code)])
+    NotebookClient(book, timeout=120, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}).execute()
+    shown = [output["data"]["text/plain"] for output in book.cells[0].outputs]
+    assert shown == ["", "other work"]  # the first is emptied when the work is done

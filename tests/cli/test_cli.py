@@ -231,7 +231,8 @@ def test_the_schema_takes_recipes_and_refuses_mistakes(recipe: Path, tmp_path: P
     schema = json.loads((tmp_path / "recipe.schema.json").read_text())
     jsonschema.Draft202012Validator.check_schema(schema)
     root = Path(__file__).parents[2]
-    assert json.loads((root / "docs/recipe.schema.json").read_text(encoding="utf-8")) == schema
+    published = json.loads((root / "docs/recipe.schema.json").read_text(encoding="utf-8"))
+    assert published == schema, "write it anew: headstart schema > docs/recipe.schema.json"
     valid = jsonschema.Draft202012Validator(schema).is_valid
     recipes = sorted((root / "recipes").glob("*.toml"))
     for path in recipes:
