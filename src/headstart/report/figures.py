@@ -63,14 +63,14 @@ class Look:
 
 
 def looks(methods: Sequence[str]) -> list[Look]:
-    """How the series of these methods are drawn: a method has its colour in every picture, and a series of a colour
-    that another has already is dashed."""
-    known, seen, found = list(STAGES), dict[str, int](), []
+    """How the series of these methods are drawn: a method has its colour in every picture; further series of the colour
+    are dashed, and where dashes do not suffice, have the next colour."""
+    known, found = list(STAGES), list[Look]()
     for method in methods:
-        place = known.index(method) if method in known else zlib.crc32(method.encode())
-        colour = COLOURS[place % len(COLOURS)]
-        seen[colour] = seen.get(colour, -1) + 1
-        found.append(Look(colour, seen[colour] % len(_DASHES)))
+        first = known.index(method) if method in known else zlib.crc32(method.encode())
+        colours = [COLOURS[(first + shift) % len(COLOURS)] for shift in range(len(COLOURS))]
+        free = (look for colour in colours for dash in range(len(_DASHES)) if (look := Look(colour, dash)) not in found)
+        found.append(next(free, Look(colours[0], 0)))
     return found
 
 
