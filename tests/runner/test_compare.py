@@ -21,7 +21,7 @@ DATA = {"dataset": "digits", "partition": {"kind": "dirichlet", "clients": 5, "a
 TABLE: dict[str, Any] = {"seed": [0, 1, 2], "data": DATA, "model": {"backbone": "features"}}
 RECIPES = [
     {**TABLE, "name": "means", "stages": [{"method": "fedncm"}]},
-    {**TABLE, "name": "ridge", "stages": [{"method": "fed3r", "ridge": 1.0}]},
+    {**TABLE, "name": "covariance", "stages": [{"method": "fedcof", "shrinkage": 1.0}]},
 ]
 
 
@@ -69,7 +69,7 @@ def test_methods_meet_settings_and_the_best_is_bold(compared: tuple[Comparison, 
     assert lines[0] == ["recipe", "method", "accuracy, %, alpha 0.1", "accuracy, %, alpha 100.0", "bytes up"]
     assert lines[1] == ["---", "---", "---:", "---:", "---:"]
     for place, alpha in ((2, 0.1), (3, 100.0)):
-        means = {name: mean(accuracies(found, name, alpha)) for name in ("means", "ridge")}
+        means = {name: mean(accuracies(found, name, alpha)) for name in ("means", "covariance")}
         for line in lines[2:]:
             assert line[place].startswith("**") == (means[line[0]] == max(means.values()))
             assert f"{100 * means[line[0]]:.2f} ±" in line[place]
@@ -83,8 +83,8 @@ def test_differences_are_tested_over_the_seeds(compared: tuple[Comparison, Path]
     tests = found.tests()
     assert len(tests) == 2
     for test in tests:
-        one, other = (np.array(accuracies(found, name, test["alpha"])) for name in ("means", "ridge"))
-        if test["best"].startswith("ridge"):
+        one, other = (np.array(accuracies(found, name, test["alpha"])) for name in ("means", "covariance"))
+        if test["best"].startswith("covariance"):
             one, other = other, one
         assert test["difference"] == pytest.approx((one - other).mean())
         assert test["p_value"] == pytest.approx(ttest_rel(one, other).pvalue)

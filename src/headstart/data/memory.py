@@ -131,7 +131,7 @@ def _dataset(kind: Kind, columns: Mapping[str, Any], data: Data) -> Dataset:
     _, source = inputs(columns["X"])
     if kind == "features":
         with np.errstate(over="ignore"):
-            source = source.astype(np.float32)
+            source = source.astype(np.float32, order="C")
         if len(bad := np.flatnonzero(~np.isfinite(source).all(axis=1))):
             raise HeadstartError(
                 f"data: {len(bad)} of {len(source)} rows of X hold NaN, infinity or values beyond float32, the first "

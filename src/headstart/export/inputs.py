@@ -148,7 +148,7 @@ def _checked(X: npt.NDArray[Any], width: int, what: str) -> npt.NDArray[np.float
     if X.ndim != 2 or X.dtype.kind not in "fiu" or X.shape[1] != width:
         raise HeadstartError(f"{what} must be numbers [N, {width}], as in training; it is {X.dtype} {list(X.shape)}")
     with np.errstate(over="ignore"):
-        X = X.astype(np.float32, copy=False)
+        X = X.astype(np.float32, order="C", copy=False)
     if not np.isfinite(X).all():
         raise HeadstartError(f"{what} holds NaN, infinity or values beyond float32")
     return X

@@ -220,7 +220,7 @@ class Comparison:
         if len(seeds) < 2:
             return None
         ours, theirs = (np.array([each[seed] for seed in seeds]) for each in (top, scores))
-        constant = np.ptp(ours - theirs) == 0  # no spread to compare a difference with
+        constant = np.ptp(ours - theirs) < 1e-12  # no spread to compare a difference with
         named = [" ".join(filter(None, self._named(each)[:-1])) for each in (best, row)]
         return {
             **{key: row.values.get(key) for key in self.settings},
