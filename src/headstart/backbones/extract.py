@@ -52,7 +52,7 @@ def extract(backbone: Backbone, examples: Examples, what: str = "features") -> n
     try:
         file.lock.acquire(timeout=0)
     except Timeout:
-        log.warning("%s", f"another process computes the same {what}; waiting for it")
+        log.warning(f"another process computes the same {what}; waiting for it")
         file.lock.acquire()
     except OSError as error:
         raise file.failure(error) from None
@@ -190,7 +190,7 @@ def choose_runner(backbone: Backbone, batch: tuple[Tensor, ...], compiling: bool
             error = float(np.abs(given - expected).max() / max(np.abs(expected).max(), 1e-30))
             if error <= _TOLERANCE:
                 return compiled
-            log.warning("%s", f"OpenVINO differs from torch by {error:.1e} on {backbone.name}; torch is used")
+            log.warning(f"OpenVINO differs from torch by {error:.1e} on {backbone.name}; torch is used")
     return plain
 
 
@@ -228,7 +228,7 @@ def openvino_runner(backbone: Backbone, batch: tuple[Tensor, ...]) -> Runner | N
         }
         compiled = openvino.Core().compile_model(graph, "CPU", settings)
     except Exception as error:  # its converter raises what it likes; torch does the work then
-        log.warning("%s", f"OpenVINO cannot run {backbone.name} ({type(error).__name__}); torch is used")
+        log.warning(f"OpenVINO cannot run {backbone.name} ({type(error).__name__}); torch is used")
         return None
     return lambda batch: np.array(compiled(batch[0].numpy())[0])
 

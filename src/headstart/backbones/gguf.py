@@ -68,7 +68,7 @@ def _convert(file: Path, folder: Path) -> None:
     if find_spec("gguf") is None:
         raise HeadstartError(f"model.backbone: {file.name} needs gguf; pip install 'headstart[language]'")
     if sys.stderr.isatty():
-        logging.getLogger("headstart").warning("%s", f"{file.name} is made ready, once; it takes a minute")
+        logging.getLogger("headstart").warning(f"{file.name} is made ready, once; it takes a minute")
     temporary = Path(tempfile.mkdtemp(dir=folder.parent))
     place, given = str(file.parent), {"gguf_file": file.name, "trust_remote_code": False}
     try:

@@ -192,13 +192,12 @@ def register_backbone(
     tokenizer: Any = None,
     image_size: int = 224,
     preprocess: str = "torch",
-    max_tokens: int = 128,
 ) -> None:
     """Add a backbone of your own: recipes may name it from now on, and `headstart backbones` lists it.
 
     module: images [B, 3, H, W] → features [B, d], of any d, or [B, d, 1, 1]; with a tokenizer of `transformers`: token
     ids and mask [B, L], and segments where the tokenizer has them → [B, d]. It is copied for every run and stays as it
-    is. image_size, preprocess, max_tokens: what holds unless a recipe's [model] says otherwise.
+    is. image_size, preprocess: what holds unless a recipe's [model] says otherwise.
     """
     taken = BACKBONES.get(name)
     if name == "features" or (taken is not None and not taken.registered):
@@ -216,9 +215,8 @@ def register_backbone(
         if tokenizer is None:
             body = nn.Sequential(network, nn.Flatten(1))
             return image_backbone(body, dim, image_size, preprocess, model, False, how, network)
-        longest = max_tokens if "max_tokens" not in model.model_fields_set else model.max_tokens
-        transform = TextTransform(tokenizer, longest)
-        key = f"text {longest} {vocabulary_key(tokenizer)} {how}"
+        transform = TextTransform(tokenizer, model.max_tokens)
+        key = f"text {model.max_tokens} {vocabulary_key(tokenizer)} {how}"
         return Backbone(name, "text", dim, network, network, transform, key)
 
     dim, model = 0, Model(backbone=name)
