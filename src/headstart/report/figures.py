@@ -6,15 +6,17 @@ import re
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
 from io import BytesIO
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from matplotlib import rc_context
 from matplotlib.axes import Axes
-from matplotlib.colors import LinearSegmentedColormap
+from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullFormatter, PercentFormatter
 
@@ -26,7 +28,9 @@ COLOURS = ("#2f7ed8", "#e4572e", "#3aa655", "#a15bd0", "#c98a00", "#17a2b8", "#d
 """They can be told apart on white and on black."""
 _DASHES: tuple[Any, ...] = ("-", (0, (4, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2)), (0, (3, 1, 1, 1, 1, 1)))
 """Of series with the same colour."""
-_HEAT = LinearSegmentedColormap.from_list("heat", ["#b5d3ec", "#4a90d9", "#8e2a6b"])
+_HEAT = ListedColormap([(0.18, 0.38, 0.78, share) for share in np.linspace(0.12, 1, 256)], "heat")
+"""The more, the stronger, on a white page and on a black one: what is little lets the page through."""
+_POINTS = 60  # of a line that are marked
 _MANY = 24  # names along an axis that can still be read
 
 
@@ -94,10 +98,13 @@ def curve_figure(curves: Sequence[Curve], against: str, legend: bool = True) -> 
     Where a curve begins is a point, and so is a stage of one evaluation. Costs are on a logarithmic scale.
     """
     figure, axes = _axes()
-    for look, curve in zip(looks([curve.method for curve in curves]), curves, strict=True):
+    for number, (look, curve) in enumerate(zip(looks([curve.method for curve in curves]), curves, strict=True)):
         colour, x, y = look.colour, curve.costs[against], 100 * curve.accuracy
-        marker, band = "." if len(x) < 60 else "", 100 * curve.deviation
-        axes.plot(x, y, color=colour, marker=marker, label=curve.label, linewidth=1.6, linestyle=look.line)
+        marker, band = "." if len(x) < _POINTS else "", 100 * curve.deviation
+        (line,) = axes.plot(x, y, color=colour, marker=marker, label=curve.label, linewidth=1.6, linestyle=look.line)
+        line.set_gid(f"series-{number}")
+        if len(x) > 1 and "→" in curve.label:  # where the stage begins
+            axes.axvline(x[0], color="#888888", linewidth=0.8, linestyle=":")
         axes.plot(x[:1], y[:1], color=colour, marker="o", zorder=3)
         if band.any() and len(x) == 1:
             axes.errorbar(x, y, band, color=colour, capsize=3)
@@ -122,6 +129,18 @@ def curve_figure(curves: Sequence[Curve], against: str, legend: bool = True) -> 
     return figure
 
 
+def hover_texts(curves: Sequence[Curve], against: str) -> dict[str, list[str]]:
+    """What the points of `curve_figure` say, by the series that they belong to."""
+    found = {}
+    for number, curve in enumerate(curves):
+        unit = "" if curve.has_classes else " (R²)"
+        points = zip(curve.costs[against], curve.accuracy, strict=True)
+        found[f"series-{number}"] = [
+            f"{curve.label}: {100 * a:.2f} %{unit} at {c:,.0f} {AXES[against]}" for c, a in points
+        ]
+    return found
+
+
 def partition_figure(counts: npt.NDArray[np.int64], classes: Sequence[str], clients: Sequence[str] = ()) -> Figure:
     """Who holds which class, as a heat map of counts [K, C]: one column per client, one row per class."""
     figure, axes = _axes((8, min(7.5, 1.5 + 0.24 * min(len(classes), _MANY))))
@@ -134,7 +153,7 @@ def partition_figure(counts: npt.NDArray[np.int64], classes: Sequence[str], clie
         axes.set_xticks(range(len(clients)), clients, rotation=45, ha="right", parse_math=False)
     if len(counts) <= _MANY and len(classes) <= _MANY:
         for client, label in np.argwhere(counts):
-            ink = "white" if counts[client, label] > 0.4 * counts.max() else "#1c2330"
+            ink = "white" if counts[client, label] > 0.5 * counts.max() else "black"
             axes.text(client, label, str(counts[client, label]), ha="center", va="center", color=ink, size=7)
     figure.colorbar(image, ax=axes, label="training examples")
     return figure
@@ -153,7 +172,7 @@ def confusion_figure(confusion: Matrix) -> Figure:
         axes.set_yticks(range(len(names)), names, parse_math=False)
     if len(names) <= 12:
         for row, column in np.argwhere(share >= 0.005):
-            ink = "white" if share[row, column] > 0.25 else "#1c2330"
+            ink = "white" if share[row, column] > 0.5 else "black"
             axes.text(column, row, f"{100 * share[row, column]:.0f}", ha="center", va="center", color=ink, size=8)
     figure.colorbar(image, ax=axes, format=PercentFormatter(1.0), shrink=0.8)
     return figure
@@ -181,8 +200,11 @@ def save(figure: Figure, path: Path) -> None:
     write_atomically(path, lambda temporary: figure.savefig(temporary, dpi=150))
 
 
-def svg(figure: Figure, title: str) -> str:
-    """A figure as an <svg> element for a page: its ink is that of the page, in the light and in the dark."""
+def svg(figure: Figure, title: str, hover: Mapping[str, Sequence[str]] = MappingProxyType({})) -> str:
+    """A figure as an <svg> element for a page: its ink is that of the page, in the light and in the dark.
+
+    hover: texts for the points of a line, by the name of its group.
+    """
     buffer = BytesIO()
     # Names inside are made from the salt: two figures of a page must not share them.
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": title}):
@@ -190,4 +212,19 @@ def svg(figure: Figure, title: str) -> str:
     text = buffer.getvalue().decode()
     text = text[text.index("<svg") :].replace("#000000", "currentColor").replace("stroke: #b0b0b0", "stroke: #888")
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    for group, texts in hover.items():
+        text = _titled(text, group, texts)
     return re.sub(r"(<svg[^>]*)>", rf'\1 role="img" aria-label="{title}">', text, count=1)
+
+
+def _titled(text: str, group: str, texts: Sequence[str]) -> str:
+    """The markers of a group with a text each, which browsers show under the pointer."""
+    start = text.find(f'<g id="{group}">')
+    stop = text.find('<g id="', start + 1)
+    marks = re.findall(r"<use [^>]*/>", text[start:stop]) if start >= 0 else []
+    if len(marks) != len(texts):  # a long line has none
+        return text
+    part = text[start:stop]
+    for mark, said in zip(marks, texts, strict=True):
+        part = part.replace(mark, f"{mark[:-2]}><title>{escape(said)}</title></use>", 1)
+    return text[:start] + part + text[stop:]
