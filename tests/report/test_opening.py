@@ -5,6 +5,7 @@ import json
 import re
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from headstart.core.metrics import wilson_interval
 from headstart.records import Record
 from headstart.records.record import Curve
 from headstart.report import report_body
-from headstart.report.figures import curve_figure, looks, partition_figure
+from headstart.report.figures import curve_figure, hover_texts, looks, partition_figure, svg
 
 TABLE: dict[str, Any] = {
     "name": "digits",
@@ -91,6 +92,17 @@ def test_the_legend_covers_no_data() -> None:
     assert legend.y1 <= axes.y0
     assert legend.y0 >= 0
     assert axes.height > 200
+
+
+def test_points_say_what_they_are_under_the_pointer() -> None:
+    costs = {name: np.array([1.0, 20.0, 3000.0]) for name in ("round", "bytes", "forward_passes")}
+    drawn = [Curve(label, costs, np.array([0.1, 0.5, 0.9]), np.zeros(3), method="fedavg") for label in ("a & b", "c")]
+    text = svg(curve_figure(drawn, "bytes", legend=False), "curves", hover_texts(drawn, "bytes"))
+    said = re.findall(r"<use [^>]*><title>(.*?)</title></use>", text)
+    assert said[2] == "a &amp; b: 90.00 % at 3,000 bytes sent by all clients"
+    assert said[3] == "c: 10.00 % at 1 bytes sent by all clients"
+    assert len(said) == 6
+    ElementTree.fromstring(text)
 
 
 def test_clients_are_named_and_counted_in_the_heat_map() -> None:

@@ -15,6 +15,7 @@ from headstart.report.figures import (
     clients_figure,
     confusion_figure,
     curve_figure,
+    hover_texts,
     looks,
     partition_figure,
     save,
@@ -175,7 +176,8 @@ def _legend(methods: Mapping[str, str]) -> str:
 def _curves(drawn: Sequence[Curve]) -> str:
     shown = {name: said for name, said in AXES.items() if _varies(drawn, name)}
     pictures = [
-        svg(curve_figure(drawn, name, legend=False), f"accuracy against {said}") for name, said in shown.items()
+        svg(curve_figure(drawn, name, legend=False), f"accuracy against {said}", hover_texts(drawn, name))
+        for name, said in shown.items()
     ]
     return f'<div class="figures">{"".join(f"<figure>{picture}</figure>" for picture in pictures)}</div>'
 
