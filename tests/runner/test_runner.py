@@ -47,7 +47,7 @@ def test_a_run_leaves_what_the_contract_says(tmp_path: Path) -> None:
     recipe = recipe_of(test="follow")
     result = run(recipe, out)
     assert {path.name for path in out.iterdir()} == {
-        "recipe.toml", "metrics.jsonl", "summary.json", "clients.csv", "rounds.csv", "holdings.csv", "confusion.csv",
+        "recipe.toml", "metrics.jsonl", "summary.json", "run.log", "clients.csv", "rounds.csv", "holdings.csv", "confusion.csv",
         "checkpoint", "model", "report.html",
     }  # fmt: skip
     assert Recipe.load(out / "recipe.toml") == recipe

@@ -35,7 +35,7 @@ def _of_one(record: Record) -> str:
     summary: Mapping[str, Any] = record.summary or {}
     clients = f"{summary['clients']:,} clients" if "clients" in summary else "clients"
     if stage.get("r2") is not None:
-        return f"<b>R² {stage['r2']:.4f}</b> by {told}; the {clients} have sent {sent} in all."
+        return f"<b>R² {stage['r2']:.4f}</b> (variance explained) by {told}; the {clients} have sent {sent} in all."
     return f"{correct(stage, record)} by {told}; the {clients} have sent {sent} in all."
 
 
