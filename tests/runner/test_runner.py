@@ -47,8 +47,8 @@ def test_a_run_leaves_what_the_contract_says(tmp_path: Path) -> None:
     recipe = recipe_of(test="follow")
     result = run(recipe, out)
     assert {path.name for path in out.iterdir()} == {
-        "recipe.toml", "metrics.jsonl", "summary.json", "run.log", "clients.csv", "rounds.csv", "holdings.csv", "confusion.csv",
-        "checkpoint", "model", "report.html",
+        "recipe.toml", "metrics.jsonl", "summary.json", "clients.csv", "rounds.csv", "holdings.csv", "confusion.csv",
+        "checkpoint", "model", "report.html", "run.log",
     }  # fmt: skip
     assert Recipe.load(out / "recipe.toml") == recipe
     assert tomllib.loads((out / "recipe.toml").read_text())["stages"][2]["shrinkage"] == "auto"
