@@ -20,7 +20,7 @@ class RecipeError(HeadstartError):
 
 
 class MessageError(HeadstartError):
-    """A message that cannot be what the protocol asked for; its sender is left out of the round."""
+    """A message that cannot be what the protocol asked for; its sender is excluded from the round."""
 
 
 def first_line(error: Exception) -> str:

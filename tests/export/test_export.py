@@ -406,7 +406,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["run", "x.npz", "--client", "0"], "no client has a model of its own"),
         (["own", "x.npz", "--client", "client-11"], "did you mean 'client-1'"),
         (["own", "x.npz", "--client", "4"], "a number below 4"),
-        (["run", "x.npz", "--module", "module.safetensors"], "no body to put it on"),
+        (["run", "x.npz", "--module", "module.safetensors"], "no backbone to put it on"),
         (["run", "x.npz", "--out", "no/found.csv"], "is no directory"),
     ],
 )

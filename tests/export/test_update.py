@@ -169,7 +169,7 @@ def test_the_command(silos: Path, tmp_path: Path, command: Command) -> None:
     [
         ({"method": "fedncm", "secure": True}, "hidden, and cannot be kept"),
         ({"method": "fedncm", "privacy": {"epsilon": 1.0}}, "hidden, and cannot be kept"),
-        ({"method": "fedncm", "centres": 2}, "asked again"),
+        ({"method": "fedncm", "centres": 2}, "take part again"),
         ({"method": "fed3r", "temperature": "auto"}, "fitted again"),
     ],
 )

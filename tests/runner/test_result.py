@@ -64,7 +64,7 @@ def test_a_run_that_is_not_finished_has_no_result(tmp_path: Path) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         headstart.run(TABLE, tmp_path / "run", on_metrics=stop)
-    with pytest.raises(HeadstartError, match="is not finished; go on with it by headstart run --resume --out"):
+    with pytest.raises(HeadstartError, match="is not finished; continue it with headstart run --resume --out"):
         headstart.Result.load(tmp_path / "run")
     resumed = headstart.run(TABLE, tmp_path / "run", True)
     assert [(line["stage"], line["round"]) for line in resumed.metrics] == [(0, 1), (1, 1), (1, 2)]

@@ -114,7 +114,7 @@ class UpdateChannel:
         return state
 
     def vector(self, reply: Reply, sender: Sender) -> dict[str, Floats]:
-        """What the server would know if it had heard this reply only, as what can be added up."""
+        """What the server would know if it had received this reply only, as what can be added up."""
         alone = self._total()
         self.add(alone, reply, sender)
         return self._hidden(alone.vector(self.method.blocks))
@@ -126,7 +126,7 @@ class UpdateChannel:
     # ------------------------------------------------------------------------------------------------ on the server
 
     def total(self, round: int = 0) -> Total:
-        """Nothing heard yet in this round."""
+        """Nothing received yet in this round."""
         return self._total()
 
     def add(self, total: Total, reply: Reply, sender: Sender) -> None:
@@ -174,7 +174,7 @@ Channel = UpdateChannel | StatisticsChannel | PassChannels | TaskChannels
 def channel_of(
     stage: ClosedForm | Rounds, method: Any, seed: tuple[int, ...], clients: Mapping[str, int], noise: Seed
 ) -> Channel:
-    """The channel of a stage: nobody else reads its privacy, its robust mean, its largest norm or its compression.
+    """The channel of a stage: nothing else reads its privacy, its robust mean, its largest norm or its compression.
 
     seed: the run's, and the stage's number; clients: how many each task has; noise: what noise is drawn from.
     """
@@ -221,7 +221,10 @@ def _update_channel(
         links.append(Quantise(seed))
     if stage.combine == "mean":
         return UpdateChannel(method, tuple(links), Total)
-    robust = {"median": median, "trimmed-mean": partial(trimmed_mean, trim=getattr(stage, "trim", 0.1))}
+    robust: dict[str, Callable[[Floats], Floats]] = {
+        "median": median,
+        "trimmed-mean": partial(trimmed_mean, trim=getattr(stage, "trim", 0.1)),
+    }
     rule = RULES.get(stage.combine) or partial(_by_coordinate, robust[stage.combine])
     return UpdateChannel(method, tuple(links), partial(HeldTotal, rule=rule))
 

@@ -196,7 +196,7 @@ def _interrupted() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        print("stopped; the same command goes on", file=sys.stderr)
+        print("stopped; the same command continues", file=sys.stderr)
         raise typer.Exit(130) from None
 
 
@@ -299,8 +299,10 @@ def ledger(state: Annotated[Path, typer.Argument(help="The node's state folder."
         cells = entry["time"], entry["run"][:8], entry["recipe"][:16], stage, str(entry.get("round", "")), entry["kind"]
         left.add_row(*cells, entry.get("question", "")[:8], f"{entry.get('bytes', 0):,}", facts)
     spent = Table("recipe", "stage", "what", "run", "unit", "epsilon", "delta", "noise by", title="privacy spent")
-    for (recipe, number, what, run), privacy in found.promises().items():
-        promise = [str(privacy[name]) for name in ("unit", "epsilon", "delta", "noise")] if privacy else ["no promise"]
-        spent.add_row(recipe[:16], str(number), what, (run or "all")[:8], *promise)
+    for (recipe, number, what, run), privacy in found.guarantees().items():
+        guarantee = (
+            [str(privacy[name]) for name in ("unit", "epsilon", "delta", "noise")] if privacy else ["no guarantee"]
+        )
+        spent.add_row(recipe[:16], str(number), what, (run or "all")[:8], *guarantee)
     console().print(left, spent)
     _tell_chain(found, entries)

@@ -85,7 +85,7 @@ def export(
     task: TaskName = None,
     client: ClientName = None,
     merge: Annotated[
-        bool, typer.Option("--merge", help="Add a LoRA to the body's weights; with --format it always is.")
+        bool, typer.Option("--merge", help="Add a LoRA to the backbone's weights; with --format it always is.")
     ] = False,
     format: Annotated[
         Format | None, typer.Option(help="The whole model as one graph, from preprocessed inputs to probabilities.")
@@ -132,5 +132,5 @@ def replay(
 
     where = out or run / "replay"
     differ = replay(run, where)
-    verdict = f"differs from the run's in {', '.join(differ)}" if differ else "is the run's, bit for bit"
+    verdict = f"differs from the run's in {', '.join(differ)}" if differ else "is bitwise identical to the run's"
     print(f"{where / 'model'}: the model {verdict}")

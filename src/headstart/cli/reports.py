@@ -55,7 +55,7 @@ def partition(
     out: Annotated[Path | None, typer.Option(help="Also write a heat map: a .png, .svg or .pdf file.")] = None,
     imports: Imports = None,
 ) -> None:
-    """Who holds which class, as a table and, with --out, as a heat map."""
+    """Data distribution across clients, as a table and, with --out, as a heat map."""
     from headstart.config.recipe import Recipe
     from headstart.data import Federation
     from headstart.report import partition_figure, partition_table, save
@@ -73,7 +73,7 @@ def partition(
         return
     console().print(partition_table(federation.names, dataset.classes, federation.counts))
     if federation.unused:
-        print(f"{federation.unused:,} of {len(federation.owners):,} training examples are held by nobody")
+        print(f"{federation.unused:,} of {len(federation.owners):,} training examples are not assigned to any client")
     if out is not None:
         save(partition_figure(federation.counts, dataset.classes, federation.names), out)
         print(f"heat map: {out}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -24,6 +24,7 @@ from headstart.errors import HeadstartError
 
 if TYPE_CHECKING:
     from headstart.config.recipe import Recipe
+    from headstart.runner import OnMetrics, Result
 
 DEMO = {
     "name": "demo",
@@ -67,9 +68,9 @@ def run(
     from headstart.config.recipe import Recipe
 
     if out is None and resume:
-        raise HeadstartError("--resume needs --out, the directory of the run to go on with")
+        raise HeadstartError("--resume needs --out, the directory of the run to continue")
     if recipe is None and not resume:
-        raise HeadstartError("which recipe? give a TOML file, or --resume --out DIR to go on with a run")
+        raise HeadstartError("which recipe? give a TOML file, or --resume --out DIR to continue a run")
     if recipe is None and out is not None:
         recipe = out / "recipe.toml"
         if not recipe.is_file():
@@ -179,20 +180,23 @@ def _run_and_show(
     from headstart.runner import run
     from headstart.runner.trackers import trackers
 
+    start: Callable[[Recipe, Path, bool, OnMetrics], Result] = run
     if engine == Engine.flower:
         require_flower()
-        from headstart.deploy.apps import simulate as run
+        from headstart.deploy.apps import simulate
+
+        start = simulate
     with interruptible(out, "headstart run --resume"), trackers([each.value for each in log], recipe, out) as tell:
-        result = run(recipe, out, resume, tell)
+        result = start(recipe, out, resume, tell)
     if quiet:
         return
     console().print(summary_table(result.summary))
     if result.federation.unused:
-        print(f"{result.federation.unused:,} training examples were held by nobody")
+        print(f"{result.federation.unused:,} training examples are not assigned to any client")
     for stage in result.summary["stages"]:
         for remark in (quality(stage), *remarks(stage)):
             if remark:
                 print(remark)
         for dropped in stage["dropped"]:
-            print(f"left out of {stage['method']}, round {dropped['round']}: {dropped['clients']}: {dropped['why']}")
+            print(f"excluded from {stage['method']}, round {dropped['round']}: {dropped['clients']}: {dropped['why']}")
     print(f"run directory: {out} (open {out / 'report.html'})")

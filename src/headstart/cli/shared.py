@@ -143,6 +143,6 @@ def interruptible(out: Path, how: str) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         nothing = "there was no result yet; features that were computed are kept"
-        kept = f"go on with {how} --out {out}" if out.is_dir() else nothing
+        kept = f"continue with {how} --out {out}" if out.is_dir() else nothing
         print(f"\nheadstart: interrupted; {kept}", file=sys.stderr)
         raise SystemExit(130) from None

@@ -20,7 +20,7 @@ def tables() -> dict[str, type[BaseModel]]:
     """The tables of a recipe by name; a method names its table of [[stages]]."""
     load_plugins()
     partitions = {f"data.partition.{kind}": table for kind, table in PARTITIONS.items()}
-    fixed = {"recipe": Recipe, "data": Data, "tasks": Task, "model": Model, **partitions}
+    fixed: dict[str, type[BaseModel]] = {"recipe": Recipe, "data": Data, "tasks": Task, "model": Model, **partitions}
     return {**fixed, "stages.privacy": Privacy, "stages.count_noise": CountNoise, **STAGES}
 
 
@@ -47,7 +47,8 @@ def _default(field: FieldInfo) -> str:
 
 def _meaning(table: type[BaseModel], key: str) -> str:
     """The description of a key: its own, or that of the family where it has another default only."""
-    fields = [base.model_fields[key] for base in table.__mro__ if key in getattr(base, "model_fields", {})]
+    families: list[dict[str, FieldInfo]] = [getattr(base, "model_fields", {}) for base in table.__mro__]
+    fields = [fields[key] for fields in families if key in fields]
     return next((field.description for field in fields if field.description), "")
 
 

@@ -152,7 +152,7 @@ class Task(Data):
 
 
 class Model(Table):
-    """The body that turns an example into a feature vector."""
+    """The backbone that turns an example into a feature vector."""
 
     backbone: str = "efficientnet-lite0"
     """A name of `headstart backbones`, hf/ID, torchvision/NAME, timm/NAME, a local folder, or "features"."""
@@ -201,7 +201,8 @@ class Recipe(Table):
     @classmethod
     def parse(cls, table: Mapping[str, Any]) -> Recipe:
         """Validate a table, or raise one `RecipeError` that lists every problem."""
-        from headstart.config.checks import contradictions, sentences
+        from headstart.config.checks import contradictions
+        from headstart.config.messages import sentences
 
         load_plugins()
         cls.rebuild()

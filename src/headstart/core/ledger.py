@@ -39,19 +39,19 @@ class CostFacts:
     dim: int
     """Length of the vectors that are summed, or of the features."""
     clients: int
-    """All clients, heard or not."""
+    """All clients, whether they replied or not."""
     rounds: int
     """That were played."""
     counts: Ints
-    """[K, C] Examples of each class, of the clients that were heard."""
+    """[K, C] Examples of each class, of the clients that replied."""
     rows: int = 0
-    """Class means that were heard, where the server keeps them apart."""
+    """Class means that were received, where the server keeps them apart."""
     shared: float = 0.0
     """Parameters that a client shares."""
 
     @property
     def examples(self) -> int:
-        """Of all clients that were heard."""
+        """Of all clients that replied."""
         return int(self.counts.sum())
 
     @property
@@ -68,10 +68,11 @@ COSTS: dict[str, Cost] = {}
 
 @dataclass
 class Ledger:
-    """Costs of one stage by client [K]: bytes of the serialised messages, examples through the body, seconds in all.
+    """Costs of one stage by client [K]: bytes of the serialised messages, examples through the backbone, seconds in
+    all.
 
     Features that an earlier stage left in the cache are not credited: a stage costs the same whatever ran before it.
-    The pre-trained body is public and is not counted as traffic, as in the papers.
+    The pre-trained backbone is public and is not counted as traffic, as in the papers.
     """
 
     bytes_up: Ints
@@ -81,7 +82,7 @@ class Ledger:
     """The last round, from 0, that each client was asked in; -1 for never."""
     seconds: float = 0.0
     dropped: list[dict[str, str | int]] = field(default_factory=list)
-    """Who was left out of which round, and why."""
+    """Which clients were excluded from which round, and why."""
     latest: list[tuple[int, int, int]] = field(default_factory=list)
     """Of the round that was played last: each client that was asked, and its bytes up and down."""
     absent: dict[str, list[int]] = field(default_factory=dict)
@@ -104,8 +105,8 @@ class Ledger:
     def note_absences(self, round: int, why: Mapping[str, str]) -> None:
         """Who cannot be asked in a round (from 1), by name, and why; the log says so where that has changed."""
         if why and why.keys() != self.absences.keys():
-            told = "; ".join(f"{name} ({reason})" for name, reason in why.items())
-            log.warning("round %d goes on without %s", round, told)
+            absent = "; ".join(f"{name} ({reason})" for name, reason in why.items())
+            log.warning("round %d continues without %s", round, absent)
         self.absences = dict(why)
         for name in why:
             self.absent.setdefault(name, []).append(round)

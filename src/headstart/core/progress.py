@@ -94,7 +94,7 @@ def _notebook() -> Callable[[str], None] | None:
             return
         last = time.monotonic()
         if place is None and text:
-            place = display({"text/plain": text}, raw=True, display_id=True)
+            place = display({"text/plain": text}, raw=True, display_id=True)  # type: ignore[no-untyped-call]
         elif place is not None:
             place.update({"text/plain": text}, raw=True)
 

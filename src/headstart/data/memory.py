@@ -144,18 +144,17 @@ def _dataset(kind: Kind, columns: Mapping[str, Any], data: Data) -> Dataset:
         labels, classes = np.zeros(len(y), np.int64), classes if len(classes) > 1 else ("y",)
     else:
         values, (labels, classes) = None, _labels(y)
-    ids = {name: codes(_array(columns[name])) for name in ("client", "domain") if name in columns}
-    whole = Examples(
-        kind, source, (), np.arange(len(source)), labels, *(ids.get(n, (None, ()))[0] for n in ("client", "domain")),
-        values,
-    )  # fmt: skip
+    nobody: tuple[None, tuple[str, ...]] = (None, ())
+    clients, client_names = codes(_array(columns["client"])) if "client" in columns else nobody
+    domains, domain_names = codes(_array(columns["domain"])) if "domain" in columns else nobody
+    whole = Examples(kind, source, (), np.arange(len(source)), labels, clients, domains, values)
     split = _split(columns.get("split", np.zeros(len(source), np.int64)))
     train, validation, test = (whole.take(np.flatnonzero(split == number)) for number in range(3))
     if not len(train):
         raise HeadstartError("data: no example is in the training split; its split is 0, or 'train'")
-    names = [ids.get(name, (None, ()))[1] for name in ("client", "domain")]
     target = targets[0] if targets else "classes"
-    return Dataset(data.dataset, classes, train, test, validation if len(validation) else None, *names, target)
+    kept = validation if len(validation) else None
+    return Dataset(data.dataset, classes, train, test, kept, client_names, domain_names, target)
 
 
 def _labels(y: npt.NDArray[Any]) -> tuple[Ints, tuple[str, ...]]:

@@ -1,4 +1,5 @@
-"""Who holds which example. A partition is one array: the owner of each example, or -1 for an example nobody holds."""
+"""Which client holds which example. A partition is one array: the owner of each example, or -1 for an example that is
+not assigned to any client."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def export(
     model = Model.load(run, task, client)
     module = model.body.module
     if merge and module is not None and module.kind != "lora":
-        raise HeadstartError(f"--merge: only a lora can be added to the body's weights, and this is {module.kind}")
+        raise HeadstartError(f"--merge: only a lora can be added to the backbone's weights, and this is {module.kind}")
     out = out.resolve()
     temporary: Path | None = None
     try:
@@ -175,7 +175,7 @@ def _save_whole(model: Model, folder: Path, shown: str) -> str:
         _copy_settings(core.name_or_path, folder, "preprocessor_config.json")
     names = "config.json, model.safetensors, modeling_headstart.py"
     before = " before the LoRA" if shown else ""
-    return f"`{shown or names}`: body{before}, pooling and head as one model, with the names of the classes"
+    return f"`{shown or names}`: backbone{before}, pooling and head as one model, with the names of the classes"
 
 
 def _whole_code(kind: str, is_lora: bool) -> list[str]:

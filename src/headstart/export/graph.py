@@ -99,7 +99,7 @@ def save_graph(model: Model, form: Format, folder: Path) -> str:
         )
     if backbone and backbone.by_batch:
         raise HeadstartError(
-            f"--format {form}: batch norm of this body goes by each batch's own statistics, so that a prediction "
+            f"--format {form}: batch norm of this backbone goes by each batch's own statistics, so that a prediction "
             "depends on the rest of its batch, and no graph can give the run's; leave --format out, or train with "
             "norm_statistics = 'aggregate' or 'freeze' on a backbone that keeps statistics"
         )

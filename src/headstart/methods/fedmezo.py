@@ -136,7 +136,7 @@ class FedMeZO(Method[Log]):
             axis=1,
         ).astype(np.float32)
         passes = 2 * self.stage.num_directions * seen
-        if not self.plan.changes_features:  # the body is passed once, and the head is nothing beside it
+        if not self.plan.changes_features:  # the backbone is passed once, and the head is nothing beside it
             passes = np.where(cohort.new, cohort.sizes, 0)
         return ClientResult({"slopes": Params({"": slopes})}, passes, {"examples": cohort.sizes})
 
@@ -166,7 +166,7 @@ class FedMeZO(Method[Log]):
 
 
 def joined(earlier: Message | None, news: Message) -> Message:
-    """A log as if a client had never heard anything: what it was told before, and then the news."""
+    """The whole log of a client: what it was sent before, and then the new rounds."""
     first = int(news.scalars["first"])
     if not first:
         return news

@@ -63,7 +63,7 @@ class SLoRA(Method[SLoRAState]):
         self.seed = context.seed[0] * 1000 + context.seed[1]
         self.switch = max(1, round(stage.priming * stage.rounds)) if stage.priming else 0
         self.tuning = self.priming = self.part = Training(stage, context)
-        """``part``: the one that the body is prepared for."""
+        """``part``: the one that the backbone is prepared for."""
         self.memory_per_client = self.tuning.memory_per_client
         if self.switch:
             self._prepare_priming()
@@ -81,7 +81,7 @@ class SLoRA(Method[SLoRAState]):
         return self.part.blocks
 
     def _enter(self, primed: bool) -> Training[SLoRAStage]:
-        """The part that a state or a message is about, with the body prepared for it."""
+        """The part that a state or a message is about, with the backbone prepared for it."""
         if primed and self.part is not self.tuning:
             self.body.detach(1)
             self.part = self.tuning

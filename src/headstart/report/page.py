@@ -279,18 +279,19 @@ def _clients(groups: Sequence[Group]) -> str:
     picture = svg(clients_figure(accuracies, methods, legend=False), "how many clients have which accuracy")
     legend = _legend(dict(zip(accuracies, methods, strict=True))) if len(accuracies) > 1 else ""
     return (
-        f"<h2>Clients</h2>{legend}<div class='figures'><figure>{picture}<figcaption>Mean and deviation over clients: "
-        f"{spread}</figcaption></figure><div><p class='soft'>The worst off</p>{table}</div></div>"
+        f"<h2>Clients</h2>{legend}<div class='figures'><figure>{picture}"
+        "<figcaption>Mean ± standard deviation over clients: "
+        f"{spread}</figcaption></figure><div><p class='soft'>Lowest-accuracy clients</p>{table}</div></div>"
     )
 
 
 def _holdings(held: Matrix | None) -> str:
     if held is None:
         return ""
-    picture = svg(partition_figure(held.counts, held.columns, held.rows), "who holds which class")
+    picture = svg(partition_figure(held.counts, held.columns, held.rows), "data distribution across clients")
     classes = np.count_nonzero(held.counts, axis=1)
     told = f"A client holds {classes.mean():.1f} of {len(held.columns)} classes on average, {classes.min()} at least."
-    return f"<h2>Who holds which class</h2><figure>{picture}<figcaption>{told}</figcaption></figure>"
+    return f"<h2>Data distribution across clients</h2><figure>{picture}<figcaption>{told}</figcaption></figure>"
 
 
 def _confusion(confusion: Matrix | None) -> str:

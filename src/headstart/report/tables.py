@@ -108,7 +108,7 @@ def remarks(stage: dict[str, Any]) -> list[str]:
     if "initial_accuracy_mean" in stage:
         initial, own = _spread(stage, "initial_accuracy"), _spread(stage, "personalised_accuracy")
         found.append(
-            f"on clients' own examples: {initial} at first, {own} personalised (mean and deviation over clients)"
+            f"on clients' own examples: {initial} at first, {own} personalised (mean ± standard deviation over clients)"
         )
     if "headless_accuracy_mean" in stage:
         initial, own = _spread(stage, "initial_headless_accuracy"), _spread(stage, "headless_accuracy")

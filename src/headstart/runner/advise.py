@@ -256,7 +256,7 @@ class _Bench:
         return np.array([sizes[rows] for rows in classes.tolist()])
 
     def after(self, head: Candidate, most_bytes: float | None, advance: Any) -> Iterator[Candidate]:
-        """Stages after a head: linear probing, measured, and training of the body, whose cost alone is known."""
+        """Stages after a head: linear probing, measured, and training of the backbone, whose cost alone is known."""
         name = f"{head.name} → fedavg, head"
         if self.epsilon is not None:
             yield Candidate(name, why_not="not measured: privacy of training hides clients, and ε here is of examples")
@@ -270,7 +270,7 @@ class _Bench:
             yield self._probe(head, name, rounds, advance)
         if self.body.backbone is not None:
             size = sum(array.nbytes for array in self.body.arrays().values())
-            why = f"not measured: every round sends the whole body, {human_bytes(size)} of a client, and takes a "
+            why = f"not measured: every round sends the whole backbone, {human_bytes(size)} of a client, and takes a "
             yield Candidate(f"{head.name} → fedadam, all", why_not=why + "step through it for every example")
 
     def _probe(self, head: Candidate, name: str, rounds: int, advance: Any) -> Candidate:

@@ -42,7 +42,7 @@ Scorer = Callable[[Ints], npt.NDArray[np.float32]]
 
 @dataclass(frozen=True, eq=False)
 class Evaluation:
-    """Accuracy between 0 and 1, None where nobody tests; mean cross-entropy over examples of classes that the head
+    """Accuracy between 0 and 1, None where no one tests; mean cross-entropy over examples of classes that the head
     knows."""
 
     accuracy: float | None
@@ -104,7 +104,7 @@ def evaluate_targets(head: LinearHead, features: Features, targets: Floats, kind
     """Evaluate a head on features [n, d] with targets [n, q] that are no classes; of labels, the accuracy is the share
     of examples with every label right, and the loss is the squared error of the share of each."""
     scores = head.scores(features)
-    if not np.isfinite(scores).all():  # nobody was heard yet
+    if not np.isfinite(scores).all():  # no client has replied yet
         return Evaluation(None, None, more=target_metrics({}, kind))
     tally = tally_targets(scores, targets, kind)
     examples, right, _, loss = tally["figures"]
@@ -245,7 +245,7 @@ class Evaluator(Protocol):
         """On a split: all tasks together, and each by its name."""
 
     def features(self, state: Any, split: str) -> Features:
-        """Features of a whole split by the global body, with each task's module."""
+        """Features of a whole split by the global backbone, with each task's module."""
 
     def personalised(
         self, stage: PersonaliseStage, state: Any, epoch: int, found: Evaluation, before: dict[str, Any]
@@ -272,11 +272,29 @@ class NodeEvaluator:
         found = {}
         for task, name in enumerate(self.federation.tasks):
             mine = by_client[self.federation.clients_of(task)]
-            accuracy, loss, more = self.clients.judged(task, tested[task].total)
-            found[name] = Evaluation(accuracy, loss, mine, None, more, tested[task].nbytes)
+            accuracy, loss, more = self.clients.metrics_of(task, tested[task].total)
+            found[name] = Evaluation(
+                accuracy, loss, mine, None, more, tested[task].nbytes, examples=self._examples(tested[task].total)
+            )
         whole = combined(list(found.values()), self.federation.class_starts)
         nbytes = sum(one.nbytes[0] for one in tested), sum(one.nbytes[1] for one in tested)
-        return replace(whole, client_accuracy=by_client, nbytes=nbytes), found
+        each = {client: tally for one in tested for client, tally in one.each.items()}
+        return replace(whole, client_accuracy=by_client, nbytes=nbytes, by_client=partial(self._by_client, each)), found
+
+    def _examples(self, total: Tally) -> int | None:
+        """How many were tested; nobody knows where noise hides it."""
+        hidden = self.clients.stage.privacy is not None or "figures" not in total
+        return None if hidden else round(float(total["figures"][0]))
+
+    def _by_client(self, each: Mapping[int, Tally]) -> ClientMetrics:
+        """What clients tell of their tests in the clear."""
+        tallies, examples = list[Tally | None](), np.full(self.federation.n_clients, np.nan)
+        for client in range(self.federation.n_clients):
+            tally = each.get(client, {})
+            tallies.append(tally if "classes" in tally else None)
+            if "figures" in tally:
+                examples[client] = tally["figures"][0]
+        return {"test_examples": examples, **of_tallies(tallies)}
 
     def features(self, state: Any, split: str) -> Features:
         """They stay with the clients."""
@@ -323,7 +341,7 @@ class LocalEvaluator:
         return (parts[0] if len(parts) == 1 else combined(parts, self.federation.class_starts)), found
 
     def features(self, state: Any, split: str) -> Features:
-        """Features of a whole split by the global body, with each task's module."""
+        """Features of a whole split by the global backbone, with each task's module."""
         return np.concatenate([self._global(state, task, split)[1] for task in range(len(self.federation.tasks))])
 
     def personalised(
@@ -365,17 +383,18 @@ class LocalEvaluator:
         return head, self.body.features(split) if rows is None else self.body.features(split)[rows]
 
     def _models(self, state: Any, task: int) -> Iterator[tuple[int, LinearHead, bool]]:
-        """Each client of a task, with its head, its body loaded, and whether that body is its own."""
+        """Each client of a task, with its head, its backbone loaded, and whether that backbone is its own."""
         clients, model = self.federation.clients_of(task), self.method.model(state, task)
         for client in clients.tolist():
             own = {}
             if self.states.has(client):
                 read = partial(self.states.read, clients=np.array([client]))
-                own = {name: values[0] for name, values in self.method.own(read, task).items()}
+                own = {name: values[0] for name, values in self.method.personal_params(read, task).items()}
             yield client, self.method.load(model, task, own), any(not name.startswith("head.") for name in own)
 
     def _scorers(self, state: Any, task: int, split: str) -> Iterator[Scorer]:
-        """Each client's scores of a task's part of a split; what the body of all clients makes of it is made once."""
+        """Each client's scores of a task's part of a split; what the backbone of all clients makes of it is made
+        once."""
         where, shared = self.federation.examples_of(task, split), None
         for _, head, below in self._models(state, task):
             if below:

@@ -1,4 +1,4 @@
-"""What is noted after each round of a stage: who took part, how good the model is, what it has cost, a checkpoint."""
+"""What is noted after each round: who participated, how good the model is, what it has cost, a checkpoint."""
 
 from __future__ import annotations
 
@@ -146,8 +146,8 @@ class Observers:
         stage, record = self.stage, self.record
         where = stage.run.progress(stage.number, record.done) | {"metrics": record.metrics, "best": record.best}
         saved = StageCheckpoint(pack(state), stage.ledger, stage.states.slots)
-        # With privacy it holds what the noise hides; or what each client has said.
-        hidden = self.settings.privacy is not None or getattr(self.settings, "keep_statistics", False)
+        # With privacy it holds what the noise hides; or the statistics of each client.
+        hidden = self.settings.privacy is not None or self.settings.keep_statistics
         self.directory.save_checkpoint(Checkpoint(where, saved), private=hidden)
         if self.settings.keep == "best":
             self.directory.collect_best(stage.number, record.best.get("best_round"))

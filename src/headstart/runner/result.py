@@ -37,7 +37,7 @@ class Result:
         record = Record.read(Path(run))
         if record.summary is None:
             raise HeadstartError(
-                f"the run in {run} is not finished; go on with it by headstart run --resume --out {run}"
+                f"the run in {run} is not finished; continue it with headstart run --resume --out {run}"
             )
         heads = record.path / "model"
         first = heads / (

@@ -64,7 +64,7 @@ def run(
     if path is not None and not resume:
         RunDirectory.check_free(path)
     if resume and path is None:
-        raise HeadstartError("--resume needs --out, the directory of the run to go on with")
+        raise HeadstartError("--resume needs --out, the directory of the run to continue")
     return run_federation(recipe, Federation.of(recipe, data), path, resume, on_metrics)
 
 
@@ -109,7 +109,7 @@ def run_federation(
             directory.discard()
         if isinstance(error, OSError) and error.errno in _FULL:
             safe = directory.has_checkpoint
-            how = "go on with --resume: what the last checkpoint holds is safe" if safe else "start again"
+            how = "continue with --resume: what the last checkpoint holds is safe" if safe else "start again"
             raise HeadstartError(f"{error.filename or out}: {error.strerror}; make room, and {how}") from None
         raise
 
@@ -138,7 +138,7 @@ def _check(recipe: Recipe, federation: Federation) -> None:
         if federation.dataset.validation is None:
             if stage.eval_split == "validation":
                 raise HeadstartError(f"stages.{number}.eval_split: the data have no validation split; use 'test'")
-            if getattr(stage, "temperature", None) == "validation":
+            if stage.validates_temperature:
                 raise HeadstartError(f"stages.{number}.temperature: the data have no validation split; use 'auto'")
             if stage.keep == "best" or stage.patience:
                 raise HeadstartError(f"stages.{number}: keep = 'best' and patience need a validation split in the data")
@@ -174,7 +174,7 @@ def _check_remote(number: int, stage: Stage, clients: int) -> None:
     group = stage.secure_group or stage.sampled(clients)
     if stage.survivors(group) == group:
         log.warning(
-            "stages.%d: every client of a secure sum of %d has to stay to the end; four are the fewest that "
+            "stages.%d: with secure aggregation all of %d clients have to stay to the end; four are the fewest that "
             "tolerate one absence", number, group,
         )  # fmt: skip
 

@@ -1,7 +1,7 @@
-"""What a client does with a whole model: SGD on a body and a head, in memory once for all clients.
+"""What a client does with a whole model: SGD on a backbone and a head, in memory once for all clients.
 
-Shared parameters are loaded in place: no copy of the model, no new loader for a client. Where only the body trains, the
-head stays as it is.
+Shared parameters are loaded in place: no copy of the model, no new loader for a client. Where only the backbone trains,
+the head stays as it is.
 """
 
 from __future__ import annotations
@@ -68,11 +68,11 @@ class Network:
 
     @property
     def generates(self) -> bool:
-        """Whether the body completes prompts, and is no classifier."""
+        """Whether the backbone completes prompts, and is no classifier."""
         return self.backbone is not None and self.backbone.task == "generate"
 
     def features(self, batch: tuple[Tensor, ...]) -> Tensor:
-        """The inputs of a batch, or its features where there is no body → features [B, d]."""
+        """The inputs of a batch, or its features where there is no backbone → features [B, d]."""
         device = self.device.type
         with torch.autocast(device, torch.bfloat16, enabled=self.stage.precision == "bfloat16"):
             values: Tensor = batch[0].to(self.device)
@@ -81,7 +81,7 @@ class Network:
         return values.float()
 
     def scores(self, batch: tuple[Tensor, ...]) -> Tensor:
-        """The inputs of a batch, or its features where there is no body → scores [B, C]."""
+        """The inputs of a batch, or its features where there is no backbone → scores [B, C]."""
         values = self.features(batch)
         for layer in self.head_layers:
             values = functional.linear(values, self.parameters[f"{layer}.weight"], self.parameters[f"{layer}.bias"])
@@ -119,7 +119,7 @@ class BodySolver:
         rng = np.random.default_rng([0xF11, *self.seed, round, int(client), objective.phase])
         steps = _Steps(network, stage, learning_rate(stage, round), start, objective)
         with torch.random.fork_rng():
-            torch.manual_seed(int(rng.integers(2**62)))  # for dropout, where the body has it
+            torch.manual_seed(int(rng.integers(2**62)))  # for dropout, where the backbone has it
             for rows, inputs in zip(plan, cohort.inputs.batches(cohort.rows[rows] for rows in plan), strict=True):
                 if stage.augment == "flip" and network.backbone.kind == "image":
                     inputs = flipped(inputs, rng.random(len(rows)) < 0.5)
@@ -147,7 +147,7 @@ class _Steps:
         network.load(begin)
         chosen = objective.trains
         self.moving = {name: each for name, each in network.trained.items() if chosen is None or name in chosen}
-        # What trains a module or a head leaves the body alone, its running statistics too.
+        # What trains a module or a head leaves the backbone alone, its running statistics too.
         frozen = not any(name.startswith("body.") for name in self.moving) and stage.norm_statistics == "aggregate"
         network.model.set_mode(True, "freeze" if frozen else stage.norm_statistics)
         network.model.require_gradients(network.trained, self.moving)

@@ -57,7 +57,7 @@ class ZerothOrder:
 
     @torch.inference_mode()
     def _check(self, backbone: Backbone) -> None:
-        """Refuse a body that reads trained parameters while they are not perturbed: slopes would not see them."""
+        """Refuse a backbone that reads trained parameters while they are not perturbed: slopes would not see them."""
         with (
             evaluating(backbone.body),
             self._perturbed(0, 0, self.epsilon) as perturbed,
@@ -149,7 +149,7 @@ class ZerothOrder:
 
 
 def _batches(cohort: Cohort, groups: list[Ints]) -> Iterator[tuple[Tensor, ...]]:
-    """What the body, or the head on cached features, reads for each group of positions."""
+    """What the backbone, or the head on cached features, reads for each group of positions."""
     if isinstance(cohort.source, np.ndarray):
         for group in groups:
             yield (torch.from_numpy(np.asarray(cohort.features[cohort.rows[group]], np.float32)),)

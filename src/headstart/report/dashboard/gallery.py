@@ -151,7 +151,7 @@ class Gallery:
         return Status(name, record.recipe.name, state, doing, share, left, accuracy, dropped, version, began, page)
 
     def _log(self, path: Path) -> RoundsLog:
-        """Who took part in the rounds of a run so far."""
+        """Which clients participated in the rounds of a run so far."""
         return self._rounds.setdefault(path, RoundsLog(path / "rounds.csv")).read()
 
 
