@@ -223,7 +223,7 @@ def _update_channel(
         return UpdateChannel(method, tuple(links), Total)
     robust: dict[str, Callable[[Floats], Floats]] = {
         "median": median,
-        "trimmed-mean": partial(trimmed_mean, trim=getattr(stage, "trim", 0.1)),
+        "trimmed-mean": partial(trimmed_mean, trim=stage.trim),
     }
     rule = RULES.get(stage.combine) or partial(_by_coordinate, robust[stage.combine])
     return UpdateChannel(method, tuple(links), partial(HeldTotal, rule=rule))

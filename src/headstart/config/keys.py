@@ -309,6 +309,7 @@ class Plain(StageKeys):
     share: ClassVar[float] = 0.0
     share_train: ClassVar[Literal["all"]] = "all"
     combine: ClassVar[str] = "mean"
+    trim: ClassVar[float] = 0.0
     max_norm: ClassVar[None] = None
     privacy: ClassVar[None] = None
     compress: ClassVar[None] = None

@@ -192,7 +192,7 @@ class Recipe(Table):
     tasks: Annotated[tuple[Task, ...], Field(strict=False)] = ()
     """Instead of data: several tasks, each with its own, on one backbone."""
     model: Model = Model()
-    """The body that turns an example into a feature vector."""
+    """The backbone that turns an example into a feature vector."""
     stages: Annotated[tuple[Stage, ...], Field(strict=False)]
     """Methods with their settings, in order; each starts from the model of the one before, or as its start says."""
     _stages: ClassVar[dict[str, Any]] = {}
