@@ -26,6 +26,14 @@ SHOWN = (
 """Metrics of a model that are shown of every stage, as far as it has them."""
 
 
+def wilson_interval(share: float, count: int, deviations: float = 1.959964) -> tuple[float, float]:
+    """Where a share that was measured on so many examples lies with 95 % confidence (Wilson, JASA 1927)."""
+    squared = deviations**2 / count
+    centre = (share + squared / 2) / (1 + squared)
+    half = deviations / (1 + squared) * sqrt(share * (1 - share) / count + squared / (4 * count))
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
 def class_shapes(n_classes: int) -> dict[str, tuple[int, ...]]:
     """Names and shapes of what `tally_classes` makes."""
     return {"classes": (3, n_classes), "bins": (3, BINS)}
@@ -122,14 +130,6 @@ def label_shares(scores: Scores) -> Floats:
 def added(tallies: Sequence[Tally]) -> dict[str, Floats]:
     """The tally of all examples together."""
     return {name: np.sum([each[name] for each in tallies], axis=0) for name in tallies[0]} if tallies else {}
-
-
-def wilson_interval(share: float, count: int) -> tuple[float, float]:
-    """The 95 % confidence interval of a share of so many examples (Wilson, 1927)."""
-    z = 1.959963984540054
-    centre, scale = share + z * z / (2 * count), 1 + z * z / count
-    half = z * sqrt(share * (1 - share) / count + z * z / (4 * count**2))
-    return max(0.0, (centre - half) / scale), min(1.0, (centre + half) / scale)
 
 
 def spread(name: str, values: Floats) -> Metrics:

@@ -39,7 +39,7 @@ def _read(given: Any, data: Data, unlabelled: bool) -> Dataset:
     if tables is not None:
         from headstart.data.tables import from_tables, of_completions
 
-        return of_completions(data, tables) if unlabelled else from_tables(data, None, tables)
+        return of_completions(data, tables) if unlabelled else from_tables(data, None, tables, [])
     if unlabelled:
         raise HeadstartError("data: prompts and completions are columns; give a DataFrame or a Hugging Face data set")
     parts = [_columns(given)]

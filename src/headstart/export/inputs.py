@@ -15,8 +15,8 @@ import numpy.typing as npt
 from headstart.config.recipe import Data
 from headstart.data import KNOWN
 from headstart.data.examples import Examples, Kind
+from headstart.data.folders import image_files
 from headstart.data.memory import inputs
-from headstart.data.tables import IMAGE_SUFFIXES
 from headstart.errors import HeadstartError
 
 _KINDS: Mapping[str, Kind] = {".txt": "text", ".csv": "text", ".npz": "features"}
@@ -75,10 +75,7 @@ def held(given: Any, kind: Kind, width: int) -> tuple[list[str], Examples]:
 
 def _images(path: Path) -> list[Path]:
     """An image file, or all of a folder and those inside it, sorted."""
-    if not path.is_dir():
-        return [path]
-    files = (file for file in path.rglob("*") if file.suffix.lower() in IMAGE_SUFFIXES)
-    return sorted(file for file in files if not file.name.startswith("."))
+    return image_files(path) if path.is_dir() else [path]
 
 
 def _texts(path: Path, data: Data) -> list[Any]:

@@ -57,4 +57,5 @@ class NoDirectory:
         """Nothing is written."""
 
     log = log_round = save_checkpoint = collect_best = save_model = save_log = save_statistics = _ignore
-    note = refuse_other_data = write_clients = write_holdings = write_confusion = save_final = finish = _ignore
+    note = refuse_other_data = write_clients = write_holdings = write_confusion = write_samples = _ignore
+    save_final = finish = _ignore

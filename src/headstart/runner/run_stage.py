@@ -15,6 +15,7 @@ from headstart.channel.figures import FiguresChannel
 from headstart.core.files import secret
 from headstart.core.ledger import Ledger
 from headstart.core.message import Array, Scalar
+from headstart.core.metrics import wilson_interval
 from headstart.core.plan import part_of
 from headstart.core.seeds import Secret, Seed, extended
 from headstart.core.state import pack, unpack
@@ -270,7 +271,7 @@ class StageRun:
                 self.number, "" if self.method.personal else ", and the server was given no test data",
             )  # fmt: skip
         clients: FlowerClients = self.clients  # type: ignore[assignment]
-        return NodeEvaluator(federation, self.method, clients)
+        return NodeEvaluator(federation, self.method, clients, self.run.body.generates)
 
     # -------------------------------------------------------------------------------------------------- what it leaves
 
@@ -298,6 +299,7 @@ class StageRun:
                 "eval_split": settings.eval_split,
                 **({"keep": "best"} if settings.keep == "best" else {}),
                 **self.record.metrics,
+                **self._certainty(),
                 **{name: value for name, value in self.record.best.items() if name.startswith("best_")},
                 **ledger.totals(),
                 "published_bytes": cost.bytes,
@@ -310,6 +312,12 @@ class StageRun:
             }
         )
         self.run.spent = {name: round(self.run.spent[name] + cost, 3) for name, cost in ledger.totals().items()}
+
+    def _certainty(self) -> dict[str, Any]:
+        """The 95 % confidence interval of the accuracy, where it is known how many examples were tested."""
+        accuracy, tested = (self.record.metrics.get(name) for name in ("accuracy", "test_examples"))
+        known = accuracy is not None and tested
+        return {"accuracy_interval": list(wilson_interval(accuracy, tested))} if known else {}
 
     def privacy(self) -> dict[str, Any]:
         """What the rounds so far and the tests on nodes have spent, where they guarantee anything."""
@@ -339,7 +347,7 @@ class StageRun:
             values.append(run.body.module_values())
         version, body = None, self.begin.body
         if changes:
-            trained = self.plan.body == "shared"
+            trained = self.plan.body == "shared" or self.method.folds
             version = run.body.keep(self.number, self.settings.norm_statistics, values[::-1], trained)
             body = self.number
         run.models.append(StageModel(tuple(heads[::-1]), body, self.states if self.states.shapes else None))
