@@ -315,9 +315,10 @@ class StageRun:
 
     def _certainty(self) -> dict[str, Any]:
         """The 95 % confidence interval of the accuracy, where it is known how many examples were tested."""
-        accuracy, tested = (self.record.metrics.get(name) for name in ("accuracy", "test_examples"))
-        known = accuracy is not None and tested
-        return {"accuracy_interval": list(wilson_interval(accuracy, tested))} if known else {}
+        accuracy, tested = self.record.metrics.get("accuracy"), self.record.metrics.get("test_examples")
+        if accuracy is None or not tested:
+            return {}
+        return {"accuracy_interval": list(wilson_interval(accuracy, tested))}
 
     def privacy(self) -> dict[str, Any]:
         """What the rounds so far and the tests on nodes have spent, where they guarantee anything."""
