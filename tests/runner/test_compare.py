@@ -52,7 +52,7 @@ def test_the_table_is_numbers_and_no_two_columns_have_one_name(compared: tuple[C
             float(line[name])
     table = found.to_frame()
     assert table["accuracy_mean"].dtype == float
-    assert table["bytes_up"].tolist() == [float(row[columns.index("bytes_up")]) for row in rows]
+    assert table["bytes_up"].tolist() == pytest.approx([float(row[columns.index("bytes_up")]) for row in rows])
 
 
 def test_a_key_that_is_a_column_already_is_called_by_its_path(no_report: None) -> None:
