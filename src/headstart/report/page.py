@@ -199,7 +199,8 @@ def _by_class(confusion: Matrix | None) -> str:
         [confusion.rows[c], f"{true[c]:,}", _share(right[c], true[c]), _share(right[c], predicted[c])] for c in order
     ]
     table = html_table(("class", "test examples", "sensitivity (recall), %", "precision, %"), rows)
-    return f"<h2>Classes</h2><details{' open' if len(rows) <= _SHORT else ''}><summary>Sensitivity and precision</summary>{table}</details>"
+    opened = " open" if len(rows) <= _SHORT else ""
+    return f"<h2>Classes</h2><details{opened}><summary>Sensitivity and precision</summary>{table}</details>"
 
 
 def _share(part: int, whole: int) -> str:
