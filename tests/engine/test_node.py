@@ -187,8 +187,10 @@ def interrupt(evaluations: int) -> Callable[[dict[str, Any]], None]:
 
 
 def clients_of(out: Path) -> str:
-    """`clients.csv`, with the numbers by which the data call clients as names."""
-    return re.sub(r"(?m)^(\d+),(\d),", lambda row: f"{row[1]},{NAMES[int(row[2])]},", (out / "clients.csv").read_text())
+    """`clients.csv`, with the numbers by which the data call clients as names; without what needs every score, and what
+    is added up in another order: the area under the ROC curve, and calibration."""
+    text = re.sub(r"(?m),[^,\n]*,[^,\n]*$", "", (out / "clients.csv").read_text())
+    return re.sub(r"(?m)^(\d+),(\d),", lambda row: f"{row[1]},{NAMES[int(row[2])]},", text)
 
 
 # ------------------------------------------------------------------------------------------------- what a node may lose

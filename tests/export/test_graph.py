@@ -66,7 +66,7 @@ def test_features(stage: dict[str, Any], form: Any, tmp_path: Path) -> None:
     graph = ["model.onnx"] if form == "onnx" else ["model.bin", "model.xml"]
     assert files == ["README.md", "classes.json", *graph]
     test = np.concatenate([test, np.zeros((1, 64), np.float32)])  # a vector without a direction is no NaN
-    agree(Model.of(tmp_path / "run"), npz(tmp_path / "x.npz", test), loaded(tmp_path / "out"), test)
+    agree(Model.load(tmp_path / "run"), npz(tmp_path / "x.npz", test), loaded(tmp_path / "out"), test)
 
 
 @formats
@@ -77,8 +77,10 @@ def test_a_client_has_a_graph_of_its_own(
     arguments = ["export", tmp_path / "run", "--out", tmp_path / "out", "--client", "client-2", "--format", form]
     done, said = headstart(monkeypatch, capsys, *arguments)
     assert (done, "README.md, classes.json, model." in said) == (0, True), said
-    found = agree(Model.of(tmp_path / "run", client="2"), npz(tmp_path / "x.npz", test), loaded(tmp_path / "out"), test)
-    everybodys = Model.of(tmp_path / "run").predict([tmp_path / "x.npz"]).probabilities
+    found = agree(
+        Model.load(tmp_path / "run", client="2"), npz(tmp_path / "x.npz", test), loaded(tmp_path / "out"), test
+    )
+    everybodys = Model.load(tmp_path / "run").predict([tmp_path / "x.npz"]).probabilities
     assert np.abs(found - everybodys).max() > 1e-3
     done, said = headstart(monkeypatch, capsys, *arguments)
     assert (done, "already used" in said) == (2, True)
@@ -87,7 +89,7 @@ def test_a_client_has_a_graph_of_its_own(
 @formats
 def test_a_masked_class_has_no_probability(form: Any, tmp_path: Path) -> None:
     digits(tmp_path / "run", {"method": "fedncm", "clients_per_round": 1, "rounds": 1}, clients=5, alpha=0.5)
-    model = Model.of(tmp_path / "run")
+    model = Model.load(tmp_path / "run")
     masked = np.isneginf(model.head.bias)
     assert 0 < masked.sum() < 9
     export(tmp_path / "run", tmp_path / "out", format=form)
@@ -134,7 +136,7 @@ def test_images(form: Any, tmp_path: Path) -> None:
     image_run(tmp_path / "run", {"method": "fed3r"}, **model)
     export(tmp_path / "run", tmp_path / "out", format=form)
     paths = pictures(tmp_path / "pictures")
-    found = agree(Model.of(tmp_path / "run"), tmp_path / "pictures", loaded(tmp_path / "out"), paths)
+    found = agree(Model.load(tmp_path / "run"), tmp_path / "pictures", loaded(tmp_path / "out"), paths)
     assert np.ptp(found, axis=0).max() > 1e-3  # the pictures are told apart
     assert np.abs(found[5] - found[0]).max() > 1e-3  # so is a turned one
     np.testing.assert_allclose(found[6], found[3], atol=1e-6)  # 16 bits and 8 are the same picture
@@ -157,7 +159,7 @@ def test_prompts_of_a_vision_transformer(tmp_path: Path) -> None:
     image_run(tmp_path / "run", {**VPT, "augment": "none"}, backbone=str(tmp_path / "vit"))
     export(tmp_path / "run", tmp_path / "out", format="openvino")
     paths = pictures(tmp_path / "pictures")
-    agree(Model.of(tmp_path / "run"), tmp_path / "pictures", loaded(tmp_path / "out"), paths)
+    agree(Model.load(tmp_path / "run"), tmp_path / "pictures", loaded(tmp_path / "out"), paths)
     said = (tmp_path / "out" / "README.md").read_text()
     assert "(red, green, blue), pixel · (0.0130719, 0.0130719, 0.0130719) − (1.33333, 1.33333, 1.33333)" in said
     assert "sides brought to that size, whatever their ratio" in said
@@ -177,7 +179,7 @@ def test_batch_norm_by_the_batch_is_refused(statistics: str, tmp_path: Path) -> 
         return
     export(tmp_path / "run", tmp_path / "out", client="1", format="onnx")
     paths = pictures(tmp_path / "pictures")
-    agree(Model.of(tmp_path / "run", client="1"), tmp_path / "pictures", loaded(tmp_path / "out"), paths)
+    agree(Model.load(tmp_path / "run", client="1"), tmp_path / "pictures", loaded(tmp_path / "out"), paths)
 
 
 def test_a_network_without_running_statistics_is_refused(tmp_path: Path) -> None:
@@ -201,7 +203,7 @@ def test_texts_through_a_lora(lora: Path, form: Any, tmp_path: Path) -> None:  #
     assert "tokenizer/tokenizer.json" in files
     given = [*SPORT, "goal", *FOOD, "a text of more tokens than training has ever seen, of which the end is cut"]
     names = loaded(tmp_path / "out")
-    found = agree(Model.of(lora), lines(tmp_path / "a.txt", *given), names, given)
+    found = agree(Model.load(lora), lines(tmp_path / "a.txt", *given), names, given)
     assert names["inputs"](given)["input_ids"].shape == (14, 8)
     assert names["inputs"](["goal"])["input_ids"].shape == (1, 3)  # the length is free, too
     assert np.abs(found - found.mean(axis=0)).max() > 1e-3
@@ -212,7 +214,7 @@ def test_texts_of_a_task_through_its_adapter(two: Path, tmp_path: Path) -> None:
         export(two, tmp_path / "out", format="onnx")
     export(two, tmp_path / "out", task="mood", format="onnx")
     given = [*SPORT, *FOOD]
-    agree(Model.of(two, "mood"), lines(tmp_path / "a.txt", *given), loaded(tmp_path / "out"), given)
+    agree(Model.load(two, "mood"), lines(tmp_path / "a.txt", *given), loaded(tmp_path / "out"), given)
 
 
 @pytest.fixture(scope="module")
@@ -230,7 +232,7 @@ def test_prompts_of_a_text_transformer(texts: Path, bert: Path, tmp_path: Path) 
     text_run(tmp_path / "run", texts, VPT, backbone=str(bert))
     export(tmp_path / "run", tmp_path / "out", format="onnx")
     given = [*SPORT, *FOOD]
-    agree(Model.of(tmp_path / "run"), lines(tmp_path / "a.txt", *given), loaded(tmp_path / "out"), given)
+    agree(Model.load(tmp_path / "run"), lines(tmp_path / "a.txt", *given), loaded(tmp_path / "out"), given)
 
 
 def test_a_cloze(texts: Path, bert: Path, tmp_path: Path) -> None:  # noqa: F811
@@ -239,7 +241,7 @@ def test_a_cloze(texts: Path, bert: Path, tmp_path: Path) -> None:  # noqa: F811
     export(tmp_path / "run", tmp_path / "out", format="openvino")
     given = [*SPORT, "a [MASK] of {mask}", *FOOD]
     names = loaded(tmp_path / "out")
-    agree(Model.of(tmp_path / "run"), lines(tmp_path / "a.txt", *given), names, given)
+    agree(Model.load(tmp_path / "run"), lines(tmp_path / "a.txt", *given), names, given)
     assert names["filled"](cloze["prompt"], ["a [MASK]"], names["tokenizer"], 32)[0] == "a  about [MASK]."
 
 

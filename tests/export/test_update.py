@@ -106,13 +106,13 @@ def test_a_client_that_comes_later_and_one_that_comes_and_goes(kind: str, silos:
 def test_a_class_that_comes_later(kind: str, silos: Path, tmp_path: Path) -> None:
     run(recipe_of(silos, "all", **STAGES[kind]), tmp_path / "run")
     update(tmp_path / "run", add={"e": str(silos / "e.npz")}, classes=["9"])
-    model, test = Model.of(tmp_path / "run"), np.load(silos / "e.npz")
+    model, test = Model.load(tmp_path / "run"), np.load(silos / "e.npz")
     assert model.classes == tuple("0123456789")
     mine = (test["split"] == 2) & (test["y"] == 9)
     assert (model.head.scores(test["X"][mine]).argmax(axis=1) == 9).mean() > 0.7
     update(tmp_path / "run", remove=["e"])
-    assert np.isneginf(Model.of(tmp_path / "run").head.bias[9])  # nobody has it any more
-    assert (Model.of(tmp_path / "run").head.scores(test["X"]).argmax(axis=1) < 9).all()
+    assert np.isneginf(Model.load(tmp_path / "run").head.bias[9])  # nobody has it any more
+    assert (Model.load(tmp_path / "run").head.scores(test["X"]).argmax(axis=1) < 9).all()
 
 
 def test_statistics_are_for_their_owner_only_and_there_only_where_they_were_asked_for(
@@ -161,7 +161,7 @@ def test_the_command(silos: Path, tmp_path: Path, command: Command) -> None:
     done = command("update", tmp_path / "run", *options, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "4 clients, 10 classes" in done.stdout
-    assert Model.of(tmp_path / "run").classes == tuple("0123456789")
+    assert Model.load(tmp_path / "run").classes == tuple("0123456789")
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ def test_a_regression_from_a_file_to_predictions(tmp_path: Path) -> None:
     assert (result.summary["target"], result.summary["classes"]) == ("regression", 2)
 
     np.savez(tmp_path / "new.npz", X=there.astype(np.float32))
-    told = Model.of(tmp_path / "run").predict([tmp_path / "new.npz"])
+    told = Model.load(tmp_path / "run").predict([tmp_path / "new.npz"])
     np.testing.assert_allclose(told.probabilities, predicted, rtol=1e-4)
     told.write(tmp_path / "out.csv")
     with (tmp_path / "out.csv").open(newline="") as file:
@@ -86,7 +86,7 @@ def test_labels_from_a_file_to_predictions(tmp_path: Path) -> None:
     assert found["average_precision"] == pytest.approx(average_precision_score(expected, scores))
 
     np.savez(tmp_path / "new.npz", X=there.astype(np.float32))
-    told = Model.of(tmp_path / "run").predict([tmp_path / "new.npz"])
+    told = Model.load(tmp_path / "run").predict([tmp_path / "new.npz"])
     names = [named[place] for place in np.flatnonzero(predicted[5])]
     assert told.table()[1][5][1] == "; ".join(names)
     told.write(tmp_path / "out.csv")

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from headstart.cli.shared import check_new_file, show_table
+from headstart.cli.shared import Imports, check_new_file, show_table
 from headstart.errors import HeadstartError
 
 Run = Annotated[Path, typer.Argument(help="The directory of a finished run.")]
@@ -48,12 +48,13 @@ def predict(
     top_p: Annotated[float, typer.Option(min=0, max=1, help="Sample from the likeliest tokens of this share.")] = 1.0,
     seed: Annotated[int, typer.Option(min=0, help="Of completions that are sampled.")] = 0,
     chat: Annotated[bool, typer.Option("--chat", help="Prompts are what a user says, in the chat template.")] = False,
+    imports: Imports = None,
 ) -> None:
     """The classes, numbers or labels of new inputs, or completions of prompts, by the model of a finished run."""
     from headstart.export import Model
 
     check_new_file(out)
-    model = Model.of(run, task, client, module)
+    model = Model.load(run, task, client, module)
     if model.body.generates:
         from headstart.backbones.completions import Sampling
         from headstart.export.completions import completions, write_completions
@@ -100,6 +101,7 @@ def export(
     format: Annotated[
         Format | None, typer.Option(help="The whole model as one graph, from preprocessed inputs to probabilities.")
     ] = None,
+    imports: Imports = None,
 ) -> None:
     """Write the model of a finished run as files that peft, transformers or a recipe load, or as one graph."""
     from headstart.export import export

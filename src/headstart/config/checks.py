@@ -340,7 +340,7 @@ def _unprotected(stage: Mapping[str, Any], kind: type[Any], tasks: bool) -> list
     Robust means, largest norms and noise are for the block `update`: what else a method sends is not covered.
     """
     method, problems, privacy = stage["method"], [], stage["privacy"]
-    robust = {"combine": stage["combine"] in ("median", "trimmed-mean"), "max_norm": stage["max_norm"] is not None}
+    robust = {"combine": stage["combine"] != "mean", "max_norm": stage["max_norm"] is not None}
     others = [block for block in (*kind.sends, *kind.numbers) if block != "update"]
     given = {**robust, "privacy": privacy is not None, "compress": stage["compress"] is not None}
     for key in [key for key, asked in given.items() if asked]:

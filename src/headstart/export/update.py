@@ -46,7 +46,7 @@ def update(
 
     Without any of these, an update that was interrupted is finished.
     """
-    model = Model.of(run)
+    model = Model.load(run)
     stage = model.recipe.stages[-1]
     directory, number = RunDirectory(run), len(model.recipe.stages) - 1
     if not stage.keep_statistics:

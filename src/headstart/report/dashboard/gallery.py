@@ -35,6 +35,10 @@ class Status:
     dropped: int
     version: str
     """Another one means that there is more to see."""
+    began: float
+    """Seconds since 1970."""
+    report: bool
+    """Whether there is a page of it."""
 
 
 @dataclass
@@ -59,15 +63,23 @@ class Gallery:
         one = self.folders[0] if len(self.folders) == 1 else None
         return str(path.relative_to(one) if one and path != one and path.is_relative_to(one) else path)
 
+    def report(self, chosen: Sequence[str]) -> str:
+        """The page that a run has left in its directory."""
+        known = self.paths()
+        if len(chosen) != 1 or chosen[0] not in known or not (known[chosen[0]] / "report.html").is_file():
+            raise HeadstartError("there is no report of this run")
+        return (known[chosen[0]] / "report.html").read_text(encoding="utf-8")
+
     def statuses(self) -> list[Status]:
-        """Every run that can be read; what is being deleted or is no run of this version is left out."""
+        """Every run that can be read, the newest first; what is being deleted or is no run of this version is left
+        out."""
         found = []
         for name, path in self.paths().items():
             try:
                 found.append(self._status(name, path))
             except (HeadstartError, OSError, ValueError, KeyError):
                 continue
-        return found
+        return sorted(found, key=lambda status: -status.began)
 
     def body(self, chosen: Sequence[str]) -> str:
         """What there is to see of the chosen runs together."""
@@ -135,7 +147,8 @@ class Gallery:
             share = min((sum(rounds[:number]) + played) / sum(rounds), 1.0)
             if state == "running":
                 doing, left = _under_way(path, doing)
-        return Status(name, record.recipe.name, state, doing, share, left, accuracy, dropped, version)
+        began, page = (path / "recipe.toml").stat().st_mtime, (path / "report.html").is_file()
+        return Status(name, record.recipe.name, state, doing, share, left, accuracy, dropped, version, began, page)
 
     def _log(self, path: Path) -> RoundsLog:
         """Which clients participated in the rounds of a run so far."""
