@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Literal
 
@@ -144,10 +144,10 @@ def _told_scatter(statistics: ClientStatistics, total: ClientStatistics, means: 
         factor = _factor(statistics, means, classes, inflation)
         spread = np.trace(factor) if len(factor) == total.dim else np.vdot(factor, factor)
         return _Scatter(factor, float(spread), known)
-    inside = _told(statistics, within)
     between = np.zeros(len(means))
     for part, block in _deviations(statistics, means, classes, np.sqrt(statistics.counts)):
         np.add.at(between, classes[part], np.einsum("pd,pd->p", block, block))
+    statistics, inside = _bounded(statistics, _told(statistics, within), between, total.counts, holders)
     spread, whole = float(between.sum() + inside.sum()), float(inside.sum())
     if statistics.directions is not None:
         squares = np.square(statistics.directions, dtype=np.float64).sum(axis=0)
@@ -170,6 +170,32 @@ def _told(statistics: ClientStatistics, within: Within) -> Floats:
     if moments is None or moments.shape != (statistics.dim if within == "diagonal" else 1,):
         raise HeadstartError(f"within = {within!r} needs second moments of the features; these have none")
     return np.maximum(statistics.around_means(), 0.0)
+
+
+def _bounded(
+    statistics: ClientStatistics, inside: Floats, between: Floats, counts: Ints, holders: Ints
+) -> tuple[ClientStatistics, Floats]:
+    """What was told of the scatter around the means, no larger than the means allow: one client's lie is no more than
+    that. between, counts, holders: [C].
+
+    Clients' means differ by chance at least, so the estimate E of the scatter has its trace in expectation, or more.
+    Its relative variance is at most 2/f for normal features, 1/f = Σ_c (N_c − 1)²/(K_c − 1) / (Σ_c N_c − 1)². Beyond
+    three standard errors, what was told is scaled down to that; up to f = 18 the means allow anything.
+    """
+    several = holders > 1
+    freedom = counts[several] - 1.0
+    if not freedom.sum():
+        return statistics, inside
+    estimate = freedom / (holders[several] - 1) @ between[several] / freedom.sum()  # of the trace of a covariance
+    sure = 1 - 3 * np.sqrt(2 * (freedom**2 / (holders[several] - 1)).sum()) / freedom.sum()
+    most = estimate / sure * (counts.sum() - len(counts)) - between.sum() if sure > 0 else np.inf
+    if inside.sum() <= most:
+        return statistics, inside
+    part = max(most, 0.0) / inside.sum()
+    directions = statistics.directions
+    if directions is not None:
+        directions = directions * np.sqrt(part, dtype=directions.dtype)
+    return replace(statistics, directions=directions), part * inside
 
 
 def _deviations(
