@@ -51,7 +51,7 @@ IMPOSSIBLE: dict[str, tuple[dict[str, Any], Callable[[Arrays], Arrays]]] = {
     "a trace below the directions": ({"rank": 3}, lambda a: {"within": a["within"] / 1e3}),
     "directions above the trace": ({"rank": 3}, lambda a: {"directions": 100 * a["directions"]}),
     "too many directions": ({"rank": 3}, lambda a: {"directions": np.zeros((40, 64), np.float32)}),
-    "directions that are no numbers": ({"rank": 3}, lambda a: {"directions": a["directions"] * np.float32(np.inf)}),
+    "directions that are no numbers": ({"rank": 3}, lambda a: {"directions": np.full_like(a["directions"], np.inf)}),
     "a direction where the diagonal has nothing": (
         {"within": "diagonal", "rank": 3},
         lambda a: {"directions": np.roll(a["directions"], 7, axis=1)},
