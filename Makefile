@@ -1,7 +1,7 @@
 # Every target creates what it needs: `make demo` and `make test` work on a machine with Python 3.11+, pip and make.
 PYTHON ?= python3
 BIN := .venv/bin
-PYTEST := $(BIN)/pytest -n 2 --dist loadfile
+PYTEST := $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: install demo test coverage browser faults lint types docs bench clean
 

@@ -15,6 +15,12 @@ import headstart.methods  # noqa: F401 (registers them before tests are collecte
 from tests.command import Command
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with slow tests come first, so that no worker waits at the end for another's."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
     torch.manual_seed(0)  # before any fixture: what a test draws does not depend on the tests before it

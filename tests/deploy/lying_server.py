@@ -16,7 +16,7 @@ import numpy as np
 def attack(recipe: Any, federation: Any, out: Path, resume: bool, log: Any, nodes: Any) -> Any:
     """The attack that the file `lie` names; what nodes say is in said.json."""
     lie = (Path(os.environ["HEADSTART_FEDERATION"]) / "lie").read_text()
-    said = {"questions": questions, "sums": sums}[lie](nodes)
+    said = {"questions": questions, "statistics": statistics, "sums": sums}[lie](nodes)
     out.mkdir(parents=True)
     (out / "said.json").write_text(json.dumps(said))
     return SimpleNamespace(summary={"stages": []})
@@ -51,6 +51,23 @@ def questions(nodes: Any) -> dict[str, Any]:
         "beyond the stage": ask("answer", Message(scalars={"round": 7})),
         "a model": ask("evaluate", Message(head)),
     }
+
+
+def statistics(nodes: Any) -> dict[str, Any]:
+    """All that the last node sends in three closed forms."""
+    from headstart.core.message import Message
+    from headstart.engine.flower_messages import read_reply
+    from headstart.engine.setup import StageSetup, digest
+
+    client, said = max(nodes.ids), dict[str, Any]()
+    for stage, method in enumerate(("fedncm", "fedcof", "fed3r")):
+        setup = StageSetup(stage, 0, (("default", 10, 4, 100),), (None,)).to_message().to_bytes()
+        facts = {"kind": "answer", "client": client, "setup": digest(setup), "states": [[stage, -1, {}]], "new": True}
+        question = facts, {"message": Message(scalars={"round": 0}).to_bytes(), "setup": setup}
+        ((_, reply),) = nodes.send({nodes.ids[client]: question}, 120, {})
+        _, data = read_reply(reply)
+        said[method] = {name: array.tolist() for name, array in Message.from_bytes(data).arrays.items()}
+    return said
 
 
 class _Sums:

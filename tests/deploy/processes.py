@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -19,6 +20,7 @@ from sklearn.datasets import load_digits
 
 from headstart.config.recipe import Recipe
 from headstart.deploy.admit import Server, add, init_server
+from headstart.deploy.folder import init
 from headstart.deploy.kit import init_node
 
 NODES = ("a", "b", "c")
@@ -140,7 +142,7 @@ class Commands(Processes):
 
     def node(self, name: str, *options: str, prefix: Sequence[str] = (), data: str = "") -> subprocess.Popen[bytes]:
         """Start a node; data: of another one, by its name."""
-        kit, path = self.server / "kits" / f"{name}.kit", self.data / f"{data or name}.npz"
+        kit, (path,) = self.server / "kits" / f"{name}.kit", self.data.glob(f"{data or name}.*")
         words = ("node", "run", kit, "--data", path, "--folder", self.home / name, *options)
         return self.command(name, *words, prefix=prefix)
 
@@ -165,6 +167,104 @@ class Commands(Processes):
         super().stop()
 
 
+FOURTH = "d"
+"""A node that is not admitted from the start."""
+WRONG = ("empty", "other", "old", "false", "unguarded")
+"""Nodes that are registered, and that no run can take."""
+
+
+def set_variables(script: Path, **values: str) -> None:
+    """Change what is at the top of a script."""
+    text = script.read_text()
+    for name, value in values.items():
+        line = f'{name}="{value}"'.replace("\\", r"\\")
+        text, found = re.subn(rf"(?m)^{name}=.*$", line, text)
+        assert found == 1
+    script.write_text(text)
+
+
+class Machines(Processes):
+    """The processes of a federation, as its scripts start them."""
+
+    def __init__(self, folder: Path, recipe: Recipe) -> None:
+        super().__init__(folder.parent)
+        self.folder = folder
+        self.host, self.port = own_address(), free_ports(2 + len(NODES + WRONG))
+        init(folder, recipe, (*NODES, FOURTH, *WRONG), self.host, self.port)
+        for name in (FOURTH, *WRONG):  # admitted by the test that needs them: every key costs run.sh seconds
+            (folder / "keys" / f"{name}.pub").rename(folder.parent / f"{name}.pub")
+
+    def superlink(self) -> None:
+        """Start the SuperLink, and wait until it listens."""
+        # Whoever sets these opens nothing.
+        careless = {"FORWARDED_ALLOW_IPS": "*", "FLWR_INTERNAL_GRPC_CONTROL_API": "1"}
+        path = [str(Path(__file__).parent / "lying"), *filter(None, [os.environ.get("PYTHONPATH")])]
+        careless["PYTHONPATH"] = os.pathsep.join(path)
+        self.superlink_process = self.start(self.folder / "superlink.sh", log="superlink", **careless)
+        wait_for(lambda: self.superlink_process.poll() is None and self.listens())
+
+    def listens(self) -> bool:
+        with socket.socket() as one:
+            return one.connect_ex(("127.0.0.1", self.port)) == 0
+
+    def node(self, name: str, **environment: str) -> subprocess.Popen[bytes]:
+        return self.start(self.folder / f"node-{name}.sh", log=name, **environment)
+
+    def begin(
+        self, recipe: Recipe, name: str, nodes: tuple[str, ...] = NODES, test: str = ""
+    ) -> subprocess.Popen[bytes]:
+        """Start a run of a recipe that all nodes but the one with another recipe have agreed to."""
+        (self.folder / "recipe.toml").write_text(recipe.to_toml())
+        out = self.folder / "runs" / name
+        set_variables(self.folder / "run.sh", out=str(out), nodes=",".join(nodes), test=test)
+        return self.start(self.folder / "run.sh", log=f"run-{name}")
+
+    def run(self, recipe: Recipe, name: str, nodes: tuple[str, ...] = NODES, test: str = "") -> Path:
+        """A whole run; returns its directory."""
+        status = self.begin(recipe, name, nodes, test).wait(PATIENCE + 120)
+        assert status == 0, self.log(f"run-{name}")
+        return self.folder / "runs" / name
+
+    def lie(self, attack: str, recipe: Recipe, nodes: tuple[str, ...] = NODES) -> dict[str, Any]:
+        """What nodes say to a server that plays an attack of `lying_server`."""
+        (self.home / "lie").write_text(attack)
+        try:
+            out = self.run(recipe, f"lie-{attack}", nodes)
+        finally:
+            (self.home / "lie").unlink()
+        said: dict[str, Any] = json.loads((out / "said.json").read_text())
+        return said
+
+    def admit_fourth(self, data: Path) -> None:
+        """With one node more from here on, that has these data."""
+        if (key := self.home / f"{FOURTH}.pub").exists():
+            key.rename(self.folder / "keys" / key.name)
+            set_variables(self.folder / f"node-{FOURTH}.sh", data=str(data))
+            self.node(FOURTH)
+
+    def ask(self, host: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+        """Flower's command, for the SuperLink at an address of this machine."""
+        home = self.logs.parent / "home"
+        home.mkdir(exist_ok=True)
+        authority = self.folder / "certificates" / "ca.pem"
+        (home / "config.toml").write_text(
+            f'[superlink.federation]\naddress = "{host}:{self.port}"\nroot-certificates = "{authority}"\n'
+        )
+        environment = self.environment | {"FLWR_HOME": str(home), "FLWR_TELEMETRY_ENABLED": "0"}
+        command = ["flwr", *map(str, arguments), "--format", "json"]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+
+    def flwr(self, *arguments: str) -> str:
+        """What Flower's command says of the running SuperLink."""
+        done = self.ask("127.0.0.1", *arguments, "federation")
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    def of_node(self, name: str, command: str = "") -> list[int]:
+        """A node's processes, but for the script that starts them."""
+        return self.processes(f"FLWR_HOME={self.folder}/state/{name}/flower", command)
+
+
 def silos(folder: Path) -> None:
     """Digits in three parts of different classes: all in one file, and each in its own."""
     features, labels = load_digits(return_X_y=True)
@@ -178,6 +278,9 @@ def silos(folder: Path) -> None:
         np.savez(folder / f"{name}.npz", X=features[mine], y=labels[mine], split=split[mine])
     test = split == 2
     np.savez(folder / "test.npz", X=features[test], y=labels[test], split=split[test])
+    sevens = np.flatnonzero((owners == 0) & ~test & (labels == 7))
+    alone = np.setdiff1d(np.flatnonzero(owners == 0), sevens[1:])  # a class of one example
+    np.savez(folder / "alone.npz", X=features[alone], y=labels[alone], split=split[alone])
     np.savez(folder / "empty.npz", X=features[test], y=labels[test], split=split[test])
 
 

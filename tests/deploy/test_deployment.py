@@ -6,10 +6,8 @@ import json
 import os
 import re
 import signal
-import socket
 import ssl
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +32,14 @@ from tests.deploy.processes import (
     NODES,
     PATIENCE,
     TRAINING,
-    Processes,
+    WRONG,
+    Machines,
     assert_same_models,
     free_ports,
-    own_address,
     played,
     recipe_of,
     rows,
-    silos,
+    set_variables,
     summary_of,
     wait_for,
 )
@@ -50,119 +48,6 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="processes are found through /proc"),
 ]
-
-FOURTH = "d"
-"""A node that is not admitted from the start."""
-WRONG = ("empty", "other", "old", "false", "unguarded")
-"""Nodes that are registered, and that no run can take."""
-
-
-def set_variables(script: Path, **values: str) -> None:
-    """Change what is at the top of a script."""
-    text = script.read_text()
-    for name, value in values.items():
-        line = f'{name}="{value}"'.replace("\\", r"\\")
-        text, found = re.subn(rf"(?m)^{name}=.*$", line, text)
-        assert found == 1
-    script.write_text(text)
-
-
-class Machines(Processes):
-    """The processes of a federation, as its scripts start them."""
-
-    def __init__(self, folder: Path, recipe: Recipe) -> None:
-        super().__init__(folder.parent)
-        self.folder = folder
-        self.host, self.port = own_address(), free_ports(2 + len(NODES + WRONG))
-        init(folder, recipe, (*NODES, FOURTH, *WRONG), self.host, self.port)
-        for name in (FOURTH, *WRONG):  # admitted by the test that needs them: every key costs run.sh seconds
-            (folder / "keys" / f"{name}.pub").rename(folder.parent / f"{name}.pub")
-
-    def superlink(self) -> None:
-        """Start the SuperLink, and wait until it listens."""
-        # Whoever sets these opens nothing.
-        careless = {"FORWARDED_ALLOW_IPS": "*", "FLWR_INTERNAL_GRPC_CONTROL_API": "1"}
-        path = [str(Path(__file__).parent / "lying"), *filter(None, [os.environ.get("PYTHONPATH")])]
-        careless["PYTHONPATH"] = os.pathsep.join(path)
-        self.superlink_process = self.start(self.folder / "superlink.sh", log="superlink", **careless)
-        wait_for(lambda: self.superlink_process.poll() is None and self.listens())
-
-    def listens(self) -> bool:
-        with socket.socket() as one:
-            return one.connect_ex(("127.0.0.1", self.port)) == 0
-
-    def node(self, name: str, **environment: str) -> subprocess.Popen[bytes]:
-        return self.start(self.folder / f"node-{name}.sh", log=name, **environment)
-
-    def begin(
-        self, recipe: Recipe, name: str, nodes: tuple[str, ...] = NODES, test: str = ""
-    ) -> subprocess.Popen[bytes]:
-        """Start a run of a recipe that all nodes but the one with another recipe have agreed to."""
-        (self.folder / "recipe.toml").write_text(recipe.to_toml())
-        out = self.folder / "runs" / name
-        set_variables(self.folder / "run.sh", out=str(out), nodes=",".join(nodes), test=test)
-        return self.start(self.folder / "run.sh", log=f"run-{name}")
-
-    def run(self, recipe: Recipe, name: str, nodes: tuple[str, ...] = NODES, test: str = "") -> Path:
-        """A whole run; returns its directory."""
-        status = self.begin(recipe, name, nodes, test).wait(PATIENCE + 120)
-        assert status == 0, self.log(f"run-{name}")
-        return self.folder / "runs" / name
-
-    def lie(self, attack: str, recipe: Recipe, nodes: tuple[str, ...] = NODES) -> dict[str, Any]:
-        """What nodes say to a server that plays an attack of `lying_server`."""
-        (self.home / "lie").write_text(attack)
-        try:
-            out = self.run(recipe, f"lie-{attack}", nodes)
-        finally:
-            (self.home / "lie").unlink()
-        said: dict[str, Any] = json.loads((out / "said.json").read_text())
-        return said
-
-    def ask(self, host: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-        """Flower's command, for the SuperLink at an address of this machine."""
-        home = self.logs.parent / "home"
-        home.mkdir(exist_ok=True)
-        authority = self.folder / "certificates" / "ca.pem"
-        (home / "config.toml").write_text(
-            f'[superlink.federation]\naddress = "{host}:{self.port}"\nroot-certificates = "{authority}"\n'
-        )
-        environment = self.environment | {"FLWR_HOME": str(home), "FLWR_TELEMETRY_ENABLED": "0"}
-        command = ["flwr", *map(str, arguments), "--format", "json"]
-        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-
-    def flwr(self, *arguments: str) -> str:
-        """What Flower's command says of the running SuperLink."""
-        done = self.ask("127.0.0.1", *arguments, "federation")
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
-
-    def of_node(self, name: str, command: str = "") -> list[int]:
-        """A node's processes, but for the script that starts them."""
-        return self.processes(f"FLWR_HOME={self.folder}/state/{name}/flower", command)
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("silos")
-    silos(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def machines(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Iterator[Machines]:
-    """A SuperLink and three nodes."""
-    federation = Machines(tmp_path_factory.mktemp("o'brien") / "federation", recipe_of(data, {"method": "fedncm"}))
-    for name in NODES:
-        set_variables(federation.folder / f"node-{name}.sh", data=str(data / f"{name}.npz"))
-    try:
-        federation.superlink()
-        for name in NODES:
-            federation.node(name)
-        yield federation
-    finally:
-        federation.stop()
-
 
 STAGES: list[dict[str, Any]] = [
     {"method": "fedncm", "deadline": 120},
@@ -226,6 +111,9 @@ def test_a_run_survives_the_superlink_and_a_second_server_stays_out(
     server = machines.processes(command="flwr-serverapp")
     machines.signal(server, signal.SIGSTOP)  # it would be done before another one has started
     try:
+        attached = machines.start(machines.folder / "run.sh", log="attached")
+        wait_for(lambda: "a run is under way" in machines.log("attached"))
+        (machines.folder / "state" / "run" / "run").unlink()  # as if the first had been started from elsewhere
         second = machines.start(machines.folder / "run.sh", log="second")
         wait_for(lambda: second.poll() is not None)
     finally:
@@ -240,7 +128,8 @@ def test_a_run_survives_the_superlink_and_a_second_server_stays_out(
     wait_for(lambda: not machines.listens())
     wait_for(lambda: not machines.processes(command="flwr-serverapp"))
     machines.superlink()
-    assert first.wait(PATIENCE) == 1
+    assert first.wait(PATIENCE) == attached.wait(PATIENCE) == 1
+    assert "round 1" in machines.log("attached")  # from the beginning
     lines = (out / "metrics.jsonl").read_text().splitlines()
     machines.run(recipe, "killed")
     assert_same_models(here, out)
@@ -292,6 +181,11 @@ def test_secure_sums_are_those_of_the_same_run_in_process(machines: Machines, da
     assert here is not None
     assert_same_models(here, there)
     assert [stage["dropped"] for stage in summary_of(there)["stages"]] == [[], []]
+    # Said before the first round, since nobody may leave.
+    log = machines.log("run-secure")
+    for stage in (0, 1):
+        sentence = f"stages.{stage}: every client of a secure sum of 3 has to stay to the end; four are the fewest"
+        assert 0 <= log.index(sentence) < log.index("fedncm") or stage
 
     # An audit: all that left a node, from its own ledger, has the bytes of the server's account.
     heads, *lines = rows(there)
@@ -313,55 +207,6 @@ import importlib.metadata
 true = importlib.metadata.version
 importlib.metadata.version = lambda name: "0.0.1" if name == "headstart" else true(name)
 """
-
-
-def test_a_server_that_lies_gets_one_answer_from_a_node(machines: Machines, data: Path) -> None:
-    """Real processes on both sides; the server asks what no recipe asks."""
-    privacy = {"epsilon": 1.0, "clip": 1.0, "noise": "client"}
-    recipe = recipe_of(data, {"method": "fedncm", "privacy": privacy})
-    said = machines.lie("questions", recipe)
-    assert len({said[name]["answer"] for name in ("first", "again", "new run")}) == 1
-    assert said["first"]["answer"] is not None
-    for name, why in (
-        ("fewer clients", "answers no other question for it"),
-        ("another number", "the node is number 0 of its list of peers, and is asked as client 1"),
-        ("beyond the stage", "the stage has 1 rounds, from 0; the server asks for round 7"),
-        ("a model", "with privacy a node tests no models"),
-    ):
-        assert why in said[name]["error"], said[name]
-        assert said[name]["answer"] is None
-    entries = NodeLedger(machines.folder / "state" / NODES[0]).entries()
-    assert [entry["kind"] for entry in entries if entry["recipe"] == recipe_digest(recipe)].count("answer") == 3
-
-
-@pytest.mark.minutes
-def test_a_server_that_lies_opens_no_secure_sum_but_the_one_of_everybody(machines: Machines, data: Path) -> None:
-    """Real processes on both sides: thresholds, swapped keys, lies about dropouts, two lists at once, differencing."""
-    (machines.home / f"{FOURTH}.pub").rename(machines.folder / "keys" / f"{FOURTH}.pub")
-    set_variables(machines.folder / f"node-{FOURTH}.sh", data=str(data / "a.npz"))
-    node = machines.node(FOURTH)
-    recipe = recipe_of(data, {"method": "fedncm"}, {"method": "fedncm", "secure": True})
-    try:
-        said = machines.lie("sums", recipe, (*NODES, FOURTH))
-    finally:
-        os.killpg(node.pid, signal.SIGKILL)
-    threshold = "the server would open a sum of 4 clients with 2 of them; by the node's recipe 3 have to stay"
-    assert said["threshold"] == [threshold] * 4
-    assert said["keys"] == {
-        str(client): "the public keys listed for client 1 are not its own"
-        if client == 1
-        else "the keys listed for client 1 are not signed by it for this sum"
-        for client in range(4)
-    }
-    assert len(said["lists"]) == 4
-    assert all("2 survivors have signed the list of survivors, 3 are needed" in error for error in said["lists"])
-    assert sorted(error is None for error in said["at once"]) == [False, True]
-    owners = [np.load(data / f"{name}.npz") for name in (*NODES, "a")]
-    counts = sum(np.bincount(one["y"][one["split"] == 0], minlength=10) for one in owners)
-    assert said["honest"] == [{step: {} for step in ("keys", "shares", "masked", "reveal")}, counts.tolist()]
-    refused = [error for errors in said["fewer"].values() for error in errors.values()]
-    assert len(refused) == 3
-    assert set(refused) == {"the sum of this round was opened before, for another list of survivors"}
 
 
 def test_nodes_that_cannot_take_part_stay_out_and_the_run_says_why(

@@ -360,3 +360,55 @@ def test_several_tasks_on_one_federation(commands: Folders, tmp_path: Path) -> N
             for name in ("accuracy", "local_accuracy_mean"):
                 assert other["tasks"][task][name] == pytest.approx(stage["tasks"][task][name])
         assert other["dropped"] == []
+
+
+WORDS = (["rain", "snow", "wind", "storm", "cloud"], ["goal", "team", "match", "score", "win"])
+
+
+def test_modules_of_several_tasks_on_one_federation(commands: Folders, tmp_path: Path) -> None:
+    """FedYolo on a sentence encoder: a module and a head for each task, and then a module of each node's own."""
+    names = {"a": "one", "b": "one", "d": "two", "e": "two"}
+    tasks, rng = [], np.random.default_rng(0)
+    for task in ("one", "two"):
+        rows = [
+            (" ".join(rng.choice(WORDS[(number + (task == "two")) % 2], 3)), "yn"[number % 2], place, client)
+            for client in (0, 1)
+            for number, place in enumerate(["train"] * 8 + ["test"] * 4)
+        ]
+        (tmp_path / f"{task}.csv").write_text(table("text,label,split,client", rows))
+        for number, name in enumerate(name for name in names if names[name] == task):
+            (tmp_path / f"{name}.csv").write_text(table("text,label,split", [r[:3] for r in rows if r[3] == number]))
+        data = {"dataset": str(tmp_path / f"{task}.csv"), "client_column": "client", "classes": ["y", "n"]}
+        tasks.append({"name": task, **data, "partition": {"kind": "natural", "test": "follow"}})
+    module = {"train": "lora", "rank": 2, "blocks": 1, "lr": 0.1, "batch_size": 4, "rounds": 2, "evaluate_every": 2}
+    stages = [
+        {"method": "fedncm"},
+        {**module, "method": "fedyolo", "sampling": "tasks"},
+        {"method": "personalise", "update": "lora", "epochs": 1, "lr": 0.1, "batch_size": 4},
+    ]
+    model = {"backbone": "all-MiniLM-L6-v2", "max_tokens": 8}
+    recipe = Recipe.parse({"tasks": tasks, "model": model, "stages": stages})
+    here = run(recipe, tmp_path / "here").out
+    federation = commands.make(recipe, names=tuple(names))
+    process = federation.command("server", "server", federation.server)
+    for name, task in names.items():
+        (federation.data / f"{name}.npz").unlink(missing_ok=True)
+        shutil.copy(tmp_path / f"{name}.csv", federation.data)
+        federation.node(name, "--task", task)
+    assert process.wait(PATIENCE) == 0, federation.log("server")
+    assert here is not None
+    assert_same_models(here, federation.server / "run")
+    ours, theirs = (summary_of(out)["stages"] for out in (here, federation.server / "run"))
+    for stage, other in zip(ours, theirs, strict=True):
+        for task in ("one", "two"):
+            assert other["tasks"][task]["local_accuracy_mean"] == pytest.approx(
+                stage["tasks"][task]["local_accuracy_mean"]
+            )
+    # What each node made of its module stays with it.
+    assert len(list(federation.home.glob("[abde]/state/*/clients-2/personal.bin"))) == 4
+    assert not list((federation.server / "run").rglob("personal.bin"))
+
+
+def table(head: str, rows: list[tuple[Any, ...]]) -> str:
+    """As CSV."""
+    return "\n".join([head, *(",".join(map(str, row)) for row in rows)]) + "\n"

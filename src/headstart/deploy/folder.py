@@ -287,11 +287,20 @@ for key in "$here"/keys/*.pub; do
     answer=$(flwr supernode register "$key" federation --name "$name" 2>&1) ||
         [[ $answer == *"already in use"* ]] || { echo "$answer" >&2; exit 1; }
 done
-# It exits with 0 when it is refused, too.
-answer=$(flwr run "$here/app" federation --run-config "$FLWR_HOME/values.toml" --format json) || true
-run=$(grep -oE '"run-id": "[0-9]+"' <<<"$answer" | tr -dc 0-9) || { echo "$answer" >&2; exit 1; }
+status() { flwr list federation --run-id "$run" --format json 2>/dev/null | grep -oE '"status": "[a-z:-]+"' || true; }
+# A run for the same directory that goes on is followed, and not started a second time.
+run="" before=""
+[[ ! -e $FLWR_HOME/run ]] || { read -r run; read -r before; } <"$FLWR_HOME/run"
+if [[ -n $run && $before == "$out" && $(status) =~ pending|starting|running ]]; then
+    echo "a run is under way; this shows it from its beginning" >&2
+else
+    # It exits with 0 when it is refused, too.
+    answer=$(flwr run "$here/app" federation --run-config "$FLWR_HOME/values.toml" --format json) || true
+    run=$(grep -oE '"run-id": "[0-9]+"' <<<"$answer" | tr -dc 0-9) || { echo "$answer" >&2; exit 1; }
+    { echo "$run"; echo "$out"; } >"$FLWR_HOME/run"
+fi
 flwr log "$run" federation
-flwr list federation --run-id "$run" --format json | grep -q '"status": "finished:completed"'
+[[ $(status) == *finished:completed* ]]
 """
 )
 
