@@ -129,10 +129,10 @@ def _told_scatter(statistics: ClientStatistics, total: ClientStatistics, means: 
     exact, and add the scatter within clients of trace T: the directions that they told, and the rest, of trace R,
     spread over all dimensions ("trace"), as its diagonal ("diagonal"), or ("auto") the share a in the shape of the
     estimate E, and the others evenly. Where clients differ by chance alone, E has in expectation the trace of the whole
-    scatter. Where it has ratio times that, chance is 1/ratio of E, and the rest is how clients' features differ. As long
-    as that is a standard error e of E's trace or more (`_error`), a is 1; below it falls, min(1, 1/(e · ratio)). a is
-    times the part of N − C that is in classes which several hold, the only ones that E is of, and times R/T, since what
-    was told in directions has its shape already.
+    scatter. Where it has ratio times that, 1/ratio of E is chance, and the rest is how clients' features differ. Where
+    chance is less than a standard error e of E's trace (`_error`), it cannot be told from the rest, and counts for less:
+    a is min(1, 1/(e · ratio)), times the part of N − C that is in classes which several hold, the only ones that E is
+    of, and times R/T, since what was told in directions has its shape already.
     """
     classes = np.searchsorted(total.labels, statistics.labels)
     holders = np.bincount(classes, minlength=len(total.labels))
@@ -180,8 +180,8 @@ def _error(counts: Ints, holders: Ints) -> float:
     """The relative standard error of E's diagonal and trace, at most, where clients differ by chance; [C] each.
 
     Of normal features an entry of B_c is a variance times χ² of K_c − 1 degrees of freedom, so that E has the relative
-    variance 2/f, 1/f = Σ_c (N_c − 1)²/(K_c − 1) / (Σ_c N_c − 1)² over the classes that several hold; its trace has less,
-    as far as dimensions do not vary together.
+    variance 2/f, 1/f = Σ_c (N_c − 1)²/(K_c − 1) / (Σ_c N_c − 1)² over the classes that several hold; its trace has
+    less, as far as dimensions do not vary together.
     """
     freedom = counts[holders > 1] - 1.0
     if not freedom.sum():
