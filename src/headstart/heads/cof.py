@@ -130,9 +130,9 @@ def _told_scatter(statistics: ClientStatistics, total: ClientStatistics, means: 
     spread over all dimensions ("trace"), as its diagonal ("diagonal"), or ("auto") the share a in the shape of the
     estimate E, and the others evenly. Where clients differ by chance alone, E has in expectation the trace of the whole
     scatter. Where it has ratio times that, 1/ratio of E is chance, and the rest is how clients' features differ. Where
-    chance is less than a standard error e of E's trace (`_error`), it cannot be told from the rest, and counts for less:
-    a is min(1, 1/(e · ratio)), times the part of N − C that is in classes which several hold, the only ones that E is
-    of, and times R/T, since what was told in directions has its shape already.
+    chance is less than a standard error e of E's trace (`_error`), it cannot be told from the rest, and counts for
+    less: a is min(1, 1/(e · ratio)), times the part of N − C that is in classes which several hold, the only ones that
+    E is of, and times R/T, since what was told in directions has its shape already.
     """
     classes = np.searchsorted(total.labels, statistics.labels)
     holders = np.bincount(classes, minlength=len(total.labels))
