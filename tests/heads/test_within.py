@@ -39,7 +39,9 @@ def head_of(scatter: np.ndarray, shrinkage: float) -> np.ndarray:
     return np.asarray(weight / np.linalg.norm(weight, axis=1, keepdims=True))
 
 
-SHARE = 1 / RATIO  # 0.0257: two means of each of two classes have a standard error of √(2/2)
+# Two means of each of two classes have a standard error of √(2/2) along one dimension. E's own, of B's shape, are 2,049
+# of trace and 1 + 2 · 32² + 2048² of squares, so that its trace has 0.99976 times that.
+SHARE = 2049 / np.sqrt(4196353) / RATIO
 BY_HAND: dict[tuple[str, int], np.ndarray] = {
     ("estimated", 0): 39 * BETWEEN,
     ("trace", 0): BETWEEN + 125 / 2 * np.eye(2),
@@ -60,7 +62,7 @@ def test_by_hand(within: Any, rank: int) -> None:
     head = cof_head(statistics(within, rank), 0.3, within=within)
     np.testing.assert_allclose(head.weight, head_of(BY_HAND[within, rank], 0.3), rtol=2e-6)
     assert head.notes["shrinkage"] == 0.3
-    assert head.notes.get("means_share") == (pytest.approx(0.02568, abs=1e-5) if within == "auto" else None)
+    assert head.notes.get("means_share") == (pytest.approx(0.0256863, abs=1e-6) if within == "auto" else None)
 
 
 @pytest.mark.parametrize("within", ["trace", "diagonal", "auto"])
@@ -141,16 +143,16 @@ def test_one_client_has_no_means_to_compare() -> None:
 
 @pytest.mark.parametrize("shift", [0.0, 3.0, 30.0])
 def test_the_shape_of_the_means_is_trusted_up_to_a_standard_error(shift: float) -> None:
-    """Three classes of 100 at five clients: f = (3 · 99)² / (3 · 99²/4) = 12, and the standard error is √(2/12)."""
+    """Three classes of 100 at five clients: f = (3 · 99)² / (3 · 99²/4) = 12, and e = √(2/12 · tr E²)/tr E."""
     x = CLOUD + shift * np.random.default_rng(2).normal(size=(5, 12))[HOLDERS]
-    told = within = 0.0
+    estimate, within = np.zeros((12, 12)), 0.0
     for label in range(3):
         mine = [x[(label == LABELS) & (client == HOLDERS)] for client in range(5)]
         centre = x[label == LABELS].mean(axis=0)
-        told += 99 / 4 * sum(len(m) * ((m.mean(axis=0) - centre) ** 2).sum() for m in mine)
+        estimate += 99 / 4 * sum(len(m) * np.outer(*[m.mean(axis=0) - centre] * 2) for m in mine)
         within += ((x[label == LABELS] - centre) ** 2).sum()
     share = FedCOF().fit(x, LABELS, client=HOLDERS).head_.notes["means_share"]
-    assert share == pytest.approx(min(1.0, within / told * np.sqrt(12 / 2)), rel=1e-6)
+    assert share == pytest.approx(min(1.0, within * np.sqrt(12 / 2 / np.trace(estimate @ estimate))), rel=1e-6)
     assert (share == 1) == (shift < 4)
 
 
@@ -175,7 +177,7 @@ def test_the_share_of_the_means_is_of_the_classes_that_several_hold() -> None:
     y, who = np.append(Y, np.full(40, 2)), np.append(WHO, np.zeros(40, np.int64))
     head = cof_head(summarise(x, y, 3, clients=who, moments="trace")[0], 0.3, within="auto")
     ratio = (39 * 81960 / 78) / (82125 / 117)
-    share = 1 / ratio * 78 / 117
+    share = 2049 / np.sqrt(4196353) / ratio * 78 / 117
     assert head.notes["means_share"] == pytest.approx(share, rel=1e-9)
     scatter = BETWEEN * (1 + share * 165 / 81960) + (1 - share) * 165 / 2 * np.eye(2)
     sums = np.array([[120.0, 1280], [40, 1480], [320, 280]])

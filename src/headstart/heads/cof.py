@@ -130,9 +130,10 @@ def _told_scatter(statistics: ClientStatistics, total: ClientStatistics, means: 
     spread over all dimensions ("trace"), as its diagonal ("diagonal"), or ("auto") the share a in the shape of the
     estimate E, and the others evenly. Where clients differ by chance alone, E has in expectation the trace of the whole
     scatter. Where it has ratio times that, 1/ratio of E is chance, and the rest is how clients' features differ. Where
-    chance is less than a standard error e of E's trace (`_error`), it cannot be told from the rest, and counts for
-    less: a is min(1, 1/(e · ratio)), times the part of N − C that is in classes which several hold, the only ones that
-    E is of, and times R/T, since what was told in directions has its shape already.
+    chance is less than a standard error e of E's trace, √(tr E²)/tr E times that of an entry (`_error`), it cannot be
+    told from the rest, and counts for less: a is min(1, 1/(e · ratio)), times the part of N − C that is in classes
+    which several hold, the only ones that E is of, and times R/T, since what was told in directions has its shape
+    already.
     """
     classes = np.searchsorted(total.labels, statistics.labels)
     holders = np.bincount(classes, minlength=len(total.labels))
@@ -160,8 +161,11 @@ def _told_scatter(statistics: ClientStatistics, total: ClientStatistics, means: 
         rest = inside if within == "diagonal" else inside / total.dim
         return _Scatter(_factor(statistics, means, classes, np.ones(len(means))), spread, freedom, rest)
     left = float(inside.sum())
-    trusted = min(1.0, spread / freedom * known / estimate / error) if estimate > 0 else 0.0
-    notes = {"means_share": trusted * known / freedom}
+    trusted = spread / freedom * known / estimate / error if estimate > 0 else 0.0
+    if 0 < trusted < 1:  # the trace of many dimensions has a smaller error than an entry
+        square = _factor(replace(statistics, directions=None), means, classes, inflation)
+        trusted *= estimate / float(np.linalg.norm(square if len(square) == total.dim else square @ square.T))
+    notes = {"means_share": min(1.0, trusted) * known / freedom}
     share = notes["means_share"] * left / whole if whole > 0 else 0.0
     factors = np.ones(len(means)) + (share * left / estimate * inflation if share else 0.0)
     rest = np.array([(1 - share) * left / total.dim])
@@ -177,11 +181,10 @@ def _told(statistics: ClientStatistics, within: Within) -> Floats:
 
 
 def _error(counts: Ints, holders: Ints) -> float:
-    """The relative standard error of E's diagonal and trace, at most, where clients differ by chance; [C] each.
+    """The relative standard error of an entry of E's diagonal where clients differ by chance; counts, holders: [C].
 
-    Of normal features an entry of B_c is a variance times χ² of K_c − 1 degrees of freedom, so that E has the relative
-    variance 2/f, 1/f = Σ_c (N_c − 1)²/(K_c − 1) / (Σ_c N_c − 1)² over the classes that several hold; its trace has
-    less, as far as dimensions do not vary together.
+    Of normal features an entry of B_c is a variance times χ² of K_c − 1 degrees of freedom, so that E's has the
+    relative variance 2/f, 1/f = Σ_c (N_c − 1)²/(K_c − 1) / (Σ_c N_c − 1)² over the classes that several hold.
     """
     freedom = counts[holders > 1] - 1.0
     if not freedom.sum():

@@ -139,7 +139,8 @@ def _progress_tiles(federation: Federation, record: Record) -> list[str]:
     stage, done, rounds = federation.where()
     stages = record.recipe.stages
     tested = [line for line in record.metrics if line["stage"] == stage][-1:]
-    told = [score(line) if line.get("r2") is not None else f"accuracy {score(line)}" for line in tested]
+    told = [f"accuracy {score(line)}" for line in tested if line["accuracy"] is not None]
+    told += [score(line) for line in tested if line.get("r2") is not None]
     now = min(done + federation.running, rounds)
     bar = f'<progress max="{rounds}" value="{done}"></progress>'
     left = f'<span class="soft" data-left="{escape(federation.id)}"></span>' if federation.running else ""
