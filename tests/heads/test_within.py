@@ -153,7 +153,7 @@ def test_the_shape_of_the_means_is_trusted_up_to_a_standard_error(shift: float) 
         within += ((x[label == LABELS] - centre) ** 2).sum()
     share = FedCOF().fit(x, LABELS, client=HOLDERS).head_.notes["means_share"]
     assert share == pytest.approx(min(1.0, within * np.sqrt(12 / 2 / np.trace(estimate @ estimate))), rel=1e-6)
-    assert (share == 1) == (shift < 4)
+    assert (share == 1) == (shift == 0)
 
 
 def test_the_standard_error_is_that_of_means_which_differ_by_chance() -> None:
