@@ -207,21 +207,23 @@ def main(names: Iterable[str] = SETS, few: bool = False) -> None:
 
 def draw(pictures: dict[tuple[str, int], dict[str, tuple[float, float, float]]]) -> None:
     """Accuracy against megabytes, a panel for each data set."""
-    figure = Figure(figsize=(4 * min(3, len(pictures)), 3.2 * -(-len(pictures) // 3)), layout="constrained")
-    axes = np.atleast_1d(figure.subplots(-(-len(pictures) // 3), min(3, len(pictures)))).ravel()
+    columns = min(4, len(pictures))
+    figure = Figure(figsize=(3.2 * columns, 2.8 * -(-len(pictures) // columns) + 0.5), layout="constrained")
+    axes = np.atleast_1d(figure.subplots(-(-len(pictures) // columns), columns)).ravel()
+    for axis in axes[len(pictures) :]:
+        axis.remove()
     for axis, ((name, clients), found) in zip(axes, pictures.items(), strict=False):
         told = [found[title] for title in ("auto", "rank 4", "rank 16", "rank 64") if title in found]
         axis.plot([mb for _, mb, _ in told], [score for score, _, _ in told], color="0.6", zorder=1)
         for title, (score, mb, _) in found.items():
-            if title == "trace":  # as many bytes as "auto"
-                continue
-            axis.scatter(mb, score, s=24, zorder=2)
-            below = title in ("FedCOF", "diagonal", "Fed3R")
-            axis.annotate(title, (mb, score), (3, -9 if below else 3), textcoords="offset points", fontsize=7)
-        axis.set(xscale="log", xlabel="MB up", ylabel="accuracy, %", title=f"{name}, {clients} clients")
+            if title != "trace":  # as many bytes as "auto"
+                axis.scatter(mb, score, s=24, zorder=2, label=title)
+        axis.set(xscale="log", xlabel="MB up", ylabel="accuracy, %")
+        axis.set_title(f"{name}, {clients} clients", fontsize=9)
         axis.xaxis.set_minor_formatter(NullFormatter())
         axis.xaxis.set_major_formatter(FormatStrFormatter("%g"))
-        axis.margins(0.15, 0.1)
+        axis.margins(0.1, 0.1)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(HEADS) - 1)
     write_atomically(PLOT, lambda temporary: figure.savefig(temporary, dpi=100, facecolor="white"))
 
 
