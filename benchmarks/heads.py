@@ -25,7 +25,7 @@ from matplotlib.ticker import FormatStrFormatter, NullFormatter
 from PIL import Image, ImageEnhance, ImageFilter
 
 from benchmarks.common import SHARED, show
-from headstart.core.directions import told_directions
+from headstart.core.directions import sent_directions
 from headstart.core.files import write_atomically
 from headstart.core.statistics import message_nbytes
 from headstart.heads.cof import moments_for
@@ -154,7 +154,7 @@ def bytes_up(head: Any, labels: np.ndarray, owners: np.ndarray, dim: int) -> int
     moments = {"FedNCM": None, "Fed3R": "full"}.get(type(head).__name__)
     if isinstance(head, FedCOF):
         moments = moments_for(head.covariance, head.within)
-    told = told_directions(counts.sum(axis=1), rows, rank, dim).tolist() if rank else [None] * len(rows)
+    told = sent_directions(counts.sum(axis=1), rows, rank, dim).tolist() if rank else [None] * len(rows)
     return sum(message_nbytes(n, dim, moments, True, some) for n, some in zip(rows.tolist(), told, strict=True))
 
 

@@ -96,7 +96,7 @@ def headstart(count: int, lost: float | None) -> dict[str, float]:
     start = time.process_time()
     total = np.asarray(server.total()["x"], float)
     on_server += time.process_time() - start
-    np.testing.assert_allclose(total, sum(values_of(number)["x"] for number in server.heard), atol=1e-9)
+    np.testing.assert_allclose(total, sum(values_of(number)["x"] for number in server.survivors), atol=1e-9)
     measured = slice(0, MEASURED)
     return {
         "client": seconds[measured].mean(), "server": on_server,

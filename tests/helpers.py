@@ -166,7 +166,7 @@ def played_on(
             states.write(client, kept)
         states.commit()
         state = play(bench, federation, features, ledger, states, after_round, **keys)
-        own = bench.method.own(partial(states.read, clients=np.arange(federation.n_clients)))
+        own = bench.method.personal_params(partial(states.read, clients=np.arange(federation.n_clients)))
     return state, own
 
 

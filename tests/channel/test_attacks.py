@@ -68,14 +68,14 @@ class Silo:
 
     def node(self, run: str = "0" * 32) -> Node:
         federation = Federation.silo(self.recipe, str(self.data), "a")
-        return Node(self.recipe, federation, self.folder / "state" / run, alone=True, identity=self.identity)
+        return Node(self.recipe, federation, self.folder / "state" / run, deployed=True, identity=self.identity)
 
     def setup(self, stage: Any = 0, clients: int = 5) -> bytes:
         return StageSetup(stage, 0, (("default", CLASSES, clients, 100),), (None,)).to_message().to_bytes()
 
     def message(self, kind: str, message: Wire, run: str = "0" * 32, **facts: Any) -> Message:
         setup = facts.pop("setup", None) or self.setup()
-        told = {"told": told.to_bytes()} if (told := facts.pop("told", None)) else {}
+        told = {"exchange": told.to_bytes()} if (told := facts.pop("told", None)) else {}
         about = {"session": "s", "recipe": recipe_digest(self.recipe), "version": package_version(), "run": run}
         about |= {"kind": kind, "client": 0, "setup": digest(setup), "states": [[0, -1, {}]], "new": True} | facts
         record = ConfigRecord({"facts": json.dumps(about), "message": message.to_bytes(), "setup": setup, **told})
@@ -109,7 +109,7 @@ def test_asking_under_many_client_numbers_does_not_average_the_noise_away(tmp_pa
     silo = Silo(tmp_path / "a", NCM)
     said = [silo.ask("answer", statistics(), client=number) for number in range(40)]
     assert [number for number, (facts, _) in enumerate(said) if "error" not in facts] == [0]
-    assert said[7][0] == {"error": "the node is client 0 of this run, and is asked as client 7"}
+    assert said[7][0] == {"error": "the node is client 0 of this run, and the request is to client 7"}
 
 
 def test_a_model_that_cannot_be_trained_does_not_bring_out_the_noise_alone(tmp_path: Path) -> None:
@@ -118,10 +118,12 @@ def test_a_model_that_cannot_be_trained_does_not_bring_out_the_noise_alone(tmp_p
     assert facts == {"passes": 0, "kept": False}
     assert set(update.arrays) == {"update.head.weight", "update.head.bias"}
     refused, nothing = silo.ask("answer", model(3e38))
-    assert refused["error"].startswith("the node has answered round 0 before, and answers no other question for it; ")
+    assert refused["error"].startswith(
+        "the node has replied to round 0 before, and replies to no other request for it; "
+    )
     assert not nothing.arrays
     for changed in ({"new": False}, {"states": [[0, 0, {}]]}, {"setup": silo.setup(clients=6)}):
-        assert "no other question" in silo.ask("answer", model(), **changed)[0]["error"]
+        assert "no other request" in silo.ask("answer", model(), **changed)[0]["error"]
 
 
 def at_once(*asks: Callable[[], Any]) -> list[Any]:
@@ -137,14 +139,14 @@ def at_once(*asks: Callable[[], Any]) -> list[Any]:
 
 def test_two_questions_at_once_get_one_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     silo = Silo(tmp_path / "a", {**SGD, "privacy": HIDDEN})
-    quick = Node._answer
+    quick = Node._client_update
 
     def slow(self: Node, asked: Any) -> Any:
         reply = quick(self, asked)
         time.sleep(0.3)
         return reply
 
-    monkeypatch.setattr(Node, "_answer", slow)
+    monkeypatch.setattr(Node, "_client_update", slow)
     said = at_once(lambda: silo.ask("answer", model()), lambda: silo.ask("answer", model(3e38)))
     assert sorted("error" in facts for facts, _ in said) == [False, True]
 
@@ -180,7 +182,7 @@ def test_a_new_run_gets_no_other_noise_for_the_same_data(
     assert first == again
     assert said.to_bytes() == repeated.to_bytes()
     other = silo.ask("answer", question(), run="2" * 32, setup=silo.setup(clients=4))[0]["error"]
-    assert other.endswith("answers no other question for it; a new run needs another recipe, to which nodes agree")
+    assert other.endswith("replies to no other request for it; a new run needs another recipe, to which nodes agree")
 
 
 def test_a_stage_without_protection_is_answered_in_every_run(tmp_path: Path) -> None:
@@ -194,10 +196,10 @@ def test_rounds_that_the_recipe_does_not_have_are_refused(tmp_path: Path) -> Non
     silo = Silo(tmp_path / "a", {**SGD, "privacy": HIDDEN})
     for number in (3, 10**9, -1, True, 0.0, "0"):
         facts, _ = silo.ask("answer", model(round=number))
-        assert facts == {"error": f"the stage has 3 rounds, from 0; the server asks for round {number!r}"}
+        assert facts == {"error": f"the stage has 3 rounds, from 0; the request is for round {number!r}"}
     for number in (0, 2):
         assert "error" not in silo.ask("answer", model(round=number))[0]
-    assert "answered round 2 before" in silo.ask("answer", model(round=1))[0]["error"]  # it was passed over
+    assert "replied to round 2 before" in silo.ask("answer", model(round=1))[0]["error"]  # it was passed over
     for number in (-1, 1, True, 0.0):
         facts, _ = silo.ask("answer", model(), setup=silo.setup(number))
         assert facts == {"error": f"the recipe has 1 stages, from 0, and none {number!r}"}
@@ -207,7 +209,7 @@ def test_a_closed_form_is_answered_in_one_round(tmp_path: Path) -> None:
     silo = Silo(tmp_path / "a", {**NCM, "clients_per_round": 1})
     assert "error" not in silo.ask("answer", statistics(3))[0]
     for number in (4, 2):
-        assert "answered this stage before" in silo.ask("answer", statistics(number))[0]["error"]
+        assert "replied to this stage before" in silo.ask("answer", statistics(number))[0]["error"]
 
 
 def test_an_answer_is_recorded_before_it_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,7 +309,7 @@ def test_a_protected_stage_is_no_oracle(tmp_path: Path, stage: dict[str, Any], k
     for shown in (head(0), head(1)):
         facts, figures = silo.ask("evaluate", shown if stage["method"] == "fedncm" else model())
         assert ("with privacy a node tests no models" in facts["error"]) == ("privacy" in keys)
-        assert ("figures of tests are" in facts["error"]) == ("secure" in keys)
+        assert ("metrics of tests are" in facts["error"]) == ("secure" in keys)
         assert not figures.arrays
 
 
@@ -352,7 +354,7 @@ def test_a_node_tests_one_model_after_each_round(tmp_path: Path) -> None:
         found.append((done, said.arrays.get("figures", [0])[0], facts.get("error")))
     assert [done for done, examples, _ in found if examples == 9] == [0, 1, 2, 3]
     assert found[2][2] == "the node has tested another model after round 0 of this stage"
-    assert found[-2][2] == "the stage has 3 rounds, and tests after every 1; the server asks after 400"
+    assert found[-2][2] == "the stage has 3 rounds, and tests after every 1; the request is for a test after 400"
     same = [silo.ask("evaluate", model(weight=7), done=3)[1].to_bytes() for _ in range(2)]
     assert same[0] == same[1]
     silo = Silo(tmp_path / "b", {**SGD, "rounds": 5, "evaluate_every": 2})
@@ -384,7 +386,7 @@ def test_a_node_takes_the_threshold_from_its_own_recipe(tmp_path: Path) -> None:
         assert facts == {"error": f"a secure sum needs at least 3 clients, not {count}"}
     plain = Silo(tmp_path / "plain", {"method": "fedncm"})
     facts, _ = plain.ask("secure", Wire(), told=begun("s", 4, 3))
-    assert facts == {"error": "the recipe has no secure sums in this stage"}
+    assert facts == {"error": "the recipe has no secure aggregation in this stage"}
 
 
 class Sum:
@@ -480,7 +482,7 @@ def test_a_round_is_opened_for_one_list_of_survivors(tmp_path: Path) -> None:
     third.until_agree(statistics())
     assert third.reveal([0, 1, 2, 3])[1].arrays  # shows nothing new
     other = Sum(silo, "other", new=False)
-    assert "answered this stage before" in other.until_agree(statistics())["error"]
+    assert "replied to this stage before" in other.until_agree(statistics())["error"]
 
 
 def test_a_node_opens_nothing_without_the_signatures_of_enough_others(tmp_path: Path) -> None:
@@ -530,7 +532,7 @@ def test_a_node_is_the_client_that_its_list_of_peers_says(tmp_path: Path, kind: 
     silo.identity = identities(8)[0]
     for number in (1, 7):
         facts, _ = silo.ask(kind, statistics(), told=begun("s", 4, 3), client=number)
-        assert facts == {"error": f"the node is number 0 of its list of peers, and is asked as client {number}"}
+        assert facts == {"error": f"the node is number 0 of its list of peers, and the request is to client {number}"}
 
 
 def test_a_sum_is_not_begun_for_one_stage_and_given_the_values_of_another(tmp_path: Path) -> None:

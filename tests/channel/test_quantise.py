@@ -337,7 +337,7 @@ SILENT = "with {} no update travels that this could apply to; leave it out"
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "secure": (
         LOCAL | {"method": "fedavg", "secure": True},
-        "in a secure sum, masked values are 8 bytes whatever they were; leave it out",
+        "with secure aggregation, masked values are 8 bytes whatever they were; leave it out",
     ),
     **{name: (LOCAL | {"method": name}, SILENT.format(name)) for name in ("local-only", "centralised")},
     "fedncm": ({"method": "fedncm"}, "unknown key"),

@@ -117,7 +117,7 @@ class Federation:
 
     def expected(self) -> Values:
         listed = [self.values[number] for number in self.numbers if self.server.dropped().get(number) != "keys"]
-        return plain([self.values[number] for number in self.server.heard], len(self.numbers), listed)
+        return plain([self.values[number] for number in self.server.survivors], len(self.numbers), listed)
 
 
 def same(a: Mapping[str, np.ndarray], b: Mapping[str, np.ndarray]) -> bool:
@@ -149,7 +149,7 @@ def flipped(array: np.ndarray, index: tuple[int, ...]) -> np.ndarray:
 def test_total_is_exactly_the_sum_of_the_fixed_point_integers() -> None:
     federation = Federation(NUMBERS, 4).until(None)
     assert same(federation.server.total(), federation.expected())
-    assert federation.server.heard == NUMBERS
+    assert federation.server.survivors == NUMBERS
     assert federation.server.dropped() == {}
     assert min(array.min() for array in federation.values[3].values() if array.size) < 0
 
@@ -183,7 +183,7 @@ def test_as_many_as_the_threshold_allows_may_drop_out_in_any_exchange(step: str,
     federation.until(None)
     server = federation.server
     assert server.dropped() == dict.fromkeys(gone, step)
-    assert set(server.heard) == (set(numbers) if step in ("agree", "reveal") else set(numbers) - gone)
+    assert set(server.survivors) == (set(numbers) if step in ("agree", "reveal") else set(numbers) - gone)
     assert same(server.total(), federation.expected())
 
 
@@ -218,7 +218,7 @@ def test_any_pattern_of_dropouts(data: st.DataObject) -> None:
             return
         federation.exchange(silent=set(numbers) - left)
     lost = {"keys", "masked"} if threshold == count else {"keys", "shares", "masked"}
-    assert server.heard == tuple(n for n in numbers if fate[n] not in lost)
+    assert server.survivors == tuple(n for n in numbers if fate[n] not in lost)
     silent = any(fate[n] == "masked" for n in numbers)
     lost |= set() if threshold == count else {"agree", "reveal"} if silent else {"reveal"}
     assert server.dropped() == {n: step for n, step in fate.items() if step in lost}

@@ -38,7 +38,7 @@ def test_two_exchanges_give_the_sum_of_the_fixed_point_integers(count: int) -> N
     down.append(federation.server.instructions()[0])
     masked = federation.exchange()
     assert federation.server.step is None
-    assert federation.server.heard == tuple(range(count))
+    assert federation.server.survivors == tuple(range(count))
     total, expected = federation.server.total(), federation.expected()
     assert all(np.array_equal(total[name], expected[name]) for name in expected)
     # Keys, two exponents and a signature; values of 8 bytes. Everyone's row of these with its number.

@@ -106,10 +106,12 @@ def test_groups_have_at_least_the_size_that_is_asked_for(clients: int, size: int
 
 
 def test_two_clients_hide_nobody() -> None:
-    with pytest.raises(HeadstartError, match="a sum of 2 clients hides nobody; secure sums need 3 or more"):
+    with pytest.raises(
+        HeadstartError, match="a sum of 2 clients hides none of them; secure aggregation needs 3 or more"
+    ):
         run(recipe_of({"method": "fedavg", **LOCAL, "clients_per_round": 2, "secure": True}))
     heard: list[dict[str, Any]] = []
-    with pytest.raises(HeadstartError, match="round 3: a sum of 1 clients hides nobody"):
+    with pytest.raises(HeadstartError, match="round 3: a sum of 1 clients hides none of them"):
         run(recipe_of({"method": "fedncm", "clients_per_round": 4, "secure": True}), on_metrics=heard.append)
     assert not heard  # said before anybody was asked
 
@@ -137,7 +139,7 @@ def test_features_of_any_size_give_the_accuracy_of_the_digits(
     ("stage", "sentence"),
     [
         ({"method": "fedcof"}, "stages.0.secure: fedcof needs the means of several clients .* set secure_group"),
-        ({"method": "fedcof", "secure_group": 3, "means_per_client": 2}, "means_per_client: a secure sum adds"),
+        ({"method": "fedcof", "secure_group": 3, "means_per_client": 2}, "means_per_client: secure aggregation adds"),
         ({"method": "fedavg", **LOCAL, "combine": "median"}, "combine: median looks at each client's update"),
         ({"method": "local-only", "train": "head"}, "secure: with local-only nothing travels"),
         ({"method": "centralised", "train": "head"}, "secure: with centralised nothing travels"),

@@ -271,7 +271,7 @@ def test_a_seed_gives_the_same_noise_again(name: str) -> None:
 @pytest.mark.parametrize(
     ("stage", "why"),
     [
-        ({"method": "fedncm", "secure": False}, r"privacy\.noise: clients share the noise of a secure sum"),
+        ({"method": "fedncm", "secure": False}, r"privacy\.noise: clients share the noise of secure aggregation"),
         ({"method": "fedcof", "secure_group": 3}, r"privacy\.noise: fedcof needs every client's means"),
         ({"method": "fed3r", "clients_per_round": 5}, r"privacy\.noise: noise is added to a total once"),
         ({**STAGES["fedavg"], "weighting": "examples"}, "weighting: with privacy every client counts alike"),

@@ -62,7 +62,7 @@ def test_partition_draws_who_holds_which_class(recipe: Path, tmp_path: Path, com
     done = command("partition", recipe, "--out", "map.png", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "client-9" in done.stdout
-    assert "8 of 1,438 training examples are held by nobody" in done.stdout
+    assert "8 of 1,438 training examples are not assigned to any client" in done.stdout
     assert Image.open(tmp_path / "map.png").size[0] > 500
     assert command("partition", recipe, "--out", "map.svg", cwd=tmp_path).returncode == 0
     assert "<svg" in (tmp_path / "map.svg").read_text()
@@ -167,7 +167,7 @@ def test_ctrl_c_says_how_to_go_on_and_going_on_ends_where_it_would_have(recipe: 
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert "interrupted; go on with the same command and --out cut --resume" in said
+    assert "interrupted; continue with the same command and --out cut --resume" in said
     assert "Traceback" not in said
     assert not (tmp_path / "cut" / "summary.json").exists()
     done = headstart("run", recipe, "--out", "cut", "--resume", cwd=tmp_path)

@@ -161,7 +161,7 @@ def test_one_mistake_gives_one_sentence(table: dict, words: list[str]) -> None:
 # What is wrong with the second of two stages on features, and the sentence that says so.
 CONTRADICTIONS: dict[str, dict[str, object]] = {
     "stages.1.start: 1 is not an earlier stage; the first stage has number 0": {"method": "fedncm", "start": 1},
-    "stages.1.train: the data are features, there is no body to train; use 'head'": {
+    "stages.1.train: the data are features, there is no backbone to train; use 'head'": {
         "method": "fedavg", "train": "all",
     },
     "stages.1.head_init: an MLP of zeros has no gradient; use 'random'": {
@@ -209,12 +209,18 @@ def test_what_looks_like_a_contradiction_and_is_none(stage: dict[str, object]) -
     ("table", "problem"),
     [
         (with_stage(method="fedncm", start=0), "stages.0.start: 0 is not an earlier stage"),
-        (with_stage(method="fedncm", start=-1), "stages.0.start: -1 does not fit"),
-        (with_stage(method="fedncm", start="pretraind"), "stages.0.start: 'pretraind' does not fit; did you mean"),
+        (
+            with_stage(method="fedncm", start=-1),
+            "stages.0.start: must be previous or pretrained or a whole number greater than or equal to 0 (got -1)",
+        ),
+        (with_stage(method="fedncm", start="pretraind"), "stages.0.start: 'pretraind' is not accepted; did you mean"),
         (on_features({"method": "fedavg", "train": "body"}), "stages.0.train: the data are features"),
         (with_stage(method="centralised", train="head", participation=0.5), "stages.0: centralised has no clients"),
-        (with_stage(method="fedncm", deadline=0), "stages.0.deadline: 0 does not fit"),
-        (with_stage(method="fedncm", min_replies=0), "stages.0.min_replies: 0 does not fit"),
+        (with_stage(method="fedncm", deadline=0), "stages.0.deadline: must be a number greater than 0 (got 0)"),
+        (
+            with_stage(method="fedncm", min_replies=0),
+            "stages.0.min_replies: must be a whole number greater than 0 (got 0)",
+        ),
         (with_stage(method="fedncm", train="head"), "stages.0.train: unknown key"),
     ],
 )

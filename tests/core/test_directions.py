@@ -1,9 +1,9 @@
 import numpy as np
 import pytest
 
-from headstart.core.directions import largest_directions, told_directions
+from headstart.core.directions import largest_directions, sent_directions
 from headstart.core.message import Message
-from headstart.core.statistics import ClientStatistics, message_nbytes, summarise
+from headstart.core.statistics import ClientStatistics, Summary, message_nbytes, read_statistics, summarise
 from headstart.errors import MessageError
 
 RNG = np.random.default_rng(0)
@@ -27,9 +27,9 @@ def test_the_largest_directions(count: int) -> None:
 def test_a_direction_for_so_many_examples() -> None:
     """Ten examples around two means have eight directions; of two examples of one class, one would tell both."""
     examples, rows = np.array([10, 10, 2, 1, 300]), np.array([2, 2, 1, 1, 4])
-    assert told_directions(examples, rows, 16, 40).tolist() == [8, 8, 1, 0, 16]
-    assert told_directions(examples, rows, 16, 40, min_examples=2).tolist() == [4, 4, 0, 0, 16]
-    assert told_directions(examples, rows, 16, 3).tolist() == [3, 3, 1, 0, 3]
+    assert sent_directions(examples, rows, 16, 40).tolist() == [8, 8, 1, 0, 16]
+    assert sent_directions(examples, rows, 16, 40, min_examples=2).tolist() == [4, 4, 0, 0, 16]
+    assert sent_directions(examples, rows, 16, 3).tolist() == [3, 3, 1, 0, 3]
 
 
 def test_a_client_tells_the_same_alone_and_among_others() -> None:
@@ -57,7 +57,7 @@ def test_what_travels_and_what_is_refused() -> None:
     sent, _ = summarise(Z, Y, 4, moments="trace", rank=3)
     message = sent.to_message()
     assert message.nbytes == message_nbytes(4, 40, "trace", True, 3) == len(message.to_bytes())
-    got = ClientStatistics.from_message(Message.from_bytes(message.to_bytes()), 4, 40, "trace", directions=3)
+    got = read_statistics(Message.from_bytes(message.to_bytes()), Summary(4, 40, "trace", rank=3))
     np.testing.assert_allclose(got.directions, sent.directions, rtol=1e-6)
     attacks = {
         "3 directions are sent, more than 2": (message.arrays, 2),
@@ -68,8 +68,8 @@ def test_what_travels_and_what_is_refused() -> None:
     }
     for why, (arrays, most) in attacks.items():
         with pytest.raises(MessageError, match=why):
-            ClientStatistics.from_message(Message(arrays), 4, 40, "trace", directions=most)
+            read_statistics(Message(arrays), Summary(4, 40, "trace", rank=most))
     few = summarise(Z[:6], Y[:6], 4, moments="trace", rank=3)[0].to_message().arrays  # six examples around four means
     zeros = np.zeros((3, 40), np.float32)
     with pytest.raises(MessageError, match="3 directions are sent, more than 2"):
-        ClientStatistics.from_message(Message({**few, "directions": zeros}), 4, 40, "trace", directions=3)
+        read_statistics(Message({**few, "directions": zeros}), Summary(4, 40, "trace", rank=3))

@@ -9,9 +9,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headstart.channel.noise import every_class
-from headstart.core import statistics
+from headstart.core import moments as blockwise
 from headstart.core.message import Message
-from headstart.core.statistics import ClientStatistics, message_nbytes, random_parts, shorten, summarise
+from headstart.core.statistics import (
+    ClientStatistics,
+    Summary,
+    message_nbytes,
+    random_parts,
+    read_statistics,
+    shorten,
+    summarise,
+)
 from headstart.errors import HeadstartError, MessageError
 from headstart.heads import ridge_head
 
@@ -46,7 +54,7 @@ def test_rows_are_what_adding_up_by_hand_gives() -> None:
 def test_blocks_do_not_change_the_sums(moments: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     whole, _ = summarise(X, Y, C, clients=WHO, moments=moments)
     for name in ("_BLOCK_BYTES", "_BLOCK_BYTES_OF_MOMENTS"):
-        monkeypatch.setattr(statistics, name, 8 * D * 11)  # eleven examples at a time
+        monkeypatch.setattr(blockwise, name, 8 * D * 11)  # eleven examples at a time
     blocks, _ = summarise(X, Y, C, clients=WHO, moments=moments)
     np.testing.assert_array_equal(blocks.sums, whole.sums)
     if moments is None:
@@ -100,7 +108,7 @@ def test_what_travels(moments: str | None) -> None:
     message = sent.to_message()
     assert message.nbytes == message_nbytes(len(sent.labels), D, moments)
     assert len(message.to_bytes()) == message.nbytes
-    got = ClientStatistics.from_message(Message.from_bytes(message.to_bytes()), C, D, moments)
+    got = read_statistics(Message.from_bytes(message.to_bytes()), Summary(C, D, moments))
     assert got.labels.tolist() == sent.labels.tolist()  # only classes that are there
     if moments == "full":
         np.testing.assert_array_equal(got.sums, sent.sums)
@@ -116,7 +124,7 @@ def test_a_gram_matrix_travels_in_the_precision_that_a_small_ridge_needs() -> No
     base = np.abs(np.random.default_rng(1).normal(3, 1, (4000, 8)))
     x, y = base @ np.random.default_rng(2).normal(size=(8, 40)), base[:, :3].argmax(axis=1)
     message = Message.from_bytes(summarise(x, y, 3, moments="full")[0].to_message().to_bytes())
-    got = ClientStatistics.from_message(message, 3, 40, "full")
+    got = read_statistics(message, Summary(3, 40, "full"))
     # The regression by its dual, which the precision of the Gram matrix has no part in.
     left, values, right = np.linalg.svd(x, full_matrices=False)
     weight = right.T @ ((values / (values**2 + 0.01))[:, None] * (left.T @ np.eye(3)[y]))
@@ -153,15 +161,15 @@ def message(**changes: np.ndarray) -> Message:
 )
 def test_bad_statistics_are_refused(bad: Message, why: str) -> None:
     with pytest.raises(MessageError, match=why):
-        ClientStatistics.from_message(bad, C, D, None)
+        read_statistics(bad, Summary(C, D))
 
 
 def test_negative_squares_are_refused() -> None:
     for moments, size in (("diagonal", D), ("trace", 1)):
         sent = message(within=np.full(size, -1.0))
         with pytest.raises(MessageError, match="negative"):
-            ClientStatistics.from_message(sent, C, D, moments)
-        ClientStatistics.from_message(sent, C, D, moments, noisy=True)
+            read_statistics(sent, Summary(C, D, moments))
+        read_statistics(sent, Summary(C, D, moments), noisy=True)
 
 
 @st.composite
@@ -194,9 +202,7 @@ def test_an_honest_client_is_never_refused(client: tuple[np.ndarray, np.ndarray]
     message = Message.from_bytes(found.to_message().to_bytes())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        got = ClientStatistics.from_message(
-            message, C, x.shape[1], moments, every_class=private, longest=longest, directions=rank
-        )
+        got = read_statistics(message, Summary(C, x.shape[1], moments, rank=rank), every_class=private, longest=longest)
     np.testing.assert_array_equal(got.counts, found.counts)
 
 
@@ -226,11 +232,11 @@ def sent(every: bool = False, **changes: Any) -> Message:
     ],
 )
 def test_statistics_that_no_features_have_are_refused(bad: Message, why: str) -> None:
-    assert len(ClientStatistics.from_message(sent(), 3, 3, "full").labels) == 2
+    assert len(read_statistics(sent(), Summary(3, 3, "full")).labels) == 2
     for within in (sent(moments=(1, 8.9)), sent(moments=(1, -8.9)), sent(sums=((0, 0), 4.2))):
-        ClientStatistics.from_message(within, 3, 3, "full")
+        read_statistics(within, Summary(3, 3, "full"))
     with pytest.raises(MessageError, match=why):
-        ClientStatistics.from_message(bad, 3, 3, "full")
+        read_statistics(bad, Summary(3, 3, "full"))
 
 
 @pytest.mark.parametrize(
@@ -245,27 +251,27 @@ def test_statistics_that_no_features_have_are_refused(bad: Message, why: str) ->
     ],
 )
 def test_statistics_that_no_short_features_have_are_refused(bad: Message, longest: float, why: str) -> None:
-    got = ClientStatistics.from_message(sent(True), 3, 3, "full", every_class=True, longest=5.0)
+    got = read_statistics(sent(True), Summary(3, 3, "full"), every_class=True, longest=5.0)
     assert got.counts.tolist() == [2, 0, 1]
     with pytest.raises(MessageError, match=why):
-        ClientStatistics.from_message(bad, 3, 3, "full", every_class=True, longest=longest)
+        read_statistics(bad, Summary(3, 3, "full"), every_class=True, longest=longest)
     # Where clients add noise themselves, none of this is impossible.
-    ClientStatistics.from_message(bad, 3, 3, "full", every_class=True, longest=longest, noisy=True)
+    read_statistics(bad, Summary(3, 3, "full"), every_class=True, longest=longest, noisy=True)
 
 
 @pytest.mark.parametrize("noisy", [False, True])
 def test_with_privacy_every_class_is_sent_in_order(noisy: bool) -> None:
     for bad in (sent(), sent(True, labels=(slice(None), [1, 0, 2]))):
         with pytest.raises(MessageError, match="every class is sent, in order"):
-            ClientStatistics.from_message(bad, 3, 3, "full", every_class=True, noisy=noisy)
+            read_statistics(bad, Summary(3, 3, "full"), every_class=True, noisy=noisy)
 
 
 def test_no_more_rows_than_were_asked_for() -> None:
     parts = np.array([0, 1, 0])
     rows, _ = summarise(HONEST, np.array([0, 0, 2]), 3, parts=parts)
     with pytest.raises(MessageError, match="class 0 is sent 2 times, more than 1"):
-        ClientStatistics.from_message(rows.to_message(), 3, 3, None)
-    assert len(ClientStatistics.from_message(rows.to_message(), 3, 3, None, rows_per_class=2).labels) == 3
+        read_statistics(rows.to_message(), Summary(3, 3))
+    assert len(read_statistics(rows.to_message(), Summary(3, 3, means_per_client=2)).labels) == 3
 
 
 def test_values_that_do_not_add_up() -> None:

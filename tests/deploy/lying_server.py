@@ -98,7 +98,7 @@ class _Sums:
 
         facts = {"kind": "secure", "client": client, "setup": digest(self.setup), "states": [[1, -1, {}]], "new": True}
         message = Message(scalars={"round": 0}).to_bytes()
-        return facts, {"message": message, "setup": self.setup, "told": told.to_bytes()}
+        return facts, {"message": message, "setup": self.setup, "exchange": told.to_bytes()}
 
     def play(
         self,

@@ -30,9 +30,9 @@ def test_a_server_that_lies_gets_one_answer_from_a_node(machines: Machines, data
     assert len({said[name]["answer"] for name in ("first", "again", "new run")}) == 1
     assert said["first"]["answer"] is not None
     for name, why in (
-        ("fewer clients", "answers no other question for it"),
-        ("another number", "the node is number 0 of its list of peers, and is asked as client 1"),
-        ("beyond the stage", "the stage has 1 rounds, from 0; the server asks for round 7"),
+        ("fewer clients", "replies to no other request for it"),
+        ("another number", "the node is number 0 of its list of peers, and the request is to client 1"),
+        ("beyond the stage", "the stage has 1 rounds, from 0; the request is for round 7"),
         ("a model", "with privacy a node tests no models"),
     ):
         assert why in said[name]["error"], said[name]

@@ -141,7 +141,7 @@ def test_labels_and_class_counts_are_held_against_the_recipe(home: Home) -> None
     assert "12 of 36 examples are left out: data.classes does not name 3 (5), 4 (7)" in found["warning labels"][0]
     missing, small = found["warning classes"]
     assert missing.startswith("the recipe's 1 have no example here")
-    assert small.startswith("2: fewer than 2 examples, so that nothing is said of them in stage 0 (fedncm)")
+    assert small.startswith("2: fewer than 2 examples, so that nothing is sent of them in stage 0 (fedncm)")
     (home.node / "node.toml").write_text("[limits]\nmin_examples = 21\n")
     with home.listening():
         assert home.check(0)["warning classes"][1].startswith("0, 2: fewer than 21 examples")
@@ -197,7 +197,7 @@ def test_what_the_ledger_says_was_spent_counts(tmp_path: Path) -> None:
     ledger.append(answer | {"recipe": recipe_digest(home.recipe)})
     with home.listening():
         found = home.check(0)  # the same recipe is not answered, and not paid for, again
-        assert "a new run gets no new answer" in found["warning recipe"][0]
+        assert "a new run gets no new reply" in found["warning recipe"][0]
         ledger.append(answer | {"recipe": "another"})
         assert "would have spent 2.5" in home.check(2)["wrong limits"][0]
 
@@ -210,7 +210,7 @@ def test_what_the_ledger_says_was_spent_counts(tmp_path: Path) -> None:
 def test_who_may_be_absent_from_a_secure_sum(tmp_path: Path, nodes: int, level: str, text: str) -> None:
     home = Home(tmp_path, {"method": "fedncm", "secure": True}, nodes=nodes)
     with home.listening():
-        (said,) = home.check(2 if level == "wrong" else 0)[f"{level} secure sums"]
+        (said,) = home.check(2 if level == "wrong" else 0)[f"{level} secure aggregation"]
     assert text in said
 
 

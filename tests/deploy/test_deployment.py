@@ -158,9 +158,9 @@ def test_a_round_ends_without_a_node_that_is_killed_and_one_that_is_stuck(machin
     assert process.wait(PATIENCE) == 0, machines.log("run-faults")
     (stage,) = summary_of(out)["stages"]
     why = {(drop["round"], drop["clients"]): drop["why"] for drop in stage["dropped"]}
-    assert why[2, "b"] == "no answer within 25 s"
+    assert why[2, "b"] == "no reply within 25 s"
     assert re.fullmatch(
-        r"no answer within 25 s|Flower: Error: Node Unavailable.*|the node was started anew|the node has left",
+        r"no reply within 25 s|Flower: Error: Node Unavailable.*|the node was started anew|the node has left",
         why[1, "c"],
     )
     assert not {(1, "a"), (2, "a"), (1, "b")} & why.keys()
@@ -184,7 +184,9 @@ def test_secure_sums_are_those_of_the_same_run_in_process(machines: Machines, da
     # Said before the first round, since nobody may leave.
     log = machines.log("run-secure")
     for stage in (0, 1):
-        sentence = f"stages.{stage}: every client of a secure sum of 3 has to stay to the end; four are the fewest"
+        sentence = (
+            f"stages.{stage}: with secure aggregation all of 3 clients have to stay to the end; four are the fewest"
+        )
         assert 0 <= log.index(sentence) < log.index("fedncm") or stage
 
     # An audit: all that left a node, from its own ledger, has the bytes of the server's account.
@@ -245,7 +247,7 @@ def test_nodes_that_cannot_take_part_stay_out_and_the_run_says_why(
         "false": "false is not the private key of what peers lists for a",
         "unguarded": "flower-supernode was started without headstart's checks",
     }.items():
-        assert re.search(f"a node stays out: {name}: .*{re.escape(why)}", log), log
+        assert re.search(f"a node is excluded: {name}: .*{re.escape(why)}", log), log
     summary = summary_of(out)
     assert summary["examples"] == sum(int((np.load(data / f"{name}.npz")["split"] == 0).sum()) for name in NODES)
     assert summary["accuracy"] > 0.8

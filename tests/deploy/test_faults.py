@@ -204,7 +204,7 @@ def test_a_rolling_restart_of_every_part_leaves_the_model_as_it_would_have_been(
     os.killpg(link, signal.SIGKILL)
     wait_for(lambda: not listens(Server.load(federation.server)))
     assert process.wait(PATIENCE) == 1, federation.log("server")
-    assert "the same command goes on from the last checkpoint" in federation.log("server").lower()
+    assert "the same command continues from the last checkpoint" in federation.log("server").lower()
     process = server()
     while process.wait(PATIENCE) != 0:
         statuses.append(process.returncode)
@@ -377,7 +377,9 @@ def test_modules_of_several_tasks_on_one_federation(commands: Folders, tmp_path:
         ]
         (tmp_path / f"{task}.csv").write_text(table("text,label,split,client", rows))
         for number, name in enumerate(name for name in names if names[name] == task):
-            (tmp_path / f"{name}.csv").write_text(table("text,label,split", [r[:3] for r in rows if r[3] == number]))
+            (tmp_path / f"{name}.csv").write_text(
+                table("text,label,split,client", [row for row in rows if row[3] == number])
+            )
         data = {"dataset": str(tmp_path / f"{task}.csv"), "client_column": "client", "classes": ["y", "n"]}
         tasks.append({"name": task, **data, "partition": {"kind": "natural", "test": "follow"}})
     module = {"train": "lora", "rank": 2, "blocks": 1, "lr": 0.1, "batch_size": 4, "rounds": 2, "evaluate_every": 2}

@@ -36,7 +36,8 @@ from headstart.core.seeds import Secret, Seed
 from headstart.data import Federation
 from headstart.engine.flower_messages import RECORD, facts_of, package_version, recipe_digest
 from headstart.engine.grid import Nodes
-from headstart.engine.node import Node, NodeRequest, StateLostError
+from headstart.engine.node import Node
+from headstart.engine.node_stage import NodeRequest, StateLostError
 from headstart.engine.respond import respond, run_of
 from headstart.engine.server import draw
 from headstart.engine.server_log import ServerLog
@@ -151,7 +152,7 @@ def serve(
     nodes = Nodes(grid, grid.recipe, {name: number for number, name in enumerate(grid.names)}, audit)
     nodes.available(expected or len(grid.names))
     nodes.agree({})
-    sizes = np.array([nodes.said.get(number, {"examples": 0})["examples"] for number in range(len(grid.names))])
+    sizes = np.array([nodes.node_info.get(number, {"examples": 0})["examples"] for number in range(len(grid.names))])
     members = np.array([nodes.task_of(number) for number in range(len(grid.names))]) if grid.recipe.tasks else None
     federation = Federation.apart(grid.recipe, grid.names, sizes, nodes.agreed["dim"], test, members)
     return run_federation(grid.recipe, federation, out, resume, on_metrics, nodes)
@@ -301,7 +302,7 @@ def test_a_node_that_leaves_in_a_round_that_needs_it_is_asked_again_when_it_is_b
     silos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It had answered before it left, or had not: the model is the same."""
-    monkeypatch.setattr("headstart.engine.grid._ROLL_CALL", 0.0)
+    monkeypatch.setattr("headstart.engine.grid._REFRESH", 0.0)
     stage = {**MLP, "method": "fedper", "min_replies": 3, "deadline": 60}
     recipe = recipe_of(silos, stage)
     run(recipe, tmp_path / "here")
@@ -350,7 +351,7 @@ def test_a_client_without_what_it_was_sent_says_so(silos: Path, tmp_path: Path) 
     grid = Grid(recipe, silos, tmp_path / "state")
     serve(grid, tmp_path / "out")
     (folder,) = (path for path in grid.folder("a").iterdir() if path.is_dir())
-    node = Node(recipe, Federation.silo(recipe, str(silos / "a.npz"), "a"), folder, alone=True)
+    node = Node(recipe, Federation.silo(recipe, str(silos / "a.npz"), "a"), folder, deployed=True)
     (setup,) = folder.glob("setup-*.safetensors")
     name = node.remember(setup.read_bytes())
     with pytest.raises(StateLostError, match="no longer has what the stage starts from"):
@@ -426,7 +427,7 @@ def reply_of(message: Message, node: Node) -> dict[str, Any]:
 @pytest.fixture
 def node(silos: Path, tmp_path: Path) -> Node:
     recipe = recipe_of(silos, {"method": "fedncm"})
-    return Node(recipe, Federation.silo(recipe, str(silos / "a.npz"), "a"), tmp_path / "node", alone=True)
+    return Node(recipe, Federation.silo(recipe, str(silos / "a.npz"), "a"), tmp_path / "node", deployed=True)
 
 
 def about(node: Node, **facts: Any) -> dict[str, Any]:
@@ -514,7 +515,7 @@ def test_a_node_answers_nonsense_with_an_error(node: Node, message: Callable[[No
     "run", ["../x", "..", "", "/etc", "0" * 31, "0" * 33, "G" * 32, "0" * 32 + "\n", None, 7, ["0" * 32]]
 )
 def test_a_run_is_no_path(run: Any) -> None:
-    with pytest.raises(MessageError, match="which run"):
+    with pytest.raises(MessageError, match="the request names no run"):
         run_of(question({"run": run}))
     assert run_of(question({"run": "0a" * 16})) == "0a" * 16
 
@@ -578,7 +579,7 @@ def test_nobody_waits_for_a_node_that_calls_itself_by_anothers_name(
     grid = Grid(recipe, silos, tmp_path / "state")
 
     def change(node: int, number: int, message: Message) -> Message | None:
-        return respond(message, Node(recipe, silo, tmp_path / "x", alone=True), "b") if node in (10, 9) else None
+        return respond(message, Node(recipe, silo, tmp_path / "x", deployed=True), "b") if node in (10, 9) else None
 
     silo = Federation.silo(recipe, str(silos / "a.npz"), "b")
     grid.online[9] = "stranger"
@@ -587,8 +588,8 @@ def test_nobody_waits_for_a_node_that_calls_itself_by_anothers_name(
     assert nodes.available(3, 20) == {1, 2}
     assert nodes.ids == {1: 11, 2: 12}
     assert nodes.refusals == {"a": "a: it is registered as 'a' and says that it is 'b'"}
-    assert "a node stays out: a: it is registered as 'a' and says that it is 'b'" in caplog.text
-    assert "a node stays out: stranger: it is registered as 'stranger' and says that it is 'b'" in caplog.text
+    assert "a node is excluded: a: it is registered as 'a' and says that it is 'b'" in caplog.text
+    assert "a node is excluded: stranger: it is registered as 'stranger' and says that it is 'b'" in caplog.text
 
 
 # ------------------------------------------------------------------------------------------------------- room and locks
@@ -618,7 +619,7 @@ def test_a_full_disk_is_a_sentence_and_loses_nothing(command: list[str], tmp_pat
     plain = {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE")}  # it writes too
     failed = subprocess.run([*limited, *command], capture_output=True, text=True, timeout=120, env=plain)
     assert failed.returncode == 2, failed.stderr
-    assert "File too large; make room, and go on with --resume" in failed.stderr
+    assert "File too large; make room, and continue with --resume" in failed.stderr
     assert "Traceback" not in failed.stderr
     done = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
     assert 1 <= len(done) < 5
@@ -698,7 +699,7 @@ def test_a_node_that_comes_late_takes_part_from_then_on_and_one_that_leaves_is_m
     when = r"absent since \d{4}-\d\d-\d\d \d\d:\d\d:\d\d: "
     absent = [(int(row["round"]), row["client"], row["left_out"]) for row in rows if row["left_out"]]
     assert [each[:2] for each in absent] == [(1, "c"), (2, "c"), (4, "a")]
-    assert re.fullmatch(when + "no node has come", absent[0][2])
+    assert re.fullmatch(when + "no node has joined", absent[0][2])
     assert re.fullmatch(when + "the node has left", absent[2][2])
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert summary["stages"][0]["absent"] == {"c": [1, 2], "a": [4]}
@@ -729,7 +730,7 @@ def test_a_deployment_stops_where_nodes_that_it_started_with_have_left(
 
     stage = {key: value for key, value in LOCAL.items() if key != "min_replies"} | {"method": "fedavg", "rounds": 2}
     grid = Leaving(recipe_of(silos, stage), silos, tmp_path / "state")
-    why = r"fedavg: 1 of 3 nodes are there, min_replies = 3; missing: b \(absent since .*: the node has left\); c "
+    why = r"fedavg: 1 of 3 nodes are available, min_replies = 3; missing: b \(absent since .*: the node has left\); c "
     with pytest.raises(HeadstartError, match=why):
         serve(grid, tmp_path / "out")
     assert waits[1:] == [3600.0, 3600.0]
@@ -816,15 +817,15 @@ class Silent(Grid):
 def test_a_node_that_does_not_say_who_it_is_is_named_and_costs_no_time_once_it_is_not_waited_for(
     silos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("headstart.engine.grid._TELL", 0.6)
+    monkeypatch.setattr("headstart.engine.grid._REPORT", 0.6)
     recipe = recipe_of(silos, {**LOCAL, "method": "fedavg", "rounds": 3, "evaluate_every": 1})
     grid: Any = Silent(recipe, silos, tmp_path / "state")
     nodes = Nodes(grid, recipe, {name: number for number, name in enumerate(NAMES)})
     assert nodes.available(3, 2.0) == {0, 2}
-    waits = re.findall(r"waiting for nodes: 2 of 3 are there; missing: b \(absent since [^)]*: (.*)\)", caplog.text)
-    assert waits == ["the node does not say who it is"] * len(waits)
+    waits = re.findall(r"waiting for nodes: 2 of 3 are available; missing: b \(absent since [^)]*: (.*)\)", caplog.text)
+    assert waits == ["the node has not replied to the join request"] * len(waits)
     assert len(waits) in (2, 3)
-    assert re.search(r"going on without b \(absent since", caplog.text)
+    assert re.search(r"continuing without b \(absent since", caplog.text)
     began = time.monotonic()
     summary = serve(grid, tmp_path / "out", expected=2).summary
     assert time.monotonic() - began < 10
@@ -842,7 +843,7 @@ def test_a_node_that_misses_a_deadline_is_left_out_and_asked_again_in_the_third_
     assert [(drop["round"], drop["clients"]) for drop in found["dropped"]] == [(1, "b"), (4, "b")]
     assert found["absent"] == {"b": [2, 3, 5]}
     assert [kind for name, kind, _ in grid.said if name == "b"] == ["join", "answer", "answer"]
-    assert "not asked: it has missed a deadline" in (tmp_path / "out" / "rounds.csv").read_text()
+    assert "not sampled: it has missed a deadline" in (tmp_path / "out" / "rounds.csv").read_text()
 
 
 def test_a_node_of_a_secure_stage_says_nothing_that_is_not_masked(silos: Path, tmp_path: Path) -> None:
@@ -851,7 +852,7 @@ def test_a_node_of_a_secure_stage_says_nothing_that_is_not_masked(silos: Path, t
 
     def plainly(node: int, number: int, message: Message) -> Message | None:
         facts, parts = facts_of(message)
-        if facts["kind"] != "secure" or Wire.from_bytes(parts["told"]).scalars["step"] != "masked":
+        if facts["kind"] != "secure" or Wire.from_bytes(parts["exchange"]).scalars["step"] != "masked":
             return None
         facts["kind"] = "answer"
         message.content[RECORD]["facts"] = json.dumps(facts)
@@ -862,7 +863,7 @@ def test_a_node_of_a_secure_stage_says_nothing_that_is_not_masked(silos: Path, t
         serve(grid, tmp_path / "out")
     reply = grid.node(10, asked_of(grid))
     assert facts_of(reply) == (
-        {"error": "in this stage clients are added up; nothing is sent that is not masked"}, {}
+        {"error": "the stage has secure aggregation; nothing is sent that is not masked"}, {}
     )  # fmt: skip
 
 
@@ -989,7 +990,7 @@ def test_a_node_that_lost_its_log_in_a_secure_stage_is_told_everything_again(sil
     def lose(node: int, number: int, message: Message) -> None:
         facts, parts = facts_of(message)
         if facts["kind"] == "secure" and grid.online[node] == "b":
-            told = Wire.from_bytes(parts["told"]).scalars["step"]
+            told = Wire.from_bytes(parts["exchange"]).scalars["step"]
             steps.append(str(told))
             if steps.count("keys") == 3 and told == "keys":
                 next(grid.folder("b").glob("*/log-*")).unlink()
@@ -1012,7 +1013,7 @@ def test_a_node_says_the_digest_of_the_weights_that_it_would_use(tmp_path: Path)
         model = {"backbone": "conv4", "weights": str(path)}
         recipe = Recipe.parse({"data": data, "model": model, "stages": [{"method": "fedncm"}]})
         silo = Federation.silo(recipe, "mnist-mini", folder)
-        return Node(recipe, silo, tmp_path / folder / "node", alone=True).node_info()
+        return Node(recipe, silo, tmp_path / folder / "node", deployed=True).node_info()
 
     one, same, other = told("a", None), told("b", None), told("c", 0.5)
     assert re.fullmatch("[0-9a-f]{32}", one["weights"])

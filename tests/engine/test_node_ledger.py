@@ -117,7 +117,7 @@ def test_a_nodes_owner_says_which_methods_and_recipes_may_run(tmp_path: Path) ->
 def test_a_nodes_owner_may_keep_figures_of_tests(tmp_path: Path) -> None:
     silo = Silo(tmp_path / "a", SGD)
     facts, _ = ask(silo, {"evaluation": False}, "evaluate", head(0))
-    assert facts == {"error": "node.toml: limits.evaluation is false; this node tests no models for others"}
+    assert facts == {"error": "node.toml: limits.evaluation is false; this node tests no models"}
 
 
 @pytest.mark.parametrize("method", ["fedncm", "fed3r", "fedcof"])

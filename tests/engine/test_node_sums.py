@@ -136,7 +136,7 @@ def test_a_run_whose_keys_were_lost_goes_on_to_the_same_model(silos: Path, tmp_p
     def lose(node: int, number: int, message: Message) -> None:
         facts, parts = facts_of(message)
         if facts["kind"] == "secure" and grid.online[node] == "b":
-            steps.append(str(Wire.from_bytes(parts["told"]).scalars["step"]))
+            steps.append(str(Wire.from_bytes(parts["exchange"]).scalars["step"]))
             if steps.count(step) == 3 and steps[-1] == step == "masked":
                 next(grid.folder("b").glob("*/secret-*")).unlink()
             if steps.count(step) == 3 and steps[-1] == step == "keys":

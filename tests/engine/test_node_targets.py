@@ -15,7 +15,8 @@ from flwr.supercore.task_identity import TaskIdentity
 from headstart.config.recipe import Recipe
 from headstart.core.message import Message
 from headstart.data import Federation
-from headstart.engine.node import Node, NodeRequest
+from headstart.engine.node import Node
+from headstart.engine.node_stage import NodeRequest
 from headstart.errors import HeadstartError
 from headstart.runner import run
 from tests.engine.test_node import FOUR, serve

@@ -18,7 +18,8 @@ from headstart.config.recipe import Recipe
 from headstart.core.message import Message as Wire
 from headstart.data import Federation
 from headstart.engine.grid import Nodes
-from headstart.engine.node import Node, NodeRequest
+from headstart.engine.node import Node
+from headstart.engine.node_stage import NodeRequest
 from headstart.engine.setup import StageSetup
 from headstart.errors import HeadstartError
 from headstart.runner import Result, run
@@ -198,7 +199,7 @@ def test_a_node_without_a_task_or_with_another_stays_out_by_name(
     # A node that the server cannot trust to have looked.
     nodes = Nodes(grid := grid_of(recipe, silos, tmp_path / "state"), recipe, {n: i for i, n in enumerate(NODES)})
     nodes.available(len(NODES))
-    nodes.said[5]["task"] = "hihg"
+    nodes.node_info[5]["task"] = "hihg"
     nodes.agree({})
     assert nodes.refusals == {"f": "f: its task is 'hihg', and the recipe's are low, high"}
     assert [nodes.task_of(number) for number in range(6)] == [0, 0, 0, 1, 1, -1]
@@ -239,7 +240,7 @@ def test_an_interrupted_run_keeps_the_tasks_of_its_nodes(
 def test_a_node_answers_for_its_own_task_only(silos: Path, tmp_path: Path) -> None:
     recipe = recipe_of(silos, {"method": "fedncm"})
     silo = Federation.silo(recipe, str(silos / "d.npz"), "d", "high")
-    node = Node(recipe, silo, tmp_path / "node" / "run", alone=True)
+    node = Node(recipe, silo, tmp_path / "node" / "run", deployed=True)
     tasks = (("low", 5, 3, 200), ("high", 5, 3, 200))
     for number, told, good in ((1, tasks, True), (0, tasks, False), (0, tasks[::-1], False), (7, tasks, False)):
         setup = StageSetup(0, number, told, (None, None)).to_message().to_bytes()
@@ -247,7 +248,7 @@ def test_a_node_answers_for_its_own_task_only(silos: Path, tmp_path: Path) -> No
         if good:
             assert node.answer(asked).task == 1
         else:
-            with pytest.raises(HeadstartError, match="the node's task is 'high', and the server asks for another"):
+            with pytest.raises(HeadstartError, match="the node's task is 'high', and the request is for another"):
                 node.answer(asked)
 
 

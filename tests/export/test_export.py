@@ -406,7 +406,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["run", "x.npz", "--client", "0"], "no client has a model of its own"),
         (["own", "x.npz", "--client", "client-11"], "did you mean 'client-1'"),
         (["own", "x.npz", "--client", "4"], "a number below 4"),
-        (["run", "x.npz", "--module", "module.safetensors"], "no body to put it on"),
+        (["run", "x.npz", "--module", "module.safetensors"], "no backbone to put it on"),
         (["run", "x.npz", "--out", "no/found.csv"], "is no directory"),
     ],
 )
@@ -583,7 +583,10 @@ def test_features_have_a_head_only(
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"README.md", "classes.json", "head.safetensors"}
     head = LinearHead.load(tmp_path / "out" / "head.safetensors")
     np.testing.assert_array_equal(head.weight, Model.of(tmp_path / "run", client="2").head.weight)
+    capsys.readouterr()
     assert loaded(tmp_path / "out")["classes"] == [str(number) for number in range(10)]
+    zeros = head.scores(np.zeros((1, 64))).argmax()  # the example of the README
+    assert capsys.readouterr().out == f"['{zeros}']\n"
     (tmp_path / "out" / "thesis.tex").write_text("precious")
     done, said = headstart(monkeypatch, capsys, *arguments)
     assert (done, "already used" in said) == (2, True)

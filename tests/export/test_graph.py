@@ -202,7 +202,7 @@ def test_batch_norm_by_the_batch_is_refused(statistics: str, tmp_path: Path) -> 
     model = {"backbone": str(tmp_path / "resnet"), "image_size": 28}
     image_run(tmp_path / "run", {**stage, "norm_statistics": statistics}, **model)
     if statistics == "batch":
-        with pytest.raises(HeadstartError, match="--format onnx: batch norm of this body goes by each batch's own"):
+        with pytest.raises(HeadstartError, match="--format onnx: batch norm of this backbone goes by each batch's own"):
             export(tmp_path / "run", tmp_path / "out", client="1", format="onnx")
         assert {path.name for path in tmp_path.iterdir()} <= {"cache", "resnet", "run"}
         return

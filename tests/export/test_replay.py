@@ -182,7 +182,7 @@ def test_the_command_prints_the_verdict(
     run(Recipe.parse(DIGITS | {"stages": [MEZO | {"train": "head"}]}), out)
     capsys.readouterr()
     assert command(monkeypatch, "replay", out) == 0
-    assert capsys.readouterr().out == f"{out / 'replay' / 'model'}: the model is the run's, bit for bit\n"
+    assert capsys.readouterr().out == f"{out / 'replay' / 'model'}: the model is bitwise identical to the run's\n"
     assert files(out / "replay")["head.safetensors"] == files(out)["head.safetensors"]
     head = load_file(out / "model" / "head.safetensors")
     head["bias"] = np.nextafter(head["bias"], np.float32(1))
@@ -212,7 +212,7 @@ def test_another_module_than_the_one_that_is_there_is_refused(tmp_path: Path) ->
             "stages": [{"method": "fedavg", "train": "lora", "rank": 2, "rounds": 1}, {"rounds": 1, **second}],
         }
         if refused:
-            with pytest.raises(HeadstartError, match=r"stages.1.train: an earlier stage left a lora on the body"):
+            with pytest.raises(HeadstartError, match=r"stages.1.train: an earlier stage left a lora on the backbone"):
                 run(Recipe.parse(table))
         else:
             run(Recipe.parse(table))

@@ -7,7 +7,7 @@ from sklearn.linear_model import Ridge, RidgeClassifier
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
 from headstart import Fed3RMultiLabel, Fed3RRegressor, HeadstartError
-from headstart.core.statistics import ClientStatistics, summarise
+from headstart.core.statistics import Summary, read_statistics, summarise
 from headstart.heads.targets import Beside, ridge_of_targets, target_head
 
 X, Y = load_diabetes(return_X_y=True)
@@ -82,7 +82,7 @@ def test_statistics_that_travelled_give_the_same_head() -> None:
     for client in range(7):
         mine = np.flatnonzero(WHO == client)
         made, _ = summarise(Beside(X[mine], TWO[mine]), np.zeros(len(mine), np.int64), 1, moments="full")  # type: ignore[arg-type]
-        parts.append(ClientStatistics.from_message(made.to_message(), 1, X.shape[1] + 2, "full"))
+        parts.append(read_statistics(made.to_message(), Summary(1, X.shape[1] + 2, "full")))
     weight, bias, ridge = ridge_of_targets(parts[0].merge(*parts[1:]), 2, "auto", True)
     there = Fed3RRegressor().fit(X, TWO)
     np.testing.assert_allclose(weight, there.coef_, rtol=1e-6)

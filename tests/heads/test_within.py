@@ -8,7 +8,7 @@ import pytest
 
 from headstart import FedCOF, HeadstartError
 from headstart.core.message import Message
-from headstart.core.statistics import ClientStatistics, summarise
+from headstart.core.statistics import ClientStatistics, Summary, read_statistics, summarise
 from headstart.heads import cof_head
 from headstart.heads.cof import _error
 
@@ -203,7 +203,7 @@ def test_far_from_zero_what_is_told_survives_the_wire() -> None:
     moved = CLOUD + 1e4
     sent, _ = summarise(moved, LABELS, 3, moments="diagonal", rank=2)
     message = Message.from_bytes(sent.to_message().to_bytes())
-    got = ClientStatistics.from_message(message, 3, 12, "diagonal", directions=2)
+    got = read_statistics(message, Summary(3, 12, "diagonal", rank=2))
     exact = sum(np.var(CLOUD[label == LABELS], axis=0) * 100 for label in range(3))
     np.testing.assert_allclose(got.around_means(), exact, rtol=1e-5)
 
@@ -214,7 +214,7 @@ def test_refusals() -> None:
     with pytest.raises(HeadstartError, match="within = 'diagonal' needs second moments"):
         cof_head(statistics("trace"), 0.1, within="diagonal")
     for keys in ({"within": "estimated"}, {"covariance": "full"}):
-        with pytest.raises(HeadstartError, match="rank: directions are told beside"):
+        with pytest.raises(HeadstartError, match="rank: directions are sent beside"):
             FedCOF(rank=2, **keys).fit(CLOUD, LABELS, client=HOLDERS)
     wide = np.hstack([CLOUD, np.zeros((300, 40))])  # a diagonal of zeros, and nothing else to solve with
     total = summarise(wide, LABELS, 3, clients=HOLDERS, moments="diagonal")[0]

@@ -242,7 +242,7 @@ class Run:
 
     def own(self) -> dict[str, np.ndarray]:
         """What is each client's own [K, …]."""
-        found: dict[str, np.ndarray] = self.method.own(partial(self.states.read, clients=np.arange(K)))
+        found: dict[str, np.ndarray] = self.method.personal_params(partial(self.states.read, clients=np.arange(K)))
         return found
 
     def own_bits(self) -> dict[str, bytes]:

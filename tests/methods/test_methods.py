@@ -254,7 +254,7 @@ def test_no_usable_answer_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
         raise MessageError("array 'sums' holds NaN or infinity")
 
     monkeypatch.setattr(StatisticsChannel, "add", add)
-    with pytest.raises(HeadstartError, match="fedncm, round 1: 0 of 12 clients gave a usable answer"):
+    with pytest.raises(HeadstartError, match="fedncm, round 1: 0 of 12 clients sent a usable reply"):
         Played("fedncm")
 
 

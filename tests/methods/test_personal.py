@@ -173,7 +173,7 @@ def test_a_method_is_its_plain_loop(method: str, keys: dict[str, Any], body: str
     found = run.own()
     for k in range(K):
         close({name: value[k] for name, value in found.items()}, own[k])
-    start = run.method.own(lambda name, value: value[None].repeat(K, 0))
+    start = run.method.personal_params(lambda name, value: value[None].repeat(K, 0))
     assert all(not np.allclose(found[name], value, rtol=1e-3) for name, value in start.items())
 
 
@@ -183,7 +183,7 @@ def test_who_is_asked_first_starts_from_the_start_and_who_is_never_asked_stays_t
 ) -> None:
     drawing(monkeypatch, [0], [0, 1])
     run = run_of(tmp_path, "network", method=method, rounds=2)
-    start = run.method.own(lambda name, value: value[None].repeat(K, 0))
+    start = run.method.personal_params(lambda name, value: value[None].repeat(K, 0))
     seen: list[tuple[int, dict[str, np.ndarray]]] = []
     own = run.method.own
 
@@ -709,7 +709,9 @@ def test_the_part_that_does_not_move_is_left_alone_with_its_statistics(moves: st
     keys = {"method": "local-only", "weight_decay": 0.1}
     plan = replace(stage_of(**keys).plan, still=frozenset({"head", "body"} - {moves}))
     run = run_of(tmp_path, "network", Normed(), plan=plan, **keys)
-    start = {name: value.tobytes() for name, value in run.method.own(lambda name, value: value.copy()).items()}
+    start = {
+        name: value.tobytes() for name, value in run.method.personal_params(lambda name, value: value.copy()).items()
+    }
     run.play()
     assert len(start) == 6 + 2 + 2  # of the body, its statistics, the head
     for k in range(K):
@@ -1213,11 +1215,11 @@ def test_no_batch_of_a_network_that_normalises_by_the_batch_mixes_clients() -> N
         ),
         (
             {"method": "fedavg", "train": "head", "share": 0.1, "share_train": "body"},
-            "stages.0.share_train: no body is trained; use 'all'",
+            "stages.0.share_train: no backbone is trained; use 'all'",
         ),
         (
             {"method": "personalise", "blend": 1.5},
-            "stages.0.blend: 1.5 does not fit, should be less than or equal to 1; accepted: a number, auto",
+            "stages.0.blend: must be a number less than or equal to 1 or auto (got 1.5)",
         ),
     ],
 )
@@ -1229,7 +1231,9 @@ def test_a_mistake_is_one_sentence(stage: dict[str, Any], sentence: str) -> None
 
 def test_features_have_no_body() -> None:
     for stage, key in (({"method": "fedper"}, "train"), ({"method": "personalise"}, "update")):
-        with pytest.raises(RecipeError, match=rf"stages\.0\.{key}: the data are features, there is no body to train"):
+        with pytest.raises(
+            RecipeError, match=rf"stages\.0\.{key}: the data are features, there is no backbone to train"
+        ):
             digits(stage | {key: "all"})
         (made,) = digits(stage).stages  # what is trained by default is what there is
         assert made.train == "head"  # type: ignore[union-attr]
@@ -1247,6 +1251,6 @@ def test_a_personal_linear_head_over_features_is_local_training(method: dict[str
 def test_a_head_cannot_be_computed_on_bodies_of_the_clients_own() -> None:
     compute = {"method": "personalise", "compute": "fedncm"}
     for first in ({"method": "lg-fedavg"}, {"method": "ditto"}, {"method": "local-only"}):
-        with pytest.raises(HeadstartError, match=r"stages\.1\.compute: .* a body of its own; fine-tune instead"):
+        with pytest.raises(HeadstartError, match=r"stages\.1\.compute: .* a backbone of its own; fine-tune instead"):
             run(images(CONV | first, compute))
     run(images(CONV | {"method": "fedper"}, compute))

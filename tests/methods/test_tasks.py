@@ -763,7 +763,7 @@ def test_a_later_stage_goes_on_from_each_tasks_module(vit: Tiny, hide: bool) -> 
         for name, value in final(first, task).items():
             np.testing.assert_array_equal(start[f"{name}@{task}"], value)
     for number, task in enumerate(("abc", "de")):
-        same_vectors(third.method.own(lambda name, value: value, number), final(second, task))
+        same_vectors(third.method.personal_params(lambda name, value: value, number), final(second, task))
 
 
 def test_a_closed_form_after_fedyolo_reads_each_task_with_its_own_module(vit: Tiny) -> None:
@@ -895,7 +895,9 @@ PERSONAL = {"method": "personalise", "epochs": 2, "batch_size": 4, "lr": 0.1, "a
 def own_heads(seen: Watched, stage: Stage, task: int) -> Iterator[tuple[int, LinearHead, dict[str, np.ndarray]]]:
     clients = seen.federation.clients_of(task)
     for client in clients.tolist():
-        own = stage.method.own(lambda name, start, c=client: stage.client_states.read(name, start, np.array([c])), task)
+        own = stage.method.personal_params(
+            lambda name, start, c=client: stage.client_states.read(name, start, np.array([c])), task
+        )
         values = {name: value[0] for name, value in own.items()}
         yield client, stage.head(task, own=values), values
 

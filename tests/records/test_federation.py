@@ -92,13 +92,15 @@ def test_long_runs_are_remembered_in_part_and_counted_as_a_whole(tmp_path: Path)
 @pytest.mark.parametrize(
     ("why", "word"),
     [
-        ("", "took part"),
+        ("", "participated"),
         ("late: it took 4.4 s, and the deadline is 4 s", "late"),
-        ("no answer within 60 s", "late"),
+        ("no reply within 60 s", "late"),
+        ("not sampled: it has missed a deadline", "late"),
+        ("no answer within 60 s", "late"),  # as earlier versions wrote it
         ("not asked: it has missed a deadline", "late"),
         ("absent since 2026-01-01 00:00:00: the node has left", "absent"),
         ("the node has left", "absent"),
-        ("the node failed: late: x", "left out"),
+        ("the node failed: late: x", "excluded"),
     ],
 )
 def test_reasons_in_a_word(why: str, word: str) -> None:

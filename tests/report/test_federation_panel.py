@@ -31,12 +31,12 @@ from tests.report.test_dashboard import CHROMIUM, DRIVER, ask, browser, serving,
 ATTACK = "<script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">"
 TRAINING = {**LOCAL, "method": "fedavg", "rounds": 5, "evaluate_every": 1, "deadline": 3}
 PRIVATE = {"weighting": "uniform", "privacy": {"epsilon": 50.0, "delta": 1e-3, "clip": 0.1}}
-TOOK, LATE, OUT, ABSENT = "took-part", "late", "left-out", "absent"
+TOOK, LATE, OUT, ABSENT = "participated", "late", "excluded", "absent"
 CELLS = {  # one round of fedncm and five of fedavg, as the grid below plays them
     "a": [TOOK, TOOK, TOOK, TOOK, TOOK, ABSENT],
     "b": [TOOK, TOOK, OUT, TOOK, TOOK, TOOK],
     "c": [TOOK, TOOK, LATE, LATE, LATE, TOOK],
-    "gone": ["not-asked"] * 6,
+    "gone": ["not-sampled"] * 6,
 }
 
 
@@ -127,9 +127,9 @@ def test_in_a_browser_a_federation_is_above_its_run_and_texts_of_nodes_are_texts
         page.get(dashboard.url)
         until(lambda: texts("#view h1") and texts(".federation h1") == ["hospitals"])
         a, b, c, gone = (" ".join(text.split()) for text in texts(".members li"))
-        assert re.match(r"a missing, since (5\d|6\d) s ago last seen (5\d|6\d) s ago took part in 5 rounds ↑", a)
-        assert re.match(r"b present, since 5 min ago last seen [2-4]\d s ago took part in 5 rounds ↑", b)
-        assert re.match(r"c has never connected took part in 3 rounds ↑", c)
+        assert re.match(r"a missing, since (5\d|6\d) s ago last seen (5\d|6\d) s ago participated in 5 rounds ↑", a)
+        assert re.match(r"b present, since 5 min ago last seen [2-4]\d s ago participated in 5 rounds ↑", b)
+        assert re.match(r"c has never connected participated in 3 rounds ↑", c)
         assert re.match(r"gone revoked \d+ s ago$", gone)
         for text, (up, down) in zip((a, b, c), (moved(server)[name] for name in "abc"), strict=True):
             assert f"↑ {human_bytes(up)} ↓ {human_bytes(down)}" in text
@@ -137,7 +137,7 @@ def test_in_a_browser_a_federation_is_above_its_run_and_texts_of_nodes_are_texts
         tiles = " | ".join(" ".join(text.split()) for text in texts(".tiles div"))
         assert "nodes 1 of 3 present | stage 2 of 2 fedavg | round 5 of 5 | bytes ↑" in tiles
         epsilon = Gallery([server.folder])._record("run", server.folder / "run")[1].summary["privacy"]["client"]  # type: ignore[index]
-        assert f"privacy spent, of any client ε = {epsilon['epsilon']:.3g} δ = 0.001; no promise: fedncm" in tiles
+        assert f"privacy spent, of any client ε = {epsilon['epsilon']:.3g} δ = 0.001; no guarantee: fedncm" in tiles
         assert re.search(r"running at 127.0.0.1:9443 · certificate: 36[45] days left", texts(".federation header")[0])
 
         for name, row in zip(CELLS, range(1, 5), strict=True):
@@ -196,7 +196,7 @@ def test_privacy_is_counted_while_the_run_goes_on(server: Server) -> None:
     assert spent[-1] == json.loads((run / "summary.json").read_text())["privacy"]["client"]["epsilon"]
     (run / "summary.json").unlink()  # as if it went on
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines[:3]))
-    assert f"<b>ε = {spent[1]:.3g}</b> <span class='soft'>δ = 0.001, after round 2; no promise: fedncm" in (
+    assert f"<b>ε = {spent[1]:.3g}</b> <span class='soft'>δ = 0.001, after round 2; no guarantee: fedncm" in (
         Gallery([server.folder]).panels([])
     )
 

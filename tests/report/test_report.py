@@ -158,7 +158,14 @@ def test_a_page_needs_nothing_from_elsewhere_and_says_what_there_is_to_say(tmp_p
         "http://www.w3.org/2000/svg",
         "http://www.w3.org/1999/xlink",
     }
-    for said in ("Privacy spent", "Who holds which class", "The worst off", "predicted", "epsilon = 3.0", "torch 2."):
+    for said in (
+        "Privacy spent",
+        "Data distribution across clients",
+        "Lowest-accuracy clients",
+        "predicted",
+        "epsilon = 3.0",
+        "torch 2.",
+    ):
         assert said in page, said
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert f"{100 * summary['accuracy']:.2f}" in page

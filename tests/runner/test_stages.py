@@ -580,7 +580,7 @@ def test_clients_that_answer_together_are_timed_one_by_one(monkeypatch: pytest.M
         with_slow_answers(patch, lambda cohort: 2.9 * len(cohort.clients))
         assert run(digits(stage)).summary["stages"][0]["dropped"] == []
     with_slow_answers(monkeypatch, lambda cohort: 3.1 * len(cohort.clients))
-    with pytest.raises(HeadstartError, match="0 of 10 clients gave a usable answer, min_replies = 1"):
+    with pytest.raises(HeadstartError, match="0 of 10 clients sent a usable reply, min_replies = 1"):
         run(digits(stage))
 
 

@@ -144,7 +144,7 @@ def test_a_page_and_a_command_say_what_is_learned(tmp_path: Path, command: Comma
     page = report_body([Record.read(tmp_path / "run")])
     assert "2 targets" in page
     assert "variance explained" in page
-    assert "Who holds which class" not in page
+    assert "Data distribution" not in page
     write_folder(tmp_path / "report", [Record.read(tmp_path / "run")])
     with (tmp_path / "report" / "costs.csv").open(newline="") as file:
         (row,) = csv.DictReader(file)

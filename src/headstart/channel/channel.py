@@ -52,6 +52,9 @@ class Sends(Protocol):
     def check(self, message: Message) -> None:
         """`MessageError` where no client of the method sends such an update."""
 
+    def counted(self, arrays: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Of a client's update, what is added up."""
+
 
 class UpdateChannel:
     """Updates pass the links in order on the client and in reverse on the server, and add up by their weights."""
@@ -113,7 +116,7 @@ class UpdateChannel:
         return state
 
     def vector(self, reply: Reply, sender: Sender) -> dict[str, Floats]:
-        """What the server would know if it had heard this reply only, as what can be added up."""
+        """What the server would know if it had received this reply only, as what can be added up."""
         alone = self._total()
         self.add(alone, reply, sender)
         return self._hidden(alone.vector(self.method.blocks))
@@ -125,14 +128,14 @@ class UpdateChannel:
     # ------------------------------------------------------------------------------------------------ on the server
 
     def total(self, round: int = 0) -> Total:
-        """Nothing heard yet in this round."""
+        """Nothing received yet in this round."""
         return self._total()
 
     def add(self, total: Total, reply: Reply, sender: Sender) -> None:
         """Add a reply to the total of the round; one that cannot be right raises `MessageError` and changes nothing."""
         message = self._read(reply.message, sender)
         self.method.check(message)
-        total.add(message.arrays, self._weight(reply.message))
+        total.add(self.method.counted(message.arrays), self._weight(reply.message))
 
     def _read(self, message: Message, sender: Sender) -> Message:
         for link in reversed(self.links):
@@ -173,7 +176,7 @@ Channel = UpdateChannel | StatisticsChannel | PassChannels | TaskChannels
 def channel_of(
     stage: ClosedForm | Rounds, method: Any, seed: tuple[int, ...], clients: Mapping[str, int], noise: Seed
 ) -> Channel:
-    """The channel of a stage: nobody else reads its privacy, its robust mean, its largest norm or its compression.
+    """The channel of a stage: nothing else reads its privacy, its robust mean, its largest norm or its compression.
 
     seed: the run's, and the stage's number; clients: how many each task has; noise: what noise is drawn from.
     """

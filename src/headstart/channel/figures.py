@@ -94,14 +94,14 @@ class FiguresChannel:
         return Message(tally)
 
     def to_sum(self, message: Message) -> dict[str, Array]:
-        """What a node adds in a secure sum; with privacy whole numbers, whose sizes nobody is told beforehand."""
+        """What a node adds in a secure sum; with privacy whole numbers, whose sizes are not known beforehand."""
         arrays = {name: array.astype(np.float64) for name, array in message.arrays.items()}
         if self.privacy is None:
             return dict(arrays)
         return {name: np.rint(_STEPS * array).astype(np.int64) for name, array in arrays.items()}
 
     def of_sum(self, total: Mapping[str, Array]) -> dict[str, Floats]:
-        """What all told, of a secure sum."""
+        """The sum over clients, of a secure sum."""
         return {name: array.astype(np.float64) / (_STEPS if self.privacy else 1.0) for name, array in total.items()}
 
     def read(self, message: Message) -> dict[str, Floats]:
@@ -112,7 +112,7 @@ class FiguresChannel:
         return found
 
     def finish(self, total: Tally, done: int, task: int = 0) -> tuple[float | None, float | None, Metrics]:
-        """Accuracy, loss and the other metrics of what everybody told of a task, after so many rounds; with the
+        """Accuracy, loss and the other metrics of the summed counts of a task, after so many rounds; with the
         server's noise where it adds it."""
         figures = total["figures"]
         if self.privacy is not None and self.privacy.noise == "server":
@@ -128,7 +128,7 @@ class FiguresChannel:
         return class_metrics(total) if self.target == "classes" else target_metrics(total, self.target)
 
     @property
-    def promise(self) -> dict[str, Any] | None:
+    def guarantee(self) -> dict[str, Any] | None:
         """The guarantee of all tests of the stage."""
         if self.privacy is None or self.privacy.test_epsilon is None:
             return None

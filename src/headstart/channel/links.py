@@ -100,7 +100,7 @@ class Clip(Link):
         return Message(self._shortened(message.arrays, np.float32), message.scalars)
 
     def decode(self, message: Message, sender: Sender) -> Message:
-        """Shortened again: nobody is trusted with it."""
+        """Clipped again: no client is trusted with it."""
         return Message(self._shortened(message.arrays), message.scalars)
 
     def _shortened(self, arrays: Mapping[str, Array], precision: type[np.floating] | None = None) -> dict[str, Array]:
@@ -170,7 +170,7 @@ class ServerNoise(_ClientLevel):
     Where a round draws some of the clients, the server keeps to itself whom. The sum is divided by the number of
     clients that a round asks, which everybody knows, not by how many answered; a task counts as many as a round asks of
     it on average, and one at least. A client's whole update, over all tasks, is no longer than ``clip``: the noise is
-    the same for all of them, those that nobody was heard about included.
+    the same for all of them, those without any reply included.
     """
 
     def __init__(
@@ -192,7 +192,7 @@ class ServerNoise(_ClientLevel):
         return self.multiplier * sensitivity(self.privacy.clip, self.asked, self.clients["update"])
 
     def encode(self, message: Message, sender: Sender) -> Message:
-        """Clipped; nothing else is said."""
+        """Clipped; nothing else is sent."""
         return Message({name: a.astype(np.float32) for name, a in self.clipped(message.arrays).items()})
 
     def decode(self, message: Message, sender: Sender) -> Message:
@@ -211,7 +211,7 @@ class ClientNoise(_ClientLevel):
     """Noise on every update: hides the update itself from the server.
 
     Any two updates of length ``clip`` are 2 · clip apart at most. The server sees who takes part, so every round counts
-    in full, and a client that is drawn less often has spent less than what is said.
+    in full, and a client that is drawn less often has spent less than what is reported.
     """
 
     released = "every client's update in every round"
@@ -222,7 +222,7 @@ class ClientNoise(_ClientLevel):
         return self.multiplier * 2 * self.privacy.clip
 
     def encode(self, message: Message, sender: Sender) -> Message:
-        """Clipped, with noise; nothing else is said."""
+        """Clipped, with noise; nothing else is sent."""
         arrays = self.noised(self.clipped(message.arrays), sender.round, sender.client)
         return Message({name: array.astype(np.float32) for name, array in arrays.items()})
 
@@ -258,7 +258,7 @@ class SumNoise(_ClientLevel):
         return self.shared.deviation
 
     def encode(self, message: Message, sender: Sender) -> Message:
-        """Clipped; nothing else is said."""
+        """Clipped; nothing else is sent."""
         return Message({name: a.astype(np.float32) for name, a in self.clipped(message.arrays).items()})
 
     def decode(self, message: Message, sender: Sender) -> Message:

@@ -1,9 +1,9 @@
 """The channel of a closed form: what happens to statistics of features between client and server.
 
-With privacy, clients clip the vectors that they sum and speak of every class. Where they add the noise themselves, the
+With privacy, clients clip the vectors that they sum and send every class. Where they add the noise themselves, the
 server takes it as it comes. Where the server adds it, it does so once a round, before anything else sees the total: a
-recipe with noise on totals therefore hears everybody in one round, since the heads of two rounds would differ by exact
-sums. Noise on rows stays with its row, and rounds may be as many as there are clients.
+recipe with noise on totals therefore samples all clients in one round, since the heads of two rounds would differ by
+exact sums. Noise on rows stays with its row, and rounds may be as many as there are clients.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from headstart.channel.accounting import noise_multiplier
 from headstart.channel.noise import StatisticsNoise, blur_counts, every_class, generators_of, scaled, unscaled
 from headstart.channel.shared_noise import SharedNoise
 from headstart.config.stage import CountNoise, Privacy
-from headstart.core.directions import told_directions
+from headstart.core.directions import sent_directions
 from headstart.core.reply import Reply, Sender, StatisticsResult
 from headstart.core.seeds import Seed
-from headstart.core.statistics import ClientStatistics, Floats, Ints, Summary, message_nbytes
+from headstart.core.statistics import ClientStatistics, Floats, Ints, Summary, message_nbytes, read_statistics
 from headstart.core.update import StatisticsTotal
 from headstart.solvers.cohort import Cohort
 
@@ -44,7 +44,7 @@ class StatisticsChannel:
         releases: int = 1,
     ) -> None:
         """clients: all of the task; seed: what noise is drawn from; task: no two have the same noise; sums: how many
-        secure sums the clients are in; releases: how often each client is heard in the stage."""
+        secure sums the clients are in; releases: how often each client participates in the stage."""
         self.summary, self.privacy, self.count_noise, self.clients = summary, privacy, count_noise, clients
         self.seed, self.task, self.sums, self.min_examples, self.releases = seed, task, sums, min_examples, releases
         self.private = privacy is not None
@@ -79,7 +79,7 @@ class StatisticsChannel:
 
     @property
     def memory_per_client(self) -> int:
-        """With privacy, a row for every class, and room to add noise to it; otherwise the directions told."""
+        """With privacy, a row for every class, and room to add noise to it; otherwise the directions."""
         summary = self.summary
         return 4 * 8 * (summary.n_classes * (summary.dim + 1) if self.private else summary.rank * summary.dim)
 
@@ -97,23 +97,23 @@ class StatisticsChannel:
         return replace(cohort, rows=cohort.rows[kept], labels=cohort.labels[kept], owners=cohort.owners[kept])
 
     def encode(self, result: StatisticsResult, cohort: Cohort, round: int) -> list[Reply]:
-        """What clients say, all of a cohort in one reply: with privacy, of every class."""
+        """The statistics of a cohort in one reply: with privacy, of every class."""
         counted = replace(result.statistics, counted=self.summary.counts)
-        statistics, owners = self._said(counted, result.owners, cohort.clients, round)
+        statistics, owners = self._encoded(counted, result.owners, cohort.clients, round)
         places, everybody = np.searchsorted(cohort.clients, owners), len(cohort.clients)
         rows = np.bincount(places, minlength=everybody)
         layout, rank = (self.summary.dim, self.summary.moments, self.summary.counts), self.summary.rank
-        told: list[int | None] = [None] * len(rows)
+        sent: list[int | None] = [None] * len(rows)
         if rank:
             examples = np.bincount(places, statistics.counts, everybody).astype(np.int64)
-            told = told_directions(examples, rows, rank, self.summary.dim, self.min_examples).tolist()
-        nbytes = np.array([message_nbytes(n, *layout, some) for n, some in zip(rows.tolist(), told, strict=True)])
+            sent = sent_directions(examples, rows, rank, self.summary.dim, self.min_examples).tolist()
+        nbytes = np.array([message_nbytes(n, *layout, some) for n, some in zip(rows.tolist(), sent, strict=True)])
         hidden = self.privacy is not None and self.privacy.from_server  # how many examples they have
         passes = np.zeros_like(result.passes) if hidden else result.passes
         message = statistics.to_message(precise=self.shared is not None, noisy=self.by_client)
         return [Reply(cohort.clients, message, nbytes, passes, task=cohort.task)]
 
-    def _said(
+    def _encoded(
         self, statistics: ClientStatistics, owners: Ints, clients: Ints, round: int
     ) -> tuple[ClientStatistics, Ints]:
         if self.count_noise is not None:
@@ -142,7 +142,7 @@ class StatisticsChannel:
     # ------------------------------------------------------------------------------------------------ on the server
 
     def total(self, round: int = 0) -> StatisticsTotal:
-        """Nothing heard yet in this round."""
+        """Nothing received yet in this round."""
         return StatisticsTotal(self.summary)
 
     def add(self, total: StatisticsTotal, reply: Reply, sender: Sender) -> None:
@@ -151,18 +151,14 @@ class StatisticsChannel:
 
     def _read(self, reply: Reply) -> ClientStatistics:
         summary = self.summary
-        statistics = ClientStatistics.from_message(
+        statistics = read_statistics(
             reply.message,
-            summary.n_classes,
-            summary.dim,
-            summary.moments,
+            summary,
+            clients=len(reply.clients),
             every_class=self.private and not (summary.by_row and self.by_client),
             noisy=self.by_client,
-            rows_per_class=summary.means_per_client * len(reply.clients),
             longest=inf if self.noise is None else self.noise.bound,
-            counted=summary.counts,
             precise=self.shared is not None,
-            directions=summary.rank * len(reply.clients),
         )
         return self._marked(statistics)
 
@@ -199,7 +195,7 @@ class StatisticsChannel:
         return StatisticsTotal(self.summary, (replace(noisy, noise_floor=self.noise.floor(self.summary.dim, 1)),))
 
     def spent(self, rounds: int) -> dict[str, Any] | None:
-        """Everything, once anybody is heard: examples of one client are hidden apart from those of another."""
+        """Everything, once any client has replied: examples of one client are hidden apart from those of another."""
         if self.privacy is None or self.noise is None:
             return None
         return {

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headstart.cli.shared import RecipeFile, console, require_flower, show_table
+from headstart.cli.shared import RecipeFile, console, require_flower, require_forks, show_table
 from headstart.errors import HeadstartError
 
 if TYPE_CHECKING:
@@ -161,6 +161,7 @@ def server(
     container: Container = None,
 ) -> None:
     """Run the recipe of a server's folder with its nodes: 0 finished, 1 failed, 2 a mistake, 130 interrupted."""
+    require_forks()
     require_flower()
     from headstart.deploy.container import server_service
     from headstart.deploy.serve import serve
@@ -196,7 +197,7 @@ def _interrupted() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        print("stopped; the same command goes on", file=sys.stderr)
+        print("stopped; the same command continues", file=sys.stderr)
         raise typer.Exit(130) from None
 
 
@@ -234,6 +235,7 @@ def run_node(
     container: Container = None,
 ) -> None:
     """Take part in the federation of a kit, until Ctrl-C."""
+    require_forks()
     require_flower()
     from headstart.deploy.attend import attend
     from headstart.deploy.container import node_service
@@ -299,8 +301,10 @@ def ledger(state: Annotated[Path, typer.Argument(help="The node's state folder."
         cells = entry["time"], entry["run"][:8], entry["recipe"][:16], stage, str(entry.get("round", "")), entry["kind"]
         left.add_row(*cells, entry.get("question", "")[:8], f"{entry.get('bytes', 0):,}", facts)
     spent = Table("recipe", "stage", "what", "run", "unit", "epsilon", "delta", "noise by", title="privacy spent")
-    for (recipe, number, what, run), privacy in found.promises().items():
-        promise = [str(privacy[name]) for name in ("unit", "epsilon", "delta", "noise")] if privacy else ["no promise"]
-        spent.add_row(recipe[:16], str(number), what, (run or "all")[:8], *promise)
+    for (recipe, number, what, run), privacy in found.guarantees().items():
+        guarantee = (
+            [str(privacy[name]) for name in ("unit", "epsilon", "delta", "noise")] if privacy else ["no guarantee"]
+        )
+        spent.add_row(recipe[:16], str(number), what, (run or "all")[:8], *guarantee)
     console().print(left, spent)
     _tell_chain(found, entries)

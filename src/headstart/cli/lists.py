@@ -30,7 +30,9 @@ def methods(
     rows = []
     for method, stage in STAGES.items():
         family = next(
-            base for base in stage.__mro__ if base.__name__ in ("ClosedFormStage", "TrainingStage", "_Rounds", "_SGD")
+            base
+            for base in stage.__mro__
+            if base.__name__ in ("ClosedFormStage", "TrainingStage", "RoundKeys", "SGDKeys")
         )
         usual = {key: field.default for key, field in family.model_fields.items()}  # type: ignore[attr-defined]
         own = {k: f.default for k, f in stage.model_fields.items() if not f.is_required() and k != "method"}

@@ -55,7 +55,7 @@ def run(
 
     loaded = Recipe.load(recipe, settings or ())
     if out is None and resume:
-        raise HeadstartError("--resume needs --out, the directory of the run to go on with")
+        raise HeadstartError("--resume needs --out, the directory of the run to continue")
     _run_and_show(loaded, out or free_path(loaded.name), resume, engine, log or ())
 
 
@@ -146,11 +146,11 @@ def _run_and_show(
         result = run(recipe, out, resume, tell)
     console().print(summary_table(result.summary))
     if result.federation.unused:
-        print(f"{result.federation.unused:,} training examples were held by nobody")
+        print(f"{result.federation.unused:,} training examples are not assigned to any client")
     for stage in result.summary["stages"]:
         for remark in (quality(stage), *remarks(stage)):
             if remark:
                 print(remark)
         for dropped in stage["dropped"]:
-            print(f"left out of {stage['method']}, round {dropped['round']}: {dropped['clients']}: {dropped['why']}")
+            print(f"excluded from {stage['method']}, round {dropped['round']}: {dropped['clients']}: {dropped['why']}")
     print(f"run directory: {out} (open {out / 'report.html'})")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -54,13 +55,19 @@ def require_flower() -> None:
         raise HeadstartError("Flower is missing; install it with: pip install 'headstart[federation]'")
 
 
+def require_forks() -> None:
+    """Refuse to be a server or a node where processes cannot be forked, and say where they can."""
+    if not hasattr(os, "fork"):
+        raise HeadstartError("servers and nodes run on Linux and macOS; on Windows, run them in WSL or in a container")
+
+
 @contextmanager
 def interruptible(out: Path, *options: str) -> Iterator[None]:
     """Ctrl-C says how to go on."""
     try:
         yield
     except KeyboardInterrupt:
-        how = f"go on with the same command and {' '.join(['--out', str(out), *options])}"
+        how = f"continue with the same command and {' '.join(['--out', str(out), *options])}"
         kept = how if out.is_dir() else "there was no result yet; features that were computed are kept"
         print(f"\nheadstart: interrupted; {kept}", file=sys.stderr)
         raise SystemExit(130) from None

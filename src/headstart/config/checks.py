@@ -1,28 +1,13 @@
-"""What is wrong with a recipe, in sentences: where, what was given, what is accepted, the nearest spelling."""
+"""What no single key of a recipe shows: keys that exclude each other, and what a method does not do, in sentences."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, Literal, get_args
+from typing import Any
 
-from pydantic import BaseModel, ValidationError
-
-from headstart.config.recipe import PARTITIONS, WITHOUT_CLASSES, Data, Dirichlet, Model, Recipe, Task, by_classes
-from headstart.config.stage import STAGES, ClosedForm, CountNoise, Privacy
-from headstart.errors import nearest
-
-_TABLES: dict[str, type[BaseModel]] = {"privacy": Privacy, "count_noise": CountNoise}
-"""Tables within the table of a stage."""
-
-
-def sentences(error: ValidationError) -> list[str]:
-    """One sentence for each place that does not validate."""
-    found: dict[str, str] = {}
-    for item in error.errors():
-        place, sentence = _sentence(dict(item))
-        found.setdefault(place, sentence)  # a union of types complains once for each of them
-    return list(found.values())
+from headstart.config.recipe import PARTITIONS, WITHOUT_CLASSES, Dirichlet, by_classes
+from headstart.config.stage import STAGES, ClosedForm
 
 
 def contradictions(table: Mapping[str, Any]) -> list[str]:
@@ -70,6 +55,8 @@ def contradictions(table: Mapping[str, Any]) -> list[str]:
 def _of_model(model: Mapping[str, Any], tasks: bool) -> list[str]:
     """What is wrong with the table of a model as a whole."""
     problems, prompt, chooses = [], model.get("prompt"), model.get("task") == "choose"
+    if isinstance(shades := model.get("pixel_range"), list | tuple) and len(set(shades)) == 1:
+        problems.append("model.pixel_range: give two values, of black and of white; they are the same")
     if tasks and "prompt" in model:
         problems.append("model.prompt: a prompt's label words are those of one task; give [data] instead of [[tasks]]")
     if model.get("task", "classify") != "classify" and "weights" in model:
@@ -106,7 +93,9 @@ def _headless(stage: Mapping[str, Any], task: Any) -> list[str]:
         problems.append(": a model that answers in words has its own head; leave head_init and head out")
     if kind and kind.trains and "personal" == kind.classifier != kind.representation:
         problems.append(f".method: {stage['method']} gives clients heads of their own, and there are none; use fedavg")
-    elif kind and task == "generate" and ("personal" in (kind.representation, kind.classifier) or kind.twin):
+    elif (
+        kind and task == "generate" and ("personal" in (kind.representation, kind.classifier, kind.lora_b) or kind.twin)
+    ):
         problems.append(f".method: {stage['method']} makes personal models, which task = 'generate' does not test yet")
     if kind and task == "generate" and not kind.trains:
         problems.append(f".method: {stage['method']} computes a head, and a model that generates has none; use fedavg")
@@ -124,7 +113,7 @@ def _of_stage(number: int, stage: dict[str, Any], has_body: bool, tasks: bool) -
     default = kind.model_fields[key].default if kind and key in kind.model_fields else None
     train = stage.get(key, default)
     if train in ("body", "all") and not has_body and not stage.get("compute"):
-        problems.append(f".{key}: the data are features, there is no body to train; use 'head'")
+        problems.append(f".{key}: the data are features, there is no backbone to train; use 'head'")
     if kind is not None:
         problems += _unlike(stage, kind, train, tasks)
     for one, other in (("clients_per_round", "participation"), ("local_epochs", "local_steps")):
@@ -138,7 +127,7 @@ def _of_stage(number: int, stage: dict[str, Any], has_body: bool, tasks: bool) -
     if stage.get("secure") and kind and "secure" in kind.model_fields:
         problems += [f".{problem}" for problem in _unsummed(stage, kind, tasks)]
     if kind and issubclass(kind, ClosedForm):
-        problems += [f".{problem}" for problem in (*_unhidden(stage, tasks), *_untold(stage))]
+        problems += [f".{problem}" for problem in (*_unhidden(stage, tasks), *_unscattered(stage))]
     if kind and "privacy" in kind.model_fields and _noise(stage) == "shared":
         problems += [f".privacy.noise: {problem}" for problem in _unshared(stage, kind, tasks)]
     return problems
@@ -182,7 +171,7 @@ def _unlike(stage: Mapping[str, Any], kind: type[Any], train: Any, tasks: bool) 
     """What a method does not do, by what it says of itself; problems begin with the key they are about."""
     method, problems = stage["method"], []
     body, head = kind.representation, kind.classifier
-    personal = "personal" in (body, head)
+    personal = "personal" in (body, head, kind.lora_b)
     if head == "frozen" and train == "all":
         problems.append(f".train: {method}'s head stays as it is; use 'body'")
     if head == "frozen" and train == "head" and stage.get("head") != "mlp":
@@ -190,14 +179,14 @@ def _unlike(stage: Mapping[str, Any], kind: type[Any], train: Any, tasks: bool) 
             f".train: {method} trains what is below the head; with 'head' alone, set head to 'mlp', whose hidden "
             "layers are what is below"
         )
-    if personal and body != head and train == "body":
+    if "personal" in (body, head) and body != head and train == "body":
         problems.append(f".train: {method} trains a head too; use 'all'")
     if kind.pooled and {"clients_per_round", "participation"} & stage.keys():
         problems.append(f": {method} has no clients to sample from")
     if stage.get("share") and (tasks or not kind.communicates or personal):
         problems.append(".share: a server that trains on a share is for one task and one model")
     elif stage.get("share") and stage.get("share_train") == "body" and train == "head":
-        problems.append(".share_train: no body is trained; use 'all'")
+        problems.append(".share_train: no backbone is trained; use 'all'")
     if stage.get("keep") == "best" and (personal or kind.twin):
         problems.append(".keep: personal models are those of the last round; use 'last'")
     if stage.get("keep") == "best" and kind.phased:
@@ -206,15 +195,34 @@ def _unlike(stage: Mapping[str, Any], kind: type[Any], train: Any, tasks: bool) 
         problems.append(f".patience: {method}'s first rounds train other parameters, and it has to reach the last ones")
     if stage.get("momentum") and kind.plain_sgd:
         problems.append(f".momentum: {method} is defined for plain local SGD; leave it 0")
-    if stage.get("freeze_a") and (train != "lora" or kind.phased):
+    both = kind.phased or kind.lora_b or kind.products
+    if stage.get("freeze_a") and (train != "lora" or both):
         problems.append(
-            f".freeze_a: {'the factors of slora both change' if kind.phased else 'A is a factor of a lora'}; "
-            f"leave it out{'' if kind.phased else ', or set train to lora'}"
+            f".freeze_a: {f'the factors of {method} both change' if both else 'A is a factor of a lora'}; "
+            f"leave it out{'' if both else ', or set train to lora'}"
         )
+    ranks, rank = stage.get("ranks"), stage.get("rank", 8)
+    more = [each for each in ranks if isinstance(each, int)] if isinstance(ranks, list | tuple) else []
+    if isinstance(rank, int) and max(more, default=0) > rank:
+        problems.append(f".ranks: {max(more)} is more than the server's {rank}; set rank to it, or more")
+    if stage.get("probe_rounds") and "probe_rounds" in kind.model_fields:
+        problems += [f".{problem}" for problem in _unprobed(stage)]
     if stage.get("optimiser") == "adamw" and (kind.plain_sgd or kind.sgd_only):
         problems.append(f".optimiser: {method} is defined for local SGD; use 'sgd'")
     elif stage.get("optimiser") == "adamw" and stage.get("momentum"):
         problems.append(".momentum: adamw has its own; leave it out")
+    return problems
+
+
+def _unprobed(stage: Mapping[str, Any]) -> list[str]:
+    """What does not go with a rate that is measured."""
+    problems, rounds = [], stage.get("rounds", 100)
+    if "lr" not in stage:
+        problems.append("lr: with probe_rounds it is a share of the rate that is measured; give it, such as 0.3")
+    if stage.get("beta2") is not None:
+        problems.append("beta2: it makes the rate independent of the slopes, and probe_rounds measures it; use one")
+    if isinstance(rounds, int) and rounds <= stage["probe_rounds"]:
+        problems.append(f"probe_rounds: all of the {rounds} rounds would measure and none would step; use fewer")
     return problems
 
 
@@ -229,13 +237,13 @@ def _unsummed(stage: Mapping[str, Any], kind: type[Any], tasks: bool) -> list[st
             "secure_group, and each group counts as one client, or use fedncm or fed3r"
         )
     if stage.get("means_per_client", 1) != 1:
-        problems.append("means_per_client: a secure sum adds a client's parts together; use 1")
+        problems.append("means_per_client: secure aggregation adds a client's parts together; use 1")
     if stage.get("combine", "mean") != "mean":
         problems.append(
-            f"combine: {stage['combine']} looks at each client's update, which secure sums hide; use 'mean'"
+            f"combine: {stage['combine']} looks at each client's update, which secure aggregation hides; use 'mean'"
         )
     if stage.get("compress"):
-        problems.append("compress: in a secure sum, masked values are 8 bytes whatever they were; leave it out")
+        problems.append("compress: with secure aggregation, masked values are 8 bytes whatever they were; leave it out")
     share = stage.get("secure_threshold", 1.0)
     if isinstance(share, float) and 0 < share <= 2 / 3:
         problems.append(
@@ -249,7 +257,7 @@ def _unsummed(stage: Mapping[str, Any], kind: type[Any], tasks: bool) -> list[st
 
 
 def _unhidden(stage: Mapping[str, Any], tasks: bool) -> list[str]:
-    """Why a closed form cannot hide single examples, blur its counts, or keep what clients say, as it is asked to."""
+    """Why a closed form cannot hide single examples, blur its counts, or keep the statistics of clients, as asked."""
     problems = []
     estimated = stage.get("covariance", "estimated") == "estimated"
     on_total = _noise(stage) in ("server", "shared")
@@ -257,7 +265,7 @@ def _unhidden(stage: Mapping[str, Any], tasks: bool) -> list[str]:
     if on_total and some and not (stage["method"] == "fedcof" and estimated):
         problems.append(
             "privacy.noise: noise is added to a total once, and the heads of two rounds would differ by exact sums; "
-            "hear everybody in one round (leave out clients_per_round and participation), or use 'client'"
+            "sample all clients in one round (leave out clients_per_round and participation), or use 'client'"
         )
     if "privacy" in stage and stage.get("means_per_client", 1) != 1:
         problems.append("means_per_client: one example changes how all of its class is split; with privacy, use 1")
@@ -265,7 +273,7 @@ def _unhidden(stage: Mapping[str, Any], tasks: bool) -> list[str]:
         hidden = stage.get("secure") or "privacy" in stage
         reasons = {
             "what single clients send is hidden, and cannot be kept or taken out again": hidden,
-            "with several centres every client would have to be asked again": stage.get("centres", 1) != 1,
+            "with several centres every client would have to take part again": stage.get("centres", 1) != 1,
             "the temperature would have to be fitted again; set it to a number": isinstance(
                 stage.get("temperature"), str
             ),
@@ -290,24 +298,24 @@ def _unhidden(stage: Mapping[str, Any], tasks: bool) -> list[str]:
     return problems
 
 
-def _untold(stage: Mapping[str, Any]) -> list[str]:
-    """Why clients of FedCOF cannot tell what they are asked to of their scatter."""
+def _unscattered(stage: Mapping[str, Any]) -> list[str]:
+    """Why clients of FedCOF cannot send what they are asked to of their scatter."""
     problems = []
     within, rank = stage.get("within", "auto"), stage.get("rank", 0)
     if stage.get("covariance", "estimated") != "estimated":
         given = [key for key, other in (("within", within != "auto"), ("rank", rank)) if other]
         return [f"{key}: covariance = {stage['covariance']!r} is exact already; leave {key} out" for key in given]
     if rank and within == "estimated":
-        problems.append("rank: directions are told beside a trace or a diagonal; use within = 'auto', or rank = 0")
+        problems.append("rank: directions are sent beside a trace or a diagonal; use within = 'auto', or rank = 0")
     if rank and stage.get("secure"):
-        problems.append("rank: directions of two clients do not add up in a secure sum; use rank = 0")
+        problems.append("rank: directions of two clients do not add up in secure aggregation; use rank = 0")
     if rank and ("privacy" in stage or "count_noise" in stage):
         problems.append("rank: noise on counts and sums does not hide directions; use rank = 0")
     return problems
 
 
 def _noise(stage: Mapping[str, Any]) -> str | None:
-    """Who adds the noise of a stage; None where nobody does."""
+    """Who adds the noise of a stage; None where there is none."""
     privacy = stage.get("privacy")
     return str(privacy.get("noise", "server")) if isinstance(privacy, Mapping) else None
 
@@ -316,7 +324,7 @@ def _unshared(stage: Mapping[str, Any], kind: type[Any], tasks: bool) -> list[st
     """Why clients cannot share the noise of a stage."""
     problems = []
     if not stage.get("secure"):
-        problems.append("clients share the noise of a secure sum; set secure = true, or use 'client'")
+        problems.append("clients share the noise of secure aggregation; set secure = true, or use 'client'")
     if stage["method"] == "fedcof" and stage.get("covariance", "estimated") == "estimated":
         problems.append("fedcof needs every client's means, which have noise of their own; use 'client' or 'server'")
     if tasks:
@@ -341,6 +349,9 @@ def _unprotected(stage: Mapping[str, Any], kind: type[Any], tasks: bool) -> list
         elif others and key != "compress":
             verb = "hides" if key == "privacy" else "limits"
             problems.append(f"{key}: {method} sends {others[0]!r}, too, and nothing {verb} that; use another method")
+    if kind.products:
+        asked = [key for key in ("combine", "max_norm", "privacy") if given[key]]
+        problems += [f"{key}: {method} also adds up the products of clients' factors; use fedavg" for key in asked]
     if robust["combine"] and "update" in kind.accumulates.values():
         problems.append(f"combine: what {method}'s clients accumulate adds up to the mean of the updates; use 'mean'")
     if robust["combine"] and stage["hide_task"]:
@@ -352,7 +363,7 @@ def _unprotected(stage: Mapping[str, Any], kind: type[Any], tasks: bool) -> list
             f"privacy: {method}'s server adds up the updates of all rounds, and with them their noise; use another "
             "method"
         )
-    if kind.twin or "personal" in (kind.representation, kind.classifier):
+    if kind.twin or "personal" in (kind.representation, kind.classifier, kind.lora_b):
         problems.append(f"privacy: {method} leaves a model with each client that nothing hides; use another method")
     if robust["combine"]:
         problems.append("combine: privacy hides a client in a sum; use 'mean'")
@@ -365,74 +376,3 @@ def _unprotected(stage: Mapping[str, Any], kind: type[Any], tasks: bool) -> list
     if tasks and isinstance(privacy, Mapping) and privacy.get("noise") == "client":
         problems.append("privacy.noise: with several tasks, what a client sends shows which is its own; use 'server'")
     return problems
-
-
-def _table_at(place: tuple[Any, ...]) -> tuple[type[BaseModel], tuple[Any, ...]]:
-    """The table an error points into, and the place without pydantic's union tags."""
-    match place:
-        case ("data", "partition", str(kind), *rest) if kind in PARTITIONS:
-            return PARTITIONS[kind], ("data", "partition", *rest)
-        case ("stages", int(index), str(method), str(table), str(key), *rest) if method in STAGES and table in _TABLES:
-            return _TABLES[table], ("stages", index, table, key, *rest)
-        case ("stages", int(index), str(method), *rest) if method in STAGES:
-            return STAGES[method], ("stages", index, *rest)
-        case ("tasks", int(index), "partition", str(kind), *rest) if kind in PARTITIONS:
-            return PARTITIONS[kind], ("tasks", index, "partition", *rest)
-        case ("data", *_):
-            return Data, place
-        case ("tasks", int(), *_):
-            return Task, place
-        case ("model", *_):
-            return Model, place
-        case _:
-            return Recipe, place
-
-
-def _accepted(table: type[BaseModel], key: Any) -> list[str]:
-    """What a key accepts: the values of its literals and the names of its types."""
-    field = table.model_fields.get(str(key))
-    names = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
-    words: list[str] = []
-    todo: list[Any] = [field.annotation] if field else []
-    while todo:
-        kind = todo.pop(0)
-        if kind in names:
-            words.append(names[kind])
-        elif getattr(kind, "__origin__", None) is Literal:
-            words += [str(value) for value in get_args(kind)]
-        else:
-            todo = list(get_args(kind)) + todo
-    return list(dict.fromkeys(words))
-
-
-def _sentence(error: dict[str, Any]) -> tuple[str, str]:
-    """Where a pydantic error is, and a sentence: where, what was given, what is accepted."""
-    table, place = _table_at(tuple(error["loc"]))
-    kind, given = error["type"], error["input"]
-    # Unions of types append the member that failed ("float", "literal['auto']"); the key is the part that counts.
-    known = [
-        depth
-        for depth, key in enumerate(place)
-        if key in table.model_fields or place[:depth] in (("stages",), ("tasks",))
-    ]
-    if known and kind != "extra_forbidden":
-        place = place[: known[-1] + 1]
-    where, key = ".".join(map(str, place)), place[-1] if place else ""
-    accepted = _accepted(table, key)
-    if kind in ("union_tag_invalid", "union_tag_not_found"):
-        tag = error["ctx"]["discriminator"].strip("'")
-        where = f"{where}.{tag}"
-        names = list(PARTITIONS if tag == "kind" else STAGES)
-        if kind == "union_tag_not_found":
-            return where, f"{where}: missing; accepted: {', '.join(names)}"
-        return where, f"{where}: {given[tag]!r} is not known; {nearest(given[tag], names)}"
-    if kind == "extra_forbidden":
-        return where, f"{where}: unknown key; {nearest(str(key), table.model_fields)}"
-    if kind == "missing":
-        return where, f"{where}: missing" + (f"; give {' or '.join(accepted)}" if accepted else "; add this table")
-    if isinstance(given, str) and accepted:
-        return where, f"{where}: {given!r} does not fit; {nearest(given, accepted)}"
-    message = error["msg"].removeprefix("Input ").removeprefix("Value error, ")
-    return where, f"{where}: {given!r} does not fit, {message}" + (
-        f"; accepted: {', '.join(accepted)}" if accepted else ""
-    )

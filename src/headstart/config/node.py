@@ -28,8 +28,8 @@ class NodeLimits(Table):
     recipes: tuple[str, ...] | None = Field(default=None, strict=False)
     """Recipes that may be run, by the first 16 or more digits of their digests; None: all that the node is given."""
     min_examples: PositiveInt = 2
-    """Of a class with fewer examples here, nothing is said in a closed form that neither noise nor a secure sum hides:
-    the sum of a class of one example is that example."""
+    """Of a class with fewer examples here, nothing is sent in a closed form that neither noise nor secure aggregation
+    hides: the sum of a class of one example is that example."""
     evaluation: bool = True
     """Whether figures of tests on this node's data may leave it."""
     epsilon: EpsilonLimits = EpsilonLimits()

@@ -5,158 +5,33 @@ The stage of a method is a subclass of one of them, beside the method, in its fi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
-from math import ceil
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    GetCoreSchemaHandler,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-)
+from pydantic import Field, GetCoreSchemaHandler, PositiveFloat, PositiveInt
 from pydantic_core import CoreSchema, core_schema
 
+from headstart.config.keys import (
+    MODULES,
+    Auto,
+    Part,
+    Plain,
+    Privacy,
+    RoundKeys,
+    SamplingKeys,
+    SGDKeys,
+    Table,
+)
 from headstart.core.plan import FROZEN, Plan, Role
 from headstart.errors import HeadstartError
 
-Auto = Literal["auto"]
-MODULES = ("lora", "adapter", "vpt")
-
-
-class Table(BaseModel):
-    """A table of the recipe: unknown keys are refused, values do not change after validation."""
-
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
-
-
-class Privacy(Table):
-    """Differential privacy of a stage: what is released hides whether any one unit took part."""
-
-    epsilon: PositiveFloat
-    delta: float = Field(default=1e-5, gt=0, lt=1)
-    clip: PositiveFloat = 1.0
-    """Largest norm of what one unit contributes: an example's features in a closed form, a client's update in
-    training. What is longer is shortened to it, and the noise grows with it. Most closed forms use directions only: any
-    clip up to the usual length of the features serves them equally well."""
-    noise: Literal["server", "client", "shared"] = "server"
-    """Who adds the noise: the server, once, to the total (clients trust it); every client to what it sends (nobody is
-    trusted; more noise); or all clients together, each a share of what hides a secure sum of theirs (needs secure =
-    true; as little noise as the server's, and the other clients are trusted to add their share)."""
-    test_epsilon: PositiveFloat | None = None
-    """ε of all tests on nodes in the stage, beside that of what is learned; None: nodes of a deployment test no
-    models."""
-
-    @property
-    def from_server(self) -> bool:
-        """Whether units are hidden from the server, too."""
-        return self.noise != "server"
-
-
-class _Stage(Table):
-    pooled: ClassVar[bool] = False
-    """Whether one machine holds everybody's examples."""
-    communicates: ClassVar[bool] = True
-    """Whether anything travels from round to round."""
-    any_target: ClassVar[bool] = False
-    """Whether it learns numbers and labels, too, and not classes alone."""
-    one_task: ClassVar[bool] = False
-    """Whether the method is defined for a single task only."""
-    personalises: ClassVar[bool] = False
-    """Whether clients make the model their own, an epoch a round."""
-    replays: ClassVar[bool] = False
-    """Whether the model is a log of steps, from which it can be rebuilt."""
-    representation: ClassVar[Role] = "shared"
-    """Of what is trained below the last linear layer: body, module, hidden layers."""
-    classifier: ClassVar[Role] = "shared"
-    """Of the last linear layer, where it is trained."""
-    sends: ClassVar[tuple[str, ...]] = ("update",)
-    """What a client sends, one array per shared parameter each."""
-    numbers: ClassVar[tuple[str, ...]] = ()
-    """Numbers that a client sends beside them."""
-    accumulates: ClassVar[Mapping[str, str]] = {}
-    """Kinds of client state that add up what was sent, and of which of `sends`."""
-    twin: ClassVar[bool] = False
-    """Whether a client has a copy of its own of what is shared, too."""
-    plain_sgd: ClassVar[bool] = False
-    """Whether the method is defined for local SGD without momentum only."""
-    sgd_only: ClassVar[bool] = False
-    """Whether the method counts on steps that are gradients times a rate, with momentum or without."""
-    phased: ClassVar[bool] = False
-    """Whether its first rounds train other parameters than its last, below a module of its own."""
-    method: str
-    head_init: Literal["previous", "zeros", "random"] = "previous"
-    """Where a trained head starts from; a closed-form head is computed and starts from nothing."""
-    evaluate_every: PositiveInt = 1
-    eval_split: Literal["test", "validation"] = "test"
-    start: Literal["previous", "pretrained"] | NonNegativeInt = "previous"
-    """The model to start from: that of the stage before, the pre-trained one, or that of a stage by its number."""
-    min_replies: PositiveInt | None = None
-    """A round with fewer usable answers stops the run; its checkpoint stays good for --resume. Unset: 1; in a
-    deployment, all nodes that it started with."""
-    deadline: PositiveFloat | None = None
-    """Seconds after which a client's answer no longer counts in its round. Unset: none; in a deployment, an hour."""
-
-    def deployed(self, nodes: int) -> Self:
-        """The same with the defaults of a deployment that started with so many nodes."""
-        defaults = {"min_replies": max(nodes, 1), "deadline": 3600.0}
-        return self.model_copy(update={key: value for key, value in defaults.items() if getattr(self, key) is None})
-
-    @property
-    def protected(self) -> bool:
-        """Whether noise or secure sums hide what a client sends."""
-        return getattr(self, "privacy", None) is not None or getattr(self, "secure", False)
-
-    @property
-    def tests_on_nodes(self) -> bool:
-        """Whether nodes of a deployment may tell how good a model is on their data."""
-        privacy: Privacy | None = getattr(self, "privacy", None)
-        return privacy is None or privacy.test_epsilon is not None
-
-    @property
-    def needs_shared_body(self) -> bool:
-        """Whether it starts only from a body that all clients have in common."""
-        return False
-
-    @property
-    def needs_all_examples(self) -> bool:
-        """Whether it is evaluated on examples of everybody."""
-        return False
-
-
-class _Sampled(_Stage):
-    clients_per_round: PositiveInt | None = None
-    participation: float | None = Field(default=None, gt=0, le=1)
-    """Share of the clients in a round; everybody where neither key is set."""
-    sampling: Literal["clients", "tasks"] = "clients"
-    """With several tasks, a round draws from all clients alike, or as many from each task, in turn where it must."""
-    secure: bool = False
-    """Of what clients send, a server that follows the protocol learns the sum only; answers are rounded to 24 binary
-    places."""
-    secure_group: Annotated[int, Field(ge=3)] | None = None
-    """Clients are added up in groups of at least so many, and the server learns each group's sum; None: all clients of
-    a round in one group. FedCOF, which needs several means of a class, takes a group for a client."""
-    secure_threshold: float = Field(default=0.67, gt=0, le=1)
-    """Share of a group that has to stay to the end for its sum to be opened, more than two thirds. The rest may drop
-    out: nobody of three clients, one of four. Where nobody may, a sum takes two exchanges instead of four or five."""
-
-    def sampled(self, n_clients: int) -> int:
-        """Clients in a round."""
-        share = 1.0 if self.participation is None else self.participation
-        return min(self.clients_per_round or max(1, round(share * n_clients)), n_clients)
-
-    def survivors(self, clients: int) -> int:
-        """How many clients of a secure sum have to stay to the end; of fewer than three, each would know too much."""
-        return max(3, ceil(self.secure_threshold * clients))
+__all__ = [
+    "FAMILIES", "MODULES", "STAGES", "AdaptiveStage", "Auto", "ClosedForm", "ClosedFormStage", "CountNoise",
+    "LocalStage", "Part", "Privacy", "Rounds", "Stage", "Table", "Training", "TrainingStage", "ZerothOrderStage",
+    "load_plugins", "method_name",
+]  # fmt: skip
 
 
 class CountNoise(Table):
@@ -171,11 +46,11 @@ class CountNoise(Table):
     epsilon: PositiveFloat
 
 
-class ClosedFormStage(_Sampled):
-    """Statistics of the clients' features, each client heard once, and a head that the server computes from them."""
+class ClosedFormStage(SamplingKeys):
+    """Statistics of the clients' features, each client participating once; the server computes a head from them."""
 
     rounds: PositiveInt | None = None
-    """None: as many as it takes to hear every client once. Of each pass, where there are several."""
+    """None: as many as it takes for every client to participate once. Of each pass, where there are several."""
     privacy: Privacy | None = None
     """Hides any one example of any client, in what it sends or in the head."""
     temperature: PositiveFloat | Literal["auto", "validation"] = 1.0
@@ -187,8 +62,8 @@ class ClosedFormStage(_Sampled):
     """The server keeps every client's statistics with the run, readable by its owner only, so that `headstart update`
     can add and remove clients. Whoever reads that file knows what each client has sent."""
     min_examples: PositiveInt = 1
-    """Of a class with fewer examples a client says nothing, where neither noise nor a secure sum hides it. Nodes of a
-    deployment have a limit of their own in `node.toml`, 2 by default."""
+    """Of a class with fewer examples a client sends nothing, where neither noise nor secure aggregation hides it.
+    Nodes of a deployment have a limit of their own in `node.toml`, 2 by default."""
     trains: ClassVar[Literal[False]] = False
     plan: ClassVar[Plan] = FROZEN
     train: ClassVar[Literal["head"]] = "head"
@@ -201,17 +76,22 @@ class ClosedFormStage(_Sampled):
     hide_task: ClassVar[bool] = False
 
     @property
+    def validates_temperature(self) -> bool:
+        """Whether the recipe asks for it."""
+        return self.temperature == "validation"
+
+    @property
     def noise_on_counts(self) -> CountNoise | None:
         """Noise on the counts alone."""
         return None
 
     @property
     def passes(self) -> int:
-        """How often every client is heard: for its statistics, and for what depends on everybody's."""
+        """How often every client participates: for its statistics, and for what depends on those of all clients."""
         return 1 + (self.temperature == "auto")
 
     def rounds_per_pass(self, n_clients: int) -> int:
-        """Rounds to hear so many clients, once each."""
+        """Rounds for so many clients to participate once each."""
         every = -(-n_clients // self.sampled(n_clients))
         return every if self.rounds is None else min(self.rounds, every)
 
@@ -220,115 +100,7 @@ class ClosedFormStage(_Sampled):
         return self.passes * self.rounds_per_pass(n_clients)
 
 
-Part = Literal["head", "body", "all", "norms", "lora", "adapter", "vpt"]
-
-
-class _Optimiser(_Stage):
-    """Steps along slopes of the loss, over batches of a client's examples."""
-
-    trains: ClassVar[Literal[True]] = True
-    """Whether the model is trained, round after round, rather than computed."""
-    batch_size: PositiveInt | Literal["full"] = 64
-    lr: PositiveFloat = 0.1
-    weight_decay: NonNegativeFloat = 0.0
-    temperature: PositiveFloat | Auto = 1.0
-    """Scores are divided by it: heads with rows of length one need less than 1. "auto": the temperature of the head
-    that the stage starts from."""
-    precision: Literal["float32", "bfloat16"] = "float32"
-    """Arithmetic of the body where it trains; parameters stay in float32."""
-
-    def rounds_for(self, n_clients: int) -> int:
-        """As many as the recipe says, however many clients there are."""
-        rounds: int = getattr(self, "rounds")  # noqa: B009 (of a subclass)
-        return rounds
-
-    @property
-    def known_temperature(self) -> float:
-        """The temperature, once it is known which head the stage starts from."""
-        if isinstance(self.temperature, str):
-            raise HeadstartError("temperature = 'auto' is that of a head, and none is given yet")
-        return self.temperature
-
-    @property
-    def server_step(self) -> float:
-        """How far the server goes along the mean update: all of it, unless the method has the key `server_lr`."""
-        length: float = getattr(self, "server_lr", 1.0)
-        return length
-
-    @property
-    def plan(self) -> Plan:
-        """What is frozen, shared and personal: what ``train`` and ``norm_statistics`` name, in the method's roles."""
-        train, norm_statistics = getattr(self, "train"), getattr(self, "norm_statistics")  # noqa: B009 (of a subclass)
-        body: Role = self.representation if train in ("all", "body", "norms") else "frozen"
-        module: Role = self.representation if train in MODULES else "frozen"
-        hidden: Role = "frozen" if train == "body" else self.representation
-        head: Role = "frozen" if train == "body" else self.classifier
-        return Plan(body, module, hidden, head, body if norm_statistics == "aggregate" else "frozen")
-
-
-class _SGD(_Optimiser):
-    momentum: float = Field(default=0.0, ge=0, lt=1)
-    clip: PositiveFloat | None = None
-    """Largest norm of the gradient of the loss, before weight decay and what a method adds to it."""
-    norm_statistics: Literal["aggregate", "freeze", "batch"] = "aggregate"
-    """Running statistics of batch norm where the body trains: averaged like the parameters; those of the pre-trained
-    model, in training too; or none, every batch being normalised by its own, in evaluation too."""
-    augment: Literal["flip", "none"] = "flip"
-    """Random horizontal flips where the body trains on images."""
-
-
-class _Rounds(_Sampled, _Optimiser):
-    """Anything that is trained round after round."""
-
-    train: Part
-    """What is trained: the head, on cached features of the frozen body; the body under a frozen head; both; the head
-    and, of the body, norms and biases alone; or the head and a small module on a frozen transformer: low-rank updates,
-    adapters, or prompts."""
-    head: Literal["linear", "mlp"] = "linear"
-    """"mlp": two hidden layers of rectified units before the linear one (the FedNCM paper's three-layer head)."""
-    hidden: PositiveInt = 256
-    """Width of the hidden layers."""
-    rounds: PositiveInt = 100
-    schedule: Literal["constant", "step", "cosine"] = "constant"
-    """"step": a tenth after half and after three quarters of the rounds."""
-    warmup_rounds: NonNegativeInt | Auto = 0
-    """Rounds over which the learning rate rises to its value; "auto": a tenth of the rounds."""
-    weighting: Literal["examples", "uniform"] = "examples"
-    keep: Literal["last", "best"] = "last"
-    """The model that the stage ends with: that of its last round, or that of the evaluated round with the highest
-    accuracy on the validation split."""
-    patience: PositiveInt | None = None
-    """Stop after so many evaluations without a higher accuracy on the validation split; None: play every round."""
-    rank: PositiveInt = 8
-    """Of LoRA's updates."""
-    alpha_lora: PositiveFloat = 16.0
-    """LoRA's updates are scaled by alpha_lora / rank."""
-    freeze_a: bool = False
-    """FFA-LoRA (Sun et al., ICLR 2024): of LoRA's factors B A, A stays as it was drawn, so that the mean of clients'
-    factors is the mean of their updates, and half as much travels."""
-    targets: Literal["all-linear"] | Annotated[tuple[str, ...], Field(strict=False, min_length=1)] | None = None
-    """Linear layers that LoRA is on, by the ends of their names, such as ["q_proj", "v_proj"], or all in the blocks;
-    None: the projections to queries and values."""
-    bottleneck: PositiveInt = 8
-    """Width of adapters."""
-    tokens: PositiveInt = 8
-    """Prompts at every block."""
-    blocks: PositiveInt | None = None
-    """The module sits in the last so many blocks, and what comes before is computed once (not where images are flipped:
-    set augment to "none"); None: in all of them."""
-
-    @property
-    def module_settings(self) -> dict[str, Any]:
-        """What the module is made by, where one is trained."""
-        keys = {"lora": ("rank", "alpha_lora", "targets"), "adapter": ("bottleneck",), "vpt": ("tokens",)}.get(
-            self.train
-        )
-        values = {key: getattr(self, key) for key in (*keys, "blocks")} if keys else {}
-        # As they are read back from a file, where there are no tuples.
-        return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
-
-
-class TrainingStage(_Rounds, _SGD):
+class TrainingStage(RoundKeys, SGDKeys):
     """Local SGD on the clients, an average on the server, round after round."""
 
     local_epochs: PositiveInt | None = None
@@ -336,6 +108,12 @@ class TrainingStage(_Rounds, _SGD):
     local_steps: PositiveInt | None = None
     optimiser: Literal["sgd", "adamw"] = "sgd"
     """Of the clients' steps. AdamW's moments start anew in every round, and its weight decay is no part of the loss."""
+    micro_batch: PositiveInt | None = None
+    """Where a backbone or module trains, the gradient of a batch is added up over so many examples at a time: the same
+    steps in less memory."""
+    checkpoint_gradients: bool = False
+    """A transformer's blocks are computed again on the way back instead of kept: the same steps, in less memory and
+    a third more time."""
     hide_task: bool = False
     """With several tasks, a client sends zeros for those that are not its own, and receives them all: the server does
     not learn its task from what it sends."""
@@ -370,19 +148,7 @@ class AdaptiveStage(TrainingStage):
     """False: Reddi et al.; true, with beta2 = 0.999 and tau = 1e-8: Adam of torch, as FLSim and the FedNCM paper."""
 
 
-class _Plain(_Stage):
-    """Without the keys of a `TrainingStage` for privacy, robust means, compression, shares or hidden tasks."""
-
-    hide_task: ClassVar[bool] = False
-    share: ClassVar[float] = 0.0
-    share_train: ClassVar[Literal["all"]] = "all"
-    combine: ClassVar[Literal["mean"]] = "mean"
-    max_norm: ClassVar[None] = None
-    privacy: ClassVar[None] = None
-    compress: ClassVar[None] = None
-
-
-class ZerothOrderStage(_Plain, _Rounds):
+class ZerothOrderStage(Plain, RoundKeys):
     """Slopes along random directions instead of gradients; batch norm and dropout as in evaluation."""
 
     one_task: ClassVar[bool] = True
@@ -396,7 +162,7 @@ class ZerothOrderStage(_Plain, _Rounds):
     """Directions, and so scalars, of a step."""
 
 
-class LocalStage(_Plain, _SGD):
+class LocalStage(Plain, SGDKeys):
     """Every client by itself: it makes the model its own, an epoch a round, and nothing travels."""
 
     communicates: ClassVar[bool] = False
@@ -410,6 +176,8 @@ class LocalStage(_Plain, _SGD):
     local_epochs: ClassVar[int] = 1
     local_steps: ClassVar[None] = None
     optimiser: ClassVar[Literal["sgd"]] = "sgd"
+    micro_batch: ClassVar[None] = None
+    checkpoint_gradients: ClassVar[bool] = False
     schedule: ClassVar[Literal["constant"]] = "constant"
     warmup_rounds: ClassVar[int] = 0
     weighting: ClassVar[Literal["uniform"]] = "uniform"
@@ -452,6 +220,22 @@ FAMILIES = (ClosedFormStage, TrainingStage, ZerothOrderStage, LocalStage)
 
 STAGES: dict[str, type[ClosedForm] | type[Rounds]] = {}
 """The stage of every method; `headstart.register` adds to it."""
+
+
+def method_name(stage: type[Any]) -> str:
+    """The method that a class of stages is for; refused where it is none, or is for none or another's."""
+    if not (isinstance(stage, type) and issubclass(stage, FAMILIES)):
+        families = ", ".join(family.__name__ for family in FAMILIES)
+        raise HeadstartError(
+            f"{stage!r} is no stage: make it a subclass of one of {families} in headstart.config.stage"
+        )
+    names = get_args(stage.model_fields["method"].annotation)
+    if len(names) != 1 or not isinstance(names[0], str):
+        raise HeadstartError(f'{stage.__name__} names no method: give it the key method: Literal["its-name"]')
+    taken = STAGES.get(names[0], stage)
+    if (taken.__module__, taken.__qualname__) != (stage.__module__, stage.__qualname__):
+        raise HeadstartError(f"{names[0]!r} is the method of {taken.__name__} already; choose another name")
+    return names[0]
 
 
 class _ByMethod:

@@ -18,7 +18,7 @@ _MORE, _PASSES = 10, 6
 _BLOCK_BYTES = 32 << 20
 
 
-def told_directions(examples: Ints, rows: Ints, rank: int, dim: int, min_examples: int = 1) -> Ints:
+def sent_directions(examples: Ints, rows: Ints, rank: int, dim: int, min_examples: int = 1) -> Ints:
     """How many directions [M] each of M clients tells, with so many examples around the means of so many rows.
 
     Around R means n examples have n − R directions at most. All of them would tell the examples themselves: of
@@ -28,15 +28,15 @@ def told_directions(examples: Ints, rows: Ints, rank: int, dim: int, min_example
 
 
 def directions_by_client(
-    deviations: Callable[[slice], Floats], clients: Ints, examples: Ints, told: Ints, dim: int, seed: tuple[int, ...]
+    deviations: Callable[[slice], Floats], clients: Ints, examples: Ints, sent: Ints, dim: int, seed: tuple[int, ...]
 ) -> Floats:
     """The largest directions [Q, d] of every client, client after client, from the seed and the client alone.
 
-    deviations: some examples [n, d], client after client, around the means of their rows; examples, told: [M] how many
+    deviations: some examples [n, d], client after client, around the means of their rows; examples, sent: [M] how many
     examples each of the clients [M] has, and how many directions it tells.
     """
     found, step = [np.zeros((0, dim))], max(1, _BLOCK_BYTES // (8 * dim))
-    for client, stop, size, count in zip(clients, np.cumsum(examples), examples, told, strict=True):
+    for client, stop, size, count in zip(clients, np.cumsum(examples), examples, sent, strict=True):
         if not count:
             continue
         start = stop - size

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-import resource
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -39,19 +38,19 @@ class CostFacts:
     dim: int
     """Length of the vectors that are summed, or of the features."""
     clients: int
-    """All clients, heard or not."""
+    """All clients, whether they replied or not."""
     rounds: int
     """That were played."""
     counts: Ints
-    """[K, C] Examples of each class, of the clients that were heard."""
+    """[K, C] Examples of each class, of the clients that replied."""
     rows: int = 0
-    """Class means that were heard, where the server keeps them apart."""
+    """Class means that were received, where the server keeps them apart."""
     shared: float = 0.0
     """Parameters that a client shares."""
 
     @property
     def examples(self) -> int:
-        """Of all clients that were heard."""
+        """Of all clients that replied."""
         return int(self.counts.sum())
 
     @property
@@ -68,10 +67,11 @@ COSTS: dict[str, Cost] = {}
 
 @dataclass
 class Ledger:
-    """Costs of one stage by client [K]: bytes of the serialised messages, examples through the body, seconds in all.
+    """Costs of one stage by client [K]: bytes of the serialised messages, examples through the backbone, seconds in
+    all.
 
     Features that an earlier stage left in the cache are not credited: a stage costs the same whatever ran before it.
-    The pre-trained body is public and is not counted as traffic, as in the papers.
+    The pre-trained backbone is public and is not counted as traffic, as in the papers.
     """
 
     bytes_up: Ints
@@ -81,7 +81,7 @@ class Ledger:
     """The last round, from 0, that each client was asked in; -1 for never."""
     seconds: float = 0.0
     dropped: list[dict[str, str | int]] = field(default_factory=list)
-    """Who was left out of which round, and why."""
+    """Which clients were excluded from which round, and why."""
     latest: list[tuple[int, int, int]] = field(default_factory=list)
     """Of the round that was played last: each client that was asked, and its bytes up and down."""
     absent: dict[str, list[int]] = field(default_factory=dict)
@@ -104,8 +104,8 @@ class Ledger:
     def note_absences(self, round: int, why: Mapping[str, str]) -> None:
         """Who cannot be asked in a round (from 1), by name, and why; the log says so where that has changed."""
         if why and why.keys() != self.absences.keys():
-            told = "; ".join(f"{name} ({reason})" for name, reason in why.items())
-            log.warning("round %d goes on without %s", round, told)
+            absent = "; ".join(f"{name} ({reason})" for name, reason in why.items())
+            log.warning("round %d continues without %s", round, absent)
         self.absences = dict(why)
         for name in why:
             self.absent.setdefault(name, []).append(round)
@@ -121,9 +121,14 @@ class Ledger:
 
 
 def peak_memory() -> int:
-    """Peak resident bytes of this process. Linux's own figure, where there is one, does not count the parent's."""
+    """Peak resident bytes of this process, 0 where the system does not say (Windows). Linux's own figure, where there
+    is one, does not count the parent's."""
     try:
         status = Path("/proc/self/status").read_text(encoding="ascii")
         return 1024 * int(re.search(r"VmHWM:\s+(\d+)", status)[1])  # type: ignore[index]
     except (OSError, TypeError):
+        try:
+            import resource
+        except ImportError:
+            return 0
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -1,4 +1,4 @@
-"""What the clients of a cohort have done, and what they say of it."""
+"""What the clients of a cohort have done, and their replies."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ClientResult:
     blocks: Mapping[str, Params]
     """What they send, by block."""
     passes: Ints
-    """Examples through the body."""
+    """Examples through the backbone."""
     scalars: Mapping[str, Ints] = field(default_factory=dict)
     """Whole numbers that they send."""
     state: Mapping[str, Params] = field(default_factory=dict)
@@ -34,7 +34,7 @@ class ClientResult:
 
 @dataclass(frozen=True, eq=False)
 class StatisticsResult:
-    """What the clients of a cohort [M] say of their features, and the client [R] behind each row."""
+    """Statistics of the features of a cohort's clients [M], and the client [R] behind each row."""
 
     statistics: ClientStatistics
     owners: Ints
@@ -71,10 +71,10 @@ class Reply:
 
 @dataclass(frozen=True, eq=False)
 class GroupReply:
-    """The secure sum of a group: whose updates are in it, and what each that was asked [M] spent on it."""
+    """The secure sum of a group: whose updates are in it, and what each sampled client [M] spent on it."""
 
     clients: Ints
-    asked: Ints
+    sampled: Ints
     values: Mapping[str, Array]
     bytes_up: Ints
     bytes_down: Ints
@@ -84,7 +84,7 @@ class GroupReply:
     dropped: Mapping[int, str] = field(default_factory=dict)
     """Why others are not in the sum."""
     state_lost: tuple[int, ...] = ()
-    """Clients that no longer have what they were sent, or kept, before."""
+    """Clients that have lost their state, or what they were sent before."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,7 +94,7 @@ class Failure:
     clients: Ints
     why: str
     state_lost: bool = False
-    """Whether they no longer have what they were sent, or kept, before."""
+    """Whether they have lost their state, or what they were sent before."""
 
 
 def scalars_of(values: Mapping[str, Ints], row: int) -> dict[str, Any]:

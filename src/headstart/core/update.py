@@ -63,7 +63,7 @@ class Total:
             self.weights[name] = self.weight(name) + weight
 
     def weight(self, name: str) -> float:
-        """How much all that were heard about a block count together."""
+        """How much all replies with a block count together."""
         return self.weights.get(name, 0.0)
 
     def sum(self, name: str) -> Params:
@@ -75,7 +75,7 @@ class Total:
         return self.sum(name) / self.weight(name)
 
     def vector(self, blocks: Blocks) -> dict[str, Floats]:
-        """The same names and shapes whoever was heard: what a secure sum adds."""
+        """The same names and shapes whichever clients replied: what a secure sum adds."""
         sums = {name: self.sums.get(name, np.zeros(shape)) for name, shape in blocks.items()}
         return {**sums, "weights": np.array([self.weight(name) for name in _names(blocks)])}
 
@@ -143,7 +143,7 @@ class StatisticsTotal:
             self.parts = ((self.parts[0] if self.parts else self.summary.empty()).merge(statistics).pooled(),)
 
     def merged(self) -> ClientStatistics:
-        """All that was heard in the round."""
+        """All replies of the round."""
         first, *others = self.parts or (self.summary.empty(),)
         return first.merge(*others)
 

@@ -55,11 +55,11 @@ def serve(grid: Grid, context: Context) -> None:
     numbers = {name: number for number, name in enumerate(names)}
     nodes = Nodes(grid, recipe, numbers, ServerLog(Path(os.environ[LOG])))
     nodes.available(len(names), float(str(config.get("wait") or "inf")))
-    if not nodes.said:
+    if not nodes.node_info:
         raise HeadstartError(f"none of the nodes came: {', '.join(names)}")
     test = str(config.get("test") or "") or None
     nodes.agree(_known(recipe, test))
-    sizes = np.array([nodes.said.get(number, {"examples": 0})["examples"] for number in range(len(names))])
+    sizes = np.array([nodes.node_info.get(number, {"examples": 0})["examples"] for number in range(len(names))])
     members = np.array([nodes.task_of(number) for number in range(len(names))]) if recipe.tasks else None
     federation = Federation.apart(recipe, names, sizes, nodes.agreed["dim"], test, members)
     resume = (out / "recipe.toml").is_file()
@@ -214,6 +214,6 @@ def simulated(text: str, folder: Path, message: Message, context: Context) -> Me
     if key not in _NODES:
         recipe = _recipe(text)
         _NODES.clear()
-        _NODES[key] = Node(recipe, Federation.of(recipe), folder, alone=False)
+        _NODES[key] = Node(recipe, Federation.of(recipe), folder, deployed=False)
     node = _NODES[key]
     return respond(message, node, node.federation.names[int(context.node_config["partition-id"])])

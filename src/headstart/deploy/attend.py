@@ -224,7 +224,7 @@ class _Answers:
                 entry = json.loads(line)
                 if "round" in entry:
                     what = {"answer": "answered", "test": "tested the model after"}.get(entry["kind"])
-                    what = what or f"sent {entry['kind']} of the secure sum in"
+                    what = what or f"sent {entry['kind']} of the secure aggregation in"
                     yield f"{what} round {int(entry['round']) + 1} of stage {entry.get('stage', 0)}"
 
 

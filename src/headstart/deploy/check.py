@@ -20,7 +20,6 @@ import numpy as np
 from headstart.backbones.cache import cache_root
 from headstart.config.node import NodeLimits
 from headstart.config.recipe import Recipe
-from headstart.config.stage import ClosedFormStage
 from headstart.data import Federation
 from headstart.deploy.attend import check_version
 from headstart.deploy.guard import check_flower
@@ -29,7 +28,7 @@ from headstart.deploy.reach import Said, reach
 from headstart.engine.body import Body
 from headstart.engine.flower_messages import recipe_digest
 from headstart.engine.grid import LARGEST_DIM
-from headstart.engine.node_ledger import NodeLedger, promise_key
+from headstart.engine.node_ledger import NodeLedger, guarantee_key
 from headstart.errors import HeadstartError
 
 SCARCE, TIGHT = 100 << 20, 1 << 30
@@ -59,7 +58,7 @@ class NodeCheck:
         told: set[str] = set()
         checks: dict[str, Callable[[], Said]] = {
             "kit": self._kit, "keys": self._keys, "recipe": self._recipe, "limits": self._limits,
-            "secure sums": self._sums, "data": self._data, "features": self._features, "disk": self._disk,
+            "secure aggregation": self._sums, "data": self._data, "features": self._features, "disk": self._disk,
             "connection": lambda: reach(self.kit),
         }  # fmt: skip
         for about, check in checks.items():
@@ -90,7 +89,7 @@ class NodeCheck:
             if stage.protected and answers:
                 yield (
                     "warning", "recipe", f"stage {number} ({stage.method}) was answered on {answers[-1]['time'][:10]}, "
-                    "and noise or secure sums protect it: a new run gets no new answer; it needs another recipe",
+                    "and noise or secure aggregation protects it: a new run gets no new reply; it needs another recipe",
                 )  # fmt: skip
 
     def _entries(self, *kinds: str) -> list[dict[str, Any]]:
@@ -120,20 +119,19 @@ class NodeCheck:
     def _limits(self) -> Said:
         """Whether the node would refuse the recipe, and what its owner has spent by its end."""
         self.limits.check(self.recipe, self.digest)
-        known = self.ledger.promises()
+        known = self.ledger.guarantees()
         for number, stage in enumerate(self.recipe.stages):
-            privacy = getattr(stage, "privacy", None)
-            promise: dict[str, Any] | None = None
-            if privacy is not None:
+            guarantee: dict[str, Any] | None = None
+            if stage.privacy is not None:
                 unit = "client" if stage.trains else "example"
-                promise = {"unit": unit, "epsilon": privacy.epsilon, "noise": privacy.noise}
-            facts = {"recipe": self.digest, "stage": number, "of": "answer", "privacy": promise, "run": ""}
-            known.pop(key := promise_key(facts), None)
+                guarantee = {"unit": unit, "epsilon": stage.privacy.epsilon, "noise": stage.privacy.noise}
+            facts = {"recipe": self.digest, "stage": number, "of": "answer", "privacy": guarantee, "run": ""}
+            known.pop(key := guarantee_key(facts), None)
             before = {
                 unit: sum(self.limits.cost(each, unit) for each in known.values()) for unit in ("example", "client")
             }
-            self.limits.check_spending(stage, promise, before)
-            known[key] = promise
+            self.limits.check_spending(stage, guarantee, before)
+            known[key] = guarantee
         if self.limits.evaluation:
             yield "ok", "limits", "node.toml allows all of the recipe"
         else:
@@ -148,12 +146,16 @@ class NodeCheck:
             group = min(stage.sampled(clients), stage.secure_group or clients)
             least, where = stage.survivors(group), f"stage {number} ({stage.method})"
             if least > group:
-                yield "wrong", "secure sums", f"{where} adds up {group} nodes, and {least} are the fewest: add nodes"
+                yield (
+                    "wrong",
+                    "secure aggregation",
+                    f"{where} adds up {group} nodes, and {least} are the fewest: add nodes",
+                )
             elif least == group:
                 text = f"{where} needs all {group} nodes to the end: none may be absent; with one more node, one may"
-                yield "warning", "secure sums", text
+                yield "warning", "secure aggregation", text
             else:
-                yield "ok", "secure sums", f"{where} needs {least} of {group} nodes to the end"
+                yield "ok", "secure aggregation", f"{where} needs {least} of {group} nodes to the end"
 
     # -------------------------------------------------------------------------------------------------------- the data
 
@@ -187,13 +189,13 @@ class NodeCheck:
     def _small(self, classes: Sequence[str], counts: np.ndarray) -> Said:
         """Classes of which a closed form says nothing."""
         for number, stage in enumerate(self.limits.applied(self.recipe).stages):
-            if not isinstance(stage, ClosedFormStage) or stage.protected:
+            if stage.trains or stage.protected:
                 continue
             few = [name for name, count in zip(classes, counts, strict=True) if 0 < count < stage.min_examples]
             if few:
                 yield (
                     "warning", "classes", f"{_some(few)}: fewer than {stage.min_examples} examples, so that nothing is "
-                    f"said of them in stage {number} ({stage.method}); min_examples in node.toml and in the recipe",
+                    f"sent of them in stage {number} ({stage.method}); min_examples in node.toml and in the recipe",
                 )  # fmt: skip
 
     def _features(self) -> Said:

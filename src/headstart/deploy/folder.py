@@ -63,7 +63,8 @@ def check_server(folder: Path, recipe: Recipe, host: str, port: int) -> None:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise HeadstartError(f"{folder} is in use: name a folder that is empty or does not exist yet")
     tables = {"data": recipe.data} if recipe.data else {f"tasks.{n}": task for n, task in enumerate(recipe.tasks)}
-    if unnamed := [f"{place}.classes" for place, data in tables.items() if data.classes is None]:
+    unnamed = [f"{place}.classes" for place, data in tables.items() if data.classes is None]
+    if unnamed and recipe.model.task != "generate":
         raise HeadstartError(
             f"{', '.join(unnamed)}: name the classes, since nodes that hold their own data number them by it"
         )
@@ -145,8 +146,8 @@ def _write(folder: Path, recipe: Recipe, nodes: Sequence[str], host: str, port: 
                 "task": ("", f"this node's: {', '.join(recipe.task_names)}" if recipe.tasks else "none: there is one"),
                 "recipe": ("$here/recipe.toml", "the only one that this node takes part in"),
                 "limits": (f"$here/node-{name}.toml", "what may leave this machine"),
-                "signing_key": (f"$here/signing/{name}", "for secure sums"),
-                "peers": ("$here/peers", "everybody's public keys for secure sums, in the order of run.sh"),
+                "signing_key": (f"$here/signing/{name}", "for secure aggregation"),
+                "peers": ("$here/peers", "everybody's public keys for secure aggregation, in the order of run.sh"),
                 "app": (digest, "SHA-256 of what this node executes; several with commas"),
                 "local_port": (str(port + number), "any that is free; not seen from outside"),
             },
@@ -346,8 +347,8 @@ These certificates and keys are for a test: whoever made them can pose as anybod
   ssh-keygen -q -t ecdsa -b 384 -N "" -f keys/{name}
   ```
 
-- For secure sums nodes have a second key, which they sign with for each other: the server needs none of it. Make it on
-  the node's own machine, too, and give its public half to all other nodes without the server, in `peers`: a line
+- For secure aggregation nodes have a second key, which they sign with for each other: the server needs none of it. Make
+  it on the node's own machine, too, and give its public half to all other nodes without the server, in `peers`: a line
   `NAME ssh-ed25519 AAAA…` for every node, the same file everywhere, in the order of `nodes` in `run.sh`. Whoever can
   change this file on a node can read what the node adds:
 

@@ -212,7 +212,7 @@ def check_keys(kit: Kit, folder: Path) -> None:
 LIMITS = """\
 # What this node lets leave its machine, whatever a server or a recipe asks. No server reads or changes it.
 [limits]
-min_examples = 2            # classes with fewer are left out, where neither noise nor a secure sum hides them
+min_examples = 2            # classes with fewer are left out, where neither noise nor secure aggregation hides them
 evaluation = true           # whether figures of tests on this node's data may leave
 trust_server = false        # whether limits on epsilon count noise that the server promises to add
 other_participants = false  # whether the same statistics may be added up again with other participants

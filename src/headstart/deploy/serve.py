@@ -56,7 +56,7 @@ def serve(folder: Path, say: Say, out: Path | None = None, wait: float | None = 
                 return _run(server, control, values, wait, say)
         except ControlError as error:
             server.note(phase="failed", reason=str(error))
-            say(f"failed: {error}; {_log(server)} says more. The same command goes on from the last checkpoint")
+            say(f"failed: {error}; {_log(server)} says more. The same command continues from the last checkpoint")
             return 1
         except BaseException:
             server.note(phase="stopped")
@@ -88,7 +88,7 @@ def _superlink(server: Server, say: Say) -> Iterator[None]:
     noted = server.folder / "state" / "superlink.pid"
     if listens(server):
         who = f" (process {noted.read_text(encoding='utf-8').strip()})" if noted.is_file() else ""
-        say(f"a SuperLink{who} listens at {server.local}:{server.port} already; it goes on when this command ends")
+        say(f"a SuperLink{who} listens at {server.local}:{server.port} already; it runs on when this command ends")
         yield
         return
     environment = flower_environment(server.folder / "state" / "superlink")

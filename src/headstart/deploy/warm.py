@@ -124,13 +124,12 @@ def serve() -> None:
 def _needed() -> tuple[str, ...]:
     """torch, where the node's recipe trains something or has a backbone; a child says what is wrong with a recipe."""
     from headstart.config.recipe import Recipe
-    from headstart.config.stage import Rounds
 
     try:
         recipe = Recipe.load(Path(os.environ[RECIPE]))
     except (KeyError, OSError, ValueError):
         return ()
-    trains = any(isinstance(stage, Rounds) for stage in recipe.stages)
+    trains = any(stage.trains for stage in recipe.stages)
     return ("torch",) if trains or recipe.model.backbone != "features" else ()
 
 

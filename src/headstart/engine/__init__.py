@@ -1,1 +1,1 @@
-"""Who runs the rounds, what stays with clients between them, and the body they share."""
+"""Who runs the rounds, what stays with clients between them, and the backbone they share."""

@@ -1,4 +1,4 @@
-"""The body of a run: one in memory, loaded with what a stage starts from; features of any split on demand."""
+"""The backbone of a run: one in memory, loaded with what a stage starts from; features of any split on demand."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Module:
 
 @dataclass(frozen=True, eq=False)
 class Version:
-    """A body that a stage has made: its weights, how it treats batch norm, and the module on it."""
+    """A backbone that a stage has made: its weights, how it treats batch norm, and the module on it."""
 
     weights: int
     """The number of the stage whose weights it has: another one's, or the pre-trained ones, under a new module."""
@@ -50,7 +50,8 @@ class Version:
 
 
 class Body:
-    """A backbone and the weights that stages have given it, by the number of the stage; or features, and no body."""
+    """A backbone and the weights that stages have given it, by the number of the stage; or features, and no
+    backbone."""
 
     def __init__(
         self,
@@ -69,10 +70,10 @@ class Body:
         """The backbone and the module on it; None where the data are features."""
         self.loaded = PRETRAINED
         self.weights = PRETRAINED
-        """The stage whose weights the body has."""
+        """The stage whose weights the backbone has."""
         self._versions: dict[int, Version] = {}
         self.module: Module | None = None
-        """The module on the body, with the values that the last stage which trained it made."""
+        """The module on the backbone, with the values that the last stage which trained it made."""
         self._features: dict[str, Features] = {}
         self._inputs: dict[str, Inputs] = {}
         self._prefix: Prefix | None = None
@@ -101,31 +102,31 @@ class Body:
 
     @property
     def norm_statistics(self) -> str:
-        """How the body as it is loaded treats batch norm."""
+        """How the backbone as it is loaded treats batch norm."""
         version = self._versions.get(self.loaded)
         return version.norm_statistics if version else "aggregate"
 
     @property
     def fixed_head(self) -> bool:
-        """Whether the head is the body's own, and stays as it is."""
+        """Whether the head is the backbone's own, and stays as it is."""
         return self.backbone is not None and self.backbone.task != "classify"
 
     @property
     def generates(self) -> bool:
-        """Whether the body completes prompts."""
+        """Whether the backbone completes prompts."""
         return self.backbone is not None and self.backbone.task == "generate"
 
     def cut(self) -> int:
-        """How many training examples of a body that completes prompts have more tokens than it reads."""
-        from headstart.backbones.completions import CompletionTransform
+        """How many training examples of a backbone that answers in words have more tokens than it reads."""
+        from headstart.backbones.transforms import TextTransform
 
-        if self.backbone is None or not isinstance(self.backbone.transform, CompletionTransform):
+        if not self.fixed_head or self.backbone is None or not isinstance(self.backbone.transform, TextTransform):
             return 0
         transform, examples = self.backbone.transform, self._dataset.train
         return sum(transform.is_cut(each, f"example {n}") for n, each in enumerate(examples.raw(0, len(examples))))
 
     def label_words(self) -> LinearHead | None:
-        """The head that a language model under a prompt has before any training; None for other bodies."""
+        """The head that a language model under a prompt has before any training; None for other backbones."""
         if self.backbone is None or self.backbone.label_words is None:
             return None
         return LinearHead(*self.backbone.label_words)
@@ -133,7 +134,7 @@ class Body:
     # ------------------------------------------------------------------------------------------- what it makes of data
 
     def features(self, split: str) -> Features:
-        """Features [n, d] of a split by the body as it is loaded, from the cache where they are there.
+        """Features [n, d] of a split by the backbone as it is loaded, from the cache where they are there.
 
         Where a module has values of its own for each task, a task's examples are read with its own.
         """
@@ -169,7 +170,8 @@ class Body:
         return np.concatenate(parts)
 
     def known(self, split: str) -> Features:
-        """Features [n, d] of a split by the body as it is loaded: those at hand, or new ones that no cache keeps."""
+        """Features [n, d] of a split by the backbone as it is loaded: those at hand, or new ones that no cache
+        keeps."""
         if split in self._features:
             return self._features[split]
         examples: Examples = getattr(self._dataset, split)
@@ -183,7 +185,7 @@ class Body:
         return np.concatenate(parts)
 
     def embedded(self, split: str, rows: Ints | None = None) -> Features:
-        """Features [n, d] of a split, or of some of its examples, by the body as it is now, while it is trained."""
+        """Features [n, d] of a split, or of some of its examples, by the backbone as it is now, while it is trained."""
         from headstart.backbones import embed, embed_rows
 
         assert self.backbone is not None
@@ -201,7 +203,7 @@ class Body:
         return features
 
     def inputs(self, split: str = "train") -> Inputs:
-        """Batches of a split, for a body that trains."""
+        """Batches of a split, for a backbone that trains."""
         from headstart.backbones import Inputs
 
         assert self.backbone is not None
@@ -211,15 +213,15 @@ class Body:
         return self._inputs[split]
 
     def _forget(self) -> None:
-        """The body is another one now: what was computed with it no longer holds."""
+        """The backbone is another one now: what was computed with it no longer holds."""
         self._features.clear()
         self._inputs.clear()
 
     # --------------------------------------------------------------------------------------------------------- modules
 
     def attach(self, stage: Stage, plan: Plan, seed: tuple[int, ...]) -> None:
-        """Prepare the body for a stage: with the module that it trains, or that clients have values of their own for,
-        which is the one that an earlier stage left there, or a new one."""
+        """Prepare the backbone for a stage: with the module that it trains, or that clients have values of their own
+        for, which is the one that an earlier stage left there, or a new one."""
         self._inputs.clear()
         self._prefix = None
         if not plan.changes_features or self.model is None:
@@ -231,14 +233,14 @@ class Body:
         if here is not None and (here.kind != kind or changed or stage.phased):
             key = "update" if stage.personalises else "train"
             raise HeadstartError(
-                f"stages.{seed[1]}.{key}: an earlier stage left a {here.kind} on the body; go on with it as it is, "
-                "train the head, or set start to a stage before it"
+                f"stages.{seed[1]}.{key}: an earlier stage left a {here.kind} on the backbone; continue with it as it "
+                "is, train the head, or set start to a stage before it"
             )
         if kind not in MODULES:
             return
         if here is None:
             if stage.personalises:
-                raise HeadstartError(f"stages.{seed[1]}.update: no earlier stage left a {kind} on the body")
+                raise HeadstartError(f"stages.{seed[1]}.update: no earlier stage left a {kind} on the backbone")
             made = {key: value for key, value in settings.items() if value is not None}
             self._attach(Module(kind, made, ()), seed[0] * 1000 + seed[1])
         flips = stage.augment == "flip" and self.model.backbone and self.model.backbone.kind == "image"
@@ -275,7 +277,7 @@ class Body:
     # -------------------------------------------------------------------------------------------------------- versions
 
     def arrays(self) -> Arrays:
-        """Parameters and buffers of the body as it is now, under the names that its checkpoints use."""
+        """Parameters and buffers of the backbone as it is now, under the names that its checkpoints use."""
         assert self.model is not None
         return {name: tensor.detach().cpu().contiguous().numpy() for name, tensor in self.model.state().items()}
 
@@ -283,9 +285,9 @@ class Body:
         return {name: array.copy() for name, array in self.arrays().items()}
 
     def keep(self, number: int, norm_statistics: str, values: Sequence[Arrays], trained: bool) -> Version:
-        """Remember the body as it is now under the number of the stage that made it.
+        """Remember the backbone as it is now under the number of the stage that made it.
 
-        values: the module's, by task; trained: whether the body's own weights have changed.
+        values: the module's, by task; trained: whether the backbone's own weights have changed.
         """
         if self.module is not None:
             self.module = replace(self.module, values=tuple(values))
@@ -298,11 +300,11 @@ class Body:
         return self._versions[number]
 
     def remember(self, number: int, version: Version) -> None:
-        """A body that a stage made before the run was interrupted."""
+        """A backbone that a stage made before the run was interrupted."""
         self._versions[number] = version
 
     def load(self, number: int) -> None:
-        """Put what a stage made, or the pre-trained weights, into the body; nothing to do where they are there."""
+        """Put what a stage made, or the pre-trained weights, into the backbone; nothing to do where they are there."""
         if number == self.loaded:
             return
         assert self.model is not None

@@ -1,6 +1,6 @@
 """Clients on the nodes of a Flower grid: the same requests, as bytes, over Flower's messages.
 
-A message holds the bytes of the method's message, and a few facts as JSON: who asks, about which stage, as which
+A message holds the bytes of the method's message, and a few facts as JSON: the server's process, the stage, the
 client. Of a client's reply, only what its channel lets through leaves the node; its state stays on the node's disk.
 """
 
@@ -24,10 +24,10 @@ from headstart.core.reply import Failure, GroupReply, Reply
 from headstart.engine.client_states import ClientStates
 from headstart.engine.flower_messages import count_of, noise_keys, read_reply, reason_of
 from headstart.engine.grid import Nodes
-from headstart.engine.node import WRITTEN, StateLostError
+from headstart.engine.node_stage import WRITTEN, StateLostError
 from headstart.engine.round import AnyReply
 from headstart.engine.server import Bools, Request, check_sum
-from headstart.engine.server_log import Question
+from headstart.engine.server_log import Content
 from headstart.engine.setup import StageSetup, digest
 from headstart.errors import HeadstartError, MessageError
 
@@ -43,8 +43,8 @@ log = logging.getLogger("headstart")
 class FlowerClients:
     """The clients of a stage, each on its node.
 
-    tasks: [K] the task of each; setups: for a task, and whether the client has something of its own from the stage
-    before, what it is told of the stage; earlier: states of the stages that this one goes on from.
+    tasks: [K] the task of each; setups: for a task, and whether the client has personal parameters from the stage
+    before, its setup; earlier: states of the stages that this one continues.
     """
 
     nodes: Nodes
@@ -57,67 +57,67 @@ class FlowerClients:
     shapes: Callable[[int], Mapping[str, tuple[int, ...]]]
     """Names and shapes of what clients add in the secure sum of a round (from 0)."""
     figures: Sequence[FiguresChannel]
-    """What clients of each task tell of tests."""
+    """The channel of the test metrics of each task's clients."""
     shared: Callable[[], SharedNoise | None] = lambda: None
     """The noise that clients add to a secure sum together."""
-    _told: dict[tuple[int, bool], tuple[bytes, str]] = field(default_factory=dict)
-    _know: set[int] = field(default_factory=set)
-    """Clients that have what the stage starts from, as this process knows."""
-    _played: int = 0
+    _encoded_setups: dict[tuple[int, bool], tuple[bytes, str]] = field(default_factory=dict)
+    _has_setup: set[int] = field(default_factory=set)
+    """Clients whose node has the setup of the stage, as this process knows."""
+    _rounds_done: int = 0
     """Rounds behind the model, the one under way included."""
     _absences: Mapping[int, str] = field(default_factory=dict)
 
     def available(self) -> Bools:
-        """Clients whose node is there, once there are as many as the stage needs; nodes that have missed a deadline
-        are left out of the next rounds where there are enough others."""
+        """Clients whose node is connected, once there are as many as the stage needs; nodes that have missed a deadline
+        are not sampled in the next rounds where there are enough others."""
         available = np.zeros(len(self.tasks), np.bool_)
         needed = min(self.stage.min_replies or 1, len(self.tasks))
-        present = self.nodes.available(needed, self.stage.deadline)
-        if len(present) < needed:
+        online = self.nodes.available(needed, self.stage.deadline)
+        if len(online) < needed:
             raise HeadstartError(
-                f"{self.stage.method}: {len(present)} of {len(self.tasks)} nodes are there, min_replies = {needed}; "
+                f"{self.stage.method}: {len(online)} of {len(self.tasks)} nodes are available, min_replies = {needed}; "
                 f"missing: {self.nodes.named_absences()}"
             )
-        self.nodes.late = {node: rounds - 1 for node, rounds in self.nodes.late.items()}
-        rested = self.nodes.rested(present)
-        asked = rested if self.stage.trains and len(rested) >= needed else present
-        self._absences = self.nodes.absences() | dict.fromkeys(present - asked, "not asked: it has missed a deadline")
-        available[list(asked)] = True
+        self.nodes.stragglers = {node: rounds - 1 for node, rounds in self.nodes.stragglers.items()}
+        responsive = self.nodes.responsive(online)
+        chosen = responsive if self.stage.trains and len(responsive) >= needed else online
+        self._absences = self.nodes.absences() | dict.fromkeys(online - chosen, "not sampled: it has missed a deadline")
+        available[list(chosen)] = True
         return available
 
     def absences(self) -> Mapping[int, str]:
-        """Why clients cannot be asked in the round under way."""
+        """Why clients cannot take part in the round under way."""
         return self._absences
 
     def send(self, request: Request) -> Iterator[AnyReply]:
         """To all at once; what has come is passed on in the order of the clients, so that sums do not depend on
         speed."""
-        self._played = request.round + 1
+        self._rounds_done = request.round + 1
         if request.threshold:
             try:
-                yield self._sum(request, "secure", self.shapes(request.round), self.shared())
+                yield self._aggregate(request, "secure", self.shapes(request.round), self.shared())
             except HeadstartError as error:
                 yield Failure(request.clients, str(error))
             return
-        asked = {}
+        requests = {}
         for client, message, new in zip(request.clients.tolist(), request.messages, request.new, strict=True):
-            asked[self.nodes.ids[client]] = self._request(client, message, bool(new))
+            requests[self.nodes.ids[client]] = self._request(client, message, bool(new))
         clients, began = {self.nodes.ids[int(client)]: int(client) for client in request.clients}, time.monotonic()
         order, ready = [int(client) for client in request.clients], dict[int, AnyReply]()
-        for node, reply in self._send(asked, again=self._needs(len(asked))):
+        for node, reply in self._send(requests, retry=self._needs_all(len(requests))):
             client = clients[node]
             ready[client] = self._reply(client, reply, time.monotonic() - began)
             while order and order[0] in ready:
                 yield ready.pop(order.pop(0))
 
-    def _needs(self, asked: int) -> bool:
-        """Whether a round cannot go on without any of those that are asked: who leaves is waited for."""
-        return self.stage.deadline is not None and (self.stage.min_replies or 1) >= asked
+    def _needs_all(self, clients: int) -> bool:
+        """Whether a round with so many clients needs them all: then a node that leaves is waited for."""
+        return self.stage.deadline is not None and (self.stage.min_replies or 1) >= clients
 
-    def _sum(
+    def _aggregate(
         self, request: Request, kind: str, shapes: Mapping[str, tuple[int, ...]], shared: SharedNoise | None = None
     ) -> GroupReply:
-        """The protocol of `channel.secure`, an exchange after the other; who does not answer is left behind."""
+        """The protocol of `channel.secure`, exchange by exchange; a client that does not reply has dropped out."""
         from headstart.channel.secure import SecureSum
 
         numbers = request.clients.tolist()
@@ -134,38 +134,38 @@ class FlowerClients:
             except HeadstartError as error:
                 refusals = "".join(f"; client {client}: {why}" for client, why in sorted(exchange.refused.items()))
                 raise HeadstartError(f"{error}{refusals}") from None
-        heard, total = set(server.heard), server.total()
+        survivors, total = set(server.survivors), server.total()
         if shared is not None:
             total = dict(shared.removed(total, len(numbers), request.threshold, list(exchange.noise.values())))
-        why = {c: exchange.refused.get(c, f"no answer in step {step}") for c, step in server.dropped().items()}
+        why = {c: exchange.refused.get(c, f"no reply in step {step}") for c, step in server.dropped().items()}
         return GroupReply(
-            np.array(sorted(heard)),
+            np.array(sorted(survivors)),
             request.clients,
             total,
             np.array([exchange.up[client] for client in numbers]),
             np.array([exchange.down[client] for client in numbers]),
             np.array([exchange.passes[client] for client in numbers]),
-            dict.fromkeys(sorted(exchange.wrote & heard), WRITTEN),
-            {client: reason for client, reason in why.items() if client not in heard},
+            dict.fromkeys(sorted(exchange.wrote & survivors), WRITTEN),
+            {client: reason for client, reason in why.items() if client not in survivors},
             tuple(sorted(exchange.state_lost)),
         )
 
     def _exchange(
         self, server: SecureSum, kind: str, sent: Mapping[int, tuple[Message, bool]], exchange: _Exchange
     ) -> None:
-        """One exchange of the protocol with everybody that is still there."""
+        """One exchange of the protocol with all clients that have not dropped out."""
         clients = {self.nodes.ids[client]: client for client in sent}
-        asked, step = {}, str(server.step)
-        for client, told in server.instructions().items():
+        requests, step = {}, str(server.step)
+        for client, outgoing in server.instructions().items():
             message, new = sent[client] if step == "keys" else (Message(), False)
             facts, parts = self._request(client, message, new, kind, step == "keys")
-            parts["told"] = told.to_bytes()
-            exchange.down[client] += len(parts["told"])
-            asked[self.nodes.ids[client]] = facts, parts
-        for node, reply in self._send(asked, {"kind": step}):
+            parts["exchange"] = outgoing.to_bytes()
+            exchange.down[client] += len(parts["exchange"])
+            requests[self.nodes.ids[client]] = facts, parts
+        for node, reply in self._send(requests, {"kind": step}):
             client = clients[node]
             try:
-                facts, data = self._said(client, reply, step == "keys")
+                facts, data = self._read(client, reply, step == "keys")
                 exchange.up[client] += len(data)
                 server.receive(client, Message.from_bytes(data))
                 exchange.passes[client] += count_of(facts)
@@ -189,96 +189,100 @@ class FlowerClients:
             self.states.accept(client)
 
     def evaluate(self, models: Sequence[Message]) -> list[Tested]:
-        """The model of each task at all of its clients that are there."""
+        """The model of each task on the test examples of its available clients."""
         if not self.stage.tests_on_nodes:  # they would refuse
             return [Tested()] * len(models)
         if self.stage.secure:
-            return [self._test_sum(task, model) for task, model in enumerate(models)]
-        asked, clients = {}, {node: client for client, node in self.nodes.ids.items()}
+            return [self._aggregate_tests(task, model) for task, model in enumerate(models)]
+        requests, clients = {}, {node: client for client, node in self.nodes.ids.items()}
         up, down = np.zeros((2, len(models)), np.int64)
-        for client in self._testers():
+        for client in self._evaluators():
             task = int(self.tasks[client])
-            _, parts = asked[self.nodes.ids[client]] = self._request(client, models[task], True, "evaluate")
+            _, parts = requests[self.nodes.ids[client]] = self._request(client, models[task], True, "evaluate")
             down[task] += sum(map(len, parts.values()))
         found: list[dict[int, Tally]] = [{} for _ in models]
-        for node, reply in self._send(asked):
+        for node, reply in self._send(requests):
             client = clients[node]
             task = int(self.tasks[client])
             try:
-                _, data = self._said(client, reply)
+                _, data = self._read(client, reply)
                 up[task] += len(data)
                 found[task][client] = self.figures[task].read(Message.from_bytes(data))
             except MessageError as error:
-                log.warning("client %d does not test the model: %s", client, error)
+                log.warning("client %d does not evaluate the model: %s", client, error)
         tested = []
         for each, *nbytes in zip(found, up.tolist(), down.tolist(), strict=True):
             total = added([each[client] for client in sorted(each)])
             tested.append(Tested(total, {} if self.stage.protected else each, (nbytes[0], nbytes[1])))
         return tested
 
-    def _testers(self) -> list[int]:
-        """Clients that are asked to test a model: those that are there and have not missed a deadline lately."""
-        present = self.nodes.available(1, self.stage.deadline)
-        return sorted(self.nodes.rested(present) or present)
+    def _evaluators(self) -> list[int]:
+        """Clients that evaluate a model: the available ones that have not missed a deadline lately."""
+        online = self.nodes.available(1, self.stage.deadline)
+        return sorted(self.nodes.responsive(online) or online)
 
-    def _test_sum(self, task: int, model: Message) -> Tested:
-        """What all clients of a task that are there tell, as one secure sum."""
-        there = np.array([client for client in self._testers() if self.tasks[client] == task], np.int64)
-        new, threshold = np.ones(len(there), np.bool_), self.stage.survivors(len(there))
-        request = Request(self._played, there, [model] * len(there), np.full(len(there), -1), new, threshold)
+    def _aggregate_tests(self, task: int, model: Message) -> Tested:
+        """The test metrics of the available clients of a task, by secure aggregation."""
+        clients = np.array([client for client in self._evaluators() if self.tasks[client] == task], np.int64)
+        new, threshold = np.ones(len(clients), np.bool_), self.stage.survivors(len(clients))
+        request = Request(self._rounds_done, clients, [model] * len(clients), np.full(len(clients), -1), new, threshold)
         try:
-            check_sum(self.stage, self._played, len(there))
-            reply = self._sum(request, "secure-test", self.figures[task].shapes)
+            check_sum(self.stage, self._rounds_done, len(clients))
+            reply = self._aggregate(request, "secure-test", self.figures[task].shapes)
         except HeadstartError as error:
-            log.warning("the model is not tested: %s", error)
+            log.warning("the model is not evaluated: %s", error)
             return Tested()
         nbytes = int(reply.bytes_up.sum()), int(reply.bytes_down.sum())
         return Tested(self.figures[task].of_sum(reply.values), {}, nbytes)
 
-    def judged(self, task: int, total: Tally) -> tuple[float | None, float | None, Metrics]:
-        """Accuracy, loss and the other metrics of what clients of a task told, added up."""
+    def metrics_of(self, task: int, total: Tally) -> tuple[float | None, float | None, Metrics]:
+        """Accuracy, loss and the other metrics of the summed counts of a task's clients."""
         figures = self.figures[task]
-        return figures.finish(total, self._played, task) if total else (None, None, figures.metrics({}))
+        return figures.finish(total, self._rounds_done, task) if total else (None, None, figures.metrics({}))
 
     def _send(
-        self, asked: Mapping[int, Question], about: Mapping[str, Any] | None = None, again: bool = False
+        self, requests: Mapping[int, Content], about: Mapping[str, Any] | None = None, retry: bool = False
     ) -> Iterator[tuple[int, FlowerMessage | str]]:
-        """Ask nodes; about: what is noted in the server's log beside the stage and the round; again: whether those that
-        leave are waited for."""
-        about = {"stage": self.number, "round": self._played - 1, **(about or {})}
-        return self.nodes.send(asked, self.stage.deadline, about, again)
+        """Send requests to nodes; about: what the server's log notes beside the stage and the round; retry: whether
+        nodes that leave are waited for."""
+        about = {"stage": self.number, "round": self._rounds_done - 1, **(about or {})}
+        return self.nodes.send(requests, self.stage.deadline, about, retry)
 
-    def _request(self, client: int, message: Message, new: bool, kind: str = "answer", tell: bool = True) -> Question:
+    def _request(
+        self, client: int, message: Message, new: bool, kind: str = "answer", with_setup: bool = True
+    ) -> Content:
         key = int(self.tasks[client]), any(states.has(client) for _, states in self.earlier)
-        if key not in self._told:
+        if key not in self._encoded_setups:
             setup = self.setups[key].to_message().to_bytes()
-            self._told[key] = setup, digest(setup)
-        setup, name = self._told[key]
+            self._encoded_setups[key] = setup, digest(setup)
+        setup, name = self._encoded_setups[key]
         chain = [(self.number, self.states), *self.earlier]
         in_use = [(number, int(states.slots[client]), states.shapes) for number, states in chain]
         facts = {"kind": kind, "client": client, "setup": name, "states": in_use, "new": new}
         if kind in ("evaluate", "secure-test"):
-            facts["done"] = self._played
-        return facts, {"message": message.to_bytes()} | ({"setup": setup} if tell and client not in self._know else {})
+            facts["done"] = self._rounds_done
+        return facts, {"message": message.to_bytes()} | (
+            {"setup": setup} if with_setup and client not in self._has_setup else {}
+        )
 
-    def _said(self, client: int, reply: FlowerMessage | str, told: bool = True) -> tuple[dict[str, Any], bytes]:
-        """Facts and bytes of a client's reply; told: whether what the stage starts from was sent where it had to be."""
+    def _read(self, client: int, reply: FlowerMessage | str, with_setup: bool = True) -> tuple[dict[str, Any], bytes]:
+        """Facts and bytes of a client's reply; with_setup: whether the request had the setup, if needed."""
         facts, data = read_reply(reply)
-        if facts.get("state_lost") is True:  # next time it is asked as if it had never kept anything
-            self._know.discard(client)
+        if facts.get("state_lost") is True:  # its next request is that of a new client
+            self._has_setup.discard(client)
             for states in (self.states, *(states for _, states in self.earlier)):
                 states.slots[client] = -1
             raise StateLostError(reason_of(facts))
         if "error" in facts:
             raise MessageError(reason_of(facts))
-        if told:
-            self._know.add(client)
+        if with_setup:
+            self._has_setup.add(client)
         return facts, data
 
     def _reply(self, client: int, reply: FlowerMessage | str, seconds: float) -> AnyReply:
         who = np.array([client])
         try:
-            facts, data = self._said(client, reply)
+            facts, data = self._read(client, reply)
             passes = count_of(facts)
             message = Message.from_bytes(data)
         except MessageError as error:
@@ -290,7 +294,7 @@ class FlowerClients:
 
 @dataclass(frozen=True, eq=False)
 class Tested:
-    """What clients tell of a test: added up, each where nothing hides them, and the bytes of it, up and down."""
+    """Test metrics of clients: their sum, those of each client where nothing hides them, and bytes up and down."""
 
     total: Tally = field(default_factory=dict)
     each: Mapping[int, Tally] = field(default_factory=dict)
@@ -299,7 +303,7 @@ class Tested:
 
 @dataclass
 class _Exchange:
-    """What the exchanges of a secure sum cost each client, and what became of it."""
+    """What the exchanges of a secure sum cost each client, and who dropped out."""
 
     up: dict[int, int]
     down: dict[int, int]

@@ -19,7 +19,7 @@ LARGEST_COUNT, LONGEST_REASON = 10**15, 500
 
 
 def count_of(facts: Mapping[str, Any], name: str = "passes") -> int:
-    """A number of examples that a client tells; by default, how many went through its body."""
+    """A number of examples in a reply; by default, how many went through the backbone."""
     count = facts.get(name)
     if type(count) is not int or not 0 <= count <= LARGEST_COUNT:
         raise MessageError(f"the reply does not say how many {name} there were")
@@ -27,7 +27,7 @@ def count_of(facts: Mapping[str, Any], name: str = "passes") -> int:
 
 
 def reason_of(facts: Mapping[str, Any]) -> str:
-    """What a node says went wrong: a short line of printable characters, whoever wrote it."""
+    """Why a node refused or failed: a short line of printable characters, whoever wrote it."""
     text = " ".join(str(facts["error"])[:LONGEST_REASON].split())
     return "".join(character if character.isprintable() else "?" for character in text)
 
@@ -81,8 +81,8 @@ def facts_of(message: FlowerMessage) -> tuple[dict[str, Any], dict[str, bytes]]:
     return facts, record  # type: ignore[return-value]
 
 
-def question_digest(facts: Mapping[str, Any], message: bytes) -> str:
-    """The same for the same question to a client, whichever process of the server asks."""
+def request_digest(facts: Mapping[str, Any], message: bytes) -> str:
+    """The same for the same request to a client, whichever process of the server sends it."""
     about = [facts[name] for name in ("client", "setup", "states", "new")]
     return digest(json.dumps([*about, facts.get("done", 0)]).encode() + message)
 

@@ -38,7 +38,7 @@ _COHORT_BYTES = 256 << 20
 class LocalClients:
     """The clients of a federation whose examples are all here.
 
-    source: features, or what a body that trains reads; states: what stays with the clients.
+    source: features, or what a backbone that trains reads; states: what stays with the clients.
     """
 
     runtime: ClientRuntime
@@ -47,31 +47,31 @@ class LocalClients:
     states: ClientStates
 
     def available(self) -> Bools:
-        """Everybody."""
+        """All clients."""
         return np.ones(self.federation.n_clients, np.bool_)
 
     def absences(self) -> Mapping[int, str]:
-        """Nobody is absent."""
+        """No client is absent."""
         return {}
 
     def send(self, request: Request) -> Iterator[AnyReply]:
-        """Cohort by cohort, or the sum of all of them."""
+        """Replies cohort by cohort, or the sum of all of them."""
         if not request.threshold:
-            yield from self._ask(request)
+            yield from self._replies(request)
             return
         try:
-            yield self._sum(request)
+            yield self._aggregate(request)
         except HeadstartError as error:
             yield Failure(request.clients, str(error))
 
-    def _ask(self, request: Request) -> Iterator[Reply]:
-        """Where clients catch up, a cohort is told what the one that knows least has to be told."""
+    def _replies(self, request: Request) -> Iterator[Reply]:
+        """Where clients catch up with a log, a cohort is sent what the client that knows least needs."""
         for first, last, cohort in self._cohorts(request):
-            asked, since = time.monotonic(), request.since[first:last]
+            began, since = time.monotonic(), request.since[first:last]
             for reply in self.runtime.answer(cohort, request.messages[first + int(since.argmin())]):
-                yield replace(reply, seconds=(time.monotonic() - asked) / len(cohort.clients))
+                yield replace(reply, seconds=(time.monotonic() - began) / len(cohort.clients))
 
-    def _sum(self, request: Request) -> GroupReply:
+    def _aggregate(self, request: Request) -> GroupReply:
         """The same numbers as the protocol gives, client by client, without its keys and masks: nothing leaves here.
 
         Bytes are those of the masked values; what the protocol sends beside them is not counted.
@@ -79,12 +79,12 @@ class LocalClients:
         count, exponents, states = len(request.clients), dict[str, int](), dict[int, ClientState]()
         shared = self.runtime.channel.shared
         nbytes, passes = np.zeros(count, np.int64), np.zeros(count, np.int64)
-        with SpooledTemporaryFile(_COHORT_BYTES) as kept:  # the scale is known when everybody has answered
+        with SpooledTemporaryFile(_COHORT_BYTES) as kept:  # the scale is known when all have replied
             for place, client in enumerate(request.clients.tolist()):
-                (reply,) = self._ask(request.part(np.array([place])))
+                (reply,) = self._replies(request.part(np.array([place])))
                 vector = self.runtime.vector(reply, request.messages[place])
                 values = Message(vector)
-                if shared is not None:  # nobody drops out here, so that nothing has to be removed
+                if shared is not None:  # no client drops out here, so that nothing has to be removed
                     values = Message(shared.noised(vector, client, request.round, count, count))
                 check_values(values.arrays, count)
                 exponents = largest_exponents([exponents, exponents_of(values.arrays)])

@@ -16,7 +16,7 @@ from headstart.config.node import NodeLimits
 from headstart.core.chain import Chain, Entry
 from headstart.core.files import temporaries
 
-PromiseKey = tuple[str, int, str, str | None]
+GuaranteeKey = tuple[str, int, str, str | None]
 
 
 class NodeLedger(Chain):
@@ -37,17 +37,17 @@ class NodeLedger(Chain):
                     path.unlink()
             yield
 
-    def promises(self) -> dict[PromiseKey, Any]:
+    def guarantees(self) -> dict[GuaranteeKey, Any]:
         """The last privacy guarantee of each stage that was answered or tested; None where there was none."""
-        return {promise_key(entry): entry["privacy"] for entry in self.entries() if "privacy" in entry}
+        return {guarantee_key(entry): entry["privacy"] for entry in self.entries() if "privacy" in entry}
 
-    def spent(self, limits: NodeLimits, other_than: PromiseKey) -> dict[str, float]:
-        """ε by unit of all promises but one."""
-        promises = [each for key, each in self.promises().items() if key != other_than]
-        return {unit: sum(limits.cost(each, unit) for each in promises) for unit in ("example", "client")}
+    def spent(self, limits: NodeLimits, other_than: GuaranteeKey) -> dict[str, float]:
+        """ε by unit of all guarantees but one."""
+        guarantees = [each for key, each in self.guarantees().items() if key != other_than]
+        return {unit: sum(limits.cost(each, unit) for each in guarantees) for unit in ("example", "client")}
 
 
-def promise_key(entry: Entry) -> PromiseKey:
+def guarantee_key(entry: Entry) -> GuaranteeKey:
     """Recipe, stage, whether it is an answer or a test, and, where it is not the node that adds noise, the run.
 
     What a node has noised is answered once over all runs, and so spent once.

@@ -1,4 +1,4 @@
-"""Secure sums on a node: which it takes part in, for whom it signs, and what it keeps between two exchanges."""
+"""Secure aggregation on a node: which sums it takes part in, as whom it signs, and what it keeps between exchanges."""
 
 from __future__ import annotations
 
@@ -16,84 +16,87 @@ from headstart.channel.shared_noise import KEY_BYTES, SharedNoise
 from headstart.core.files import write_atomically
 from headstart.core.message import Array, Message
 from headstart.core.seeds import Secret
-from headstart.engine.node import StateLostError, sent
+from headstart.engine.node import sent
+from headstart.engine.node_stage import NodeRequest, StateLostError
 from headstart.engine.setup import digest
 from headstart.errors import HeadstartError, MessageError
 
 if TYPE_CHECKING:
-    from headstart.engine.node import Node, NodeRequest
+    from headstart.engine.node import Node
 
 
 def check_identity(identity: Identity | None) -> Identity:
-    """What a node on a machine of its own needs for secure sums; refused with what to do where it is missing."""
+    """What a deployed node needs for secure aggregation; an error with what to do where it is missing."""
     if identity is None:
         raise HeadstartError(
-            "the recipe has secure sums, in which nodes sign what they send to each other: make a key with "
+            "the recipe has secure aggregation, in which nodes sign what they send to each other: make a key with "
             "ssh-keygen -t ed25519, and give the node signing_key (the private key) and peers (everybody's public keys)"
         )
     return identity
 
 
-def next_exchange(node: Node, asked: NodeRequest, told: Message, test: bool) -> tuple[dict[str, Any], Message]:
-    """The node's answer to an exchange of a secure sum, with its facts; to be called under the node's lock.
+def next_exchange(node: Node, request: NodeRequest, received: Message, test: bool) -> tuple[dict[str, Any], Message]:
+    """The node's reply to an exchange of a secure sum, with its facts; to be called under the node's lock.
 
-    test: whether figures of a test are added up, and not answers of a round.
+    test: whether metrics of a test are added up, and not updates of a round.
     """
-    path = node.folder / f"secret-{asked.client}.safetensors"
-    if told.scalars.get("step") == "keys":
-        return _begin(node, asked, told, path, test)
+    path = node.folder / f"secret-{request.client}.safetensors"
+    if received.scalars.get("step") == "keys":
+        return _begin(node, request, received, path, test)
     if not path.is_file():
         raise StateLostError("the node no longer has its keys of this sum")
     saved = Message.from_bytes(path.read_bytes())
-    promise, question = json.loads(str(saved.scalars["promise"])), str(saved.scalars["question"])
-    identity = _identity(node, bytes.fromhex(str(saved.scalars["session"])), asked.client)
+    guarantee, question = json.loads(str(saved.scalars["promise"])), str(saved.scalars["question"])
+    identity = _identity(node, bytes.fromhex(str(saved.scalars["session"])), request.client)
     client = SecureClient.from_message(saved, identity)
-    if promise["stage"] != node._told(asked).number:
+    if guarantee["stage"] != node.setup_of(request).number:
         raise MessageError("the sum was begun for another stage")
     answers = {"shares": client.share, "masked": client.mask, "agree": client.agree, "reveal": client.reveal}
-    if (step := str(told.scalars.get("step"))) not in answers:
+    if (step := str(received.scalars.get("step"))) not in answers:
         raise MessageError(f"a secure sum has no exchange {step!r}")
-    answer, privacy, unneeded = answers[step](told), promise.pop("privacy"), dict[str, Any]()
+    answer, privacy, unneeded = answers[step](received), guarantee.pop("privacy"), dict[str, Any]()
     more = {"privacy": privacy} if step == "masked" else {}
-    if client.agreed:  # with this answer the total is known
-        more |= _note_survivors(node, promise, saved, client.survivors)
-        unneeded = _unneeded_noise(node, asked, saved, promise, client.agreed)
+    if client.agreed:  # with this reply the total is known
+        more |= _note_survivors(node, guarantee, saved, client.survivors)
+        unneeded = _unneeded_noise(node, request, saved, guarantee, client.agreed)
     _keep(path, client, {name: saved.scalars[name] for name in ("promise", "question")})
-    node.enter(step, **promise, **sent(question, answer), **more, **unneeded)
+    node.enter(step, **guarantee, **sent(question, answer), **more, **unneeded)
     if client.agreed:
-        path.unlink()  # nothing of this sum is needed any more, and nobody is to find it
+        path.unlink()  # nothing of this sum is needed any more, and no one is to find it
     return {"passes": 0, "kept": False, **unneeded}, answer
 
 
-def _begin(node: Node, asked: NodeRequest, told: Message, path: Path, test: bool) -> tuple[dict[str, Any], Message]:
-    """The answer to the first exchange; what is to be added is known from here on."""
-    session, clients, threshold = _settings(node, asked, told)
-    identity = _identity(node, session, asked.client)
+def _begin(
+    node: Node, request: NodeRequest, received: Message, path: Path, test: bool
+) -> tuple[dict[str, Any], Message]:
+    """The reply to the first exchange; what is to be added is fixed from here on."""
+    session, clients, threshold = _settings(node, request, received)
+    identity = _identity(node, session, request.client)
     facts: dict[str, Any] = {"passes": 0, "kept": False}
     if test:
-        values: Mapping[str, Array] = node._load(asked).figures.to_sum(node.tested(asked, threshold))
+        values: Mapping[str, Array] = node.stage_of(request).figures.to_sum(node.tested(request, threshold))
     else:
-        reply, round = node._once(asked), int(asked.message.scalars["round"])
-        values = vector = node._load(asked).runtime.vector(reply, asked.message)
-        if (shared := _shared(node, asked, asked.digest)) is not None:
-            values = shared.noised(vector, asked.client, round, clients, threshold)
+        reply, round = node.reply_once(request), int(request.message.scalars["round"])
+        values = vector = node.stage_of(request).runtime.vector(reply, request.message)
+        if (shared := _shared(node, request, request.digest)) is not None:
+            values = shared.noised(vector, request.client, round, clients, threshold)
         facts = {"passes": int(reply.forward_passes[0]), "kept": bool(reply.state)}
-    client = SecureClient(session, clients, threshold, identity, values, _context(node, asked, test))
-    answer, promise = client.keys(), node.promise(asked, test)
-    _keep(path, client, {"promise": json.dumps(promise), "question": asked.digest})
-    del promise["privacy"]  # nothing of the values has left yet
-    node.enter("keys", **promise, **sent(asked.digest, answer))
+    client = SecureClient(session, clients, threshold, identity, values, _context(node, request, test))
+    answer, guarantee = client.keys(), node.guarantee(request, test)
+    _keep(path, client, {"promise": json.dumps(guarantee), "question": request.digest})
+    del guarantee["privacy"]  # nothing of the values has left yet
+    node.enter("keys", **guarantee, **sent(request.digest, answer))
     return facts, answer
 
 
-def _shared(node: Node, asked: NodeRequest, question: str) -> SharedNoise | None:
-    """The noise that the clients of a sum share; of a node on a machine of its own, the same for the same question.
+def _shared(node: Node, request: NodeRequest, question: str) -> SharedNoise | None:
+    """The noise that the clients of a sum share; on a deployed node, the same for the same request.
 
-    With other noise every time, a server that asks again could average it away.
+    With other noise every time, a server that repeats its request could average it away.
     """
-    stage = node._load(asked)
+    stage = node.stage_of(request)
     shared = stage.runtime.channel.shared
-    if shared is None or not node.alone:
+    if shared is None or not node.deployed:
         return shared
     path = node.record("noise", stage.setup.number)
     record = Message.from_bytes(path.read_bytes()) if path.is_file() else Message()
@@ -104,59 +107,59 @@ def _shared(node: Node, asked: NodeRequest, question: str) -> SharedNoise | None
 
 
 def _unneeded_noise(
-    node: Node, asked: NodeRequest, saved: Message, promise: Mapping[str, Any], survivors: int
+    node: Node, request: NodeRequest, saved: Message, guarantee: Mapping[str, Any], survivors: int
 ) -> dict[str, Any]:
     """The keys of the parts of the node's noise that a sum, whose survivors so many have signed for, does not need."""
-    shared = _shared(node, asked, str(saved.scalars["question"])) if promise["of"] == "answer" else None
+    shared = _shared(node, request, str(saved.scalars["question"])) if guarantee["of"] == "answer" else None
     if shared is None:
         return {}
     clients, threshold = (int(saved.scalars[name]) for name in ("clients", "threshold"))
-    keys = shared.revealed(asked.client, promise["round"], clients, threshold, survivors)
+    keys = shared.revealed(request.client, guarantee["round"], clients, threshold, survivors)
     return {"noise": {number: key.hex() for number, key in keys.items()}}
 
 
 def _identity(node: Node, session: bytes, client: int) -> Identity:
-    """The node's own on a machine of its own; in a simulation, one that anybody can compute."""
-    if not node.alone:
+    """The key of a deployed node; in a simulation, one that anybody can compute."""
+    if not node.deployed:
         return Identity.derived(session, client)
     return check_identity(node.identity)
 
 
-def _context(node: Node, asked: NodeRequest, test: bool) -> bytes:
-    """What the node answers in this sum: the recipe, run, stage and round, and what all clients are sent alike.
+def _context(node: Node, request: NodeRequest, test: bool) -> bytes:
+    """What the node replies to in this sum: the recipe, run, stage and round, and what all clients are sent alike.
 
-    Where a method tells each client what it has missed, that is the log from its start on. With several tasks, or
-    parts of the model that are the client's own, clients are sent different things, which are then left out.
+    Where clients are sent the part of a log that they have missed, that is the log from its start on. With several
+    tasks, or personal parameters, clients are sent different messages, which are then left out.
     """
-    stage = node._load(asked)
-    setup, question = stage.setup, asked.message.to_bytes()
+    stage = node.stage_of(request)
+    setup, question = stage.setup, request.message.to_bytes()
     if stage.method.replays and not test:
-        question = (node.folder / f"log-{setup.number}-{asked.client}.safetensors").read_bytes()
+        question = (node.folder / f"log-{setup.number}-{request.client}.safetensors").read_bytes()
     alike = [digest(question)] if len(setup.tasks) == 1 else []
-    alike += [asked.setup] if len(setup.tasks) == 1 and not setup.personal else []
-    round = ["test", asked.done] if test else asked.message.scalars.get("round")
+    alike += [request.setup] if len(setup.tasks) == 1 and not setup.personal else []
+    round = ["test", request.done] if test else request.message.scalars.get("round")
     facts = [node.recipe_digest, node.folder.name, setup.number, round, alike]
     return bytes.fromhex(digest(json.dumps(facts).encode()))
 
 
 def _keep(path: Path, client: SecureClient, about: dict[str, Any]) -> None:
-    """Write the client's secrets before anybody hears of its answer."""
+    """Write the client's secrets before its reply leaves."""
     path.parent.mkdir(parents=True, exist_ok=True)
     state = client.to_message()
     data = Message(state.arrays, {**state.scalars, **about}).to_bytes()
     write_atomically(path, lambda file: file.write_bytes(data), private=True)
 
 
-def _settings(node: Node, asked: NodeRequest, told: Message) -> tuple[bytes, int, int]:
+def _settings(node: Node, request: NodeRequest, received: Message) -> tuple[bytes, int, int]:
     """Session, clients and threshold of a sum that the node's recipe allows."""
     try:
-        session = bytes.fromhex(str(told.scalars["session"]))
-        clients, threshold = (int(told.scalars[name]) for name in ("clients", "threshold"))
+        session = bytes.fromhex(str(received.scalars["session"]))
+        clients, threshold = (int(received.scalars[name]) for name in ("clients", "threshold"))
     except (KeyError, ValueError) as error:
-        raise MessageError(f"the server begins a sum in an unknown way: {error!r}") from None
-    stage = node.recipe.stages[node._told(asked).number]
+        raise MessageError(f"the settings of the secure sum cannot be read: {error!r}") from None
+    stage = node.recipe.stages[node.setup_of(request).number]
     if not stage.secure:
-        raise HeadstartError("the recipe has no secure sums in this stage")
+        raise HeadstartError("the recipe has no secure aggregation in this stage")
     if threshold != (least := stage.survivors(clients)):
         raise HeadstartError(
             f"the server would open a sum of {clients} clients with {threshold} of them; by the node's recipe "
@@ -165,22 +168,22 @@ def _settings(node: Node, asked: NodeRequest, told: Message) -> tuple[bytes, int
     return session, clients, threshold
 
 
-def _note_survivors(node: Node, promise: Mapping[str, Any], saved: Message, heard: Array) -> dict[str, Any]:
+def _note_survivors(node: Node, guarantee: Mapping[str, Any], saved: Message, survivors: Array) -> dict[str, Any]:
     """A round is opened for one list of survivors, whatever the sum: two totals would differ by single clients.
 
     Nor are the same statistics added up again with others, in any run of any recipe.
     """
-    if not node.alone:
+    if not node.deployed:
         return {}
-    path = node.record("tested" if promise["of"] == "test" else "answered", promise["stage"])
+    path = node.record("tested" if guarantee["of"] == "test" else "answered", guarantee["stage"])
     record = Message.from_bytes(path.read_bytes())
     if record.scalars["question"] != saved.scalars["question"]:
-        raise HeadstartError("the node has answered another question since")
+        raise HeadstartError("the node has replied to another request since")
     clients = saved.scalars["clients"]  # on which the noise depends that they share
     same = record.scalars.get("clients", clients) == clients
-    if not same or not np.array_equal(record.arrays.get("survivors", heard), heard):
+    if not same or not np.array_equal(record.arrays.get("survivors", survivors), survivors):
         raise HeadstartError("the sum of this round was opened before, for another list of survivors")
-    facts = {"participants": _participants(node, heard), "statistics": _statistics(node, promise)}
+    facts = {"participants": _participants(node, survivors), "statistics": _statistics(node, guarantee)}
     if facts["statistics"] and not node.limits.other_participants:
         for entry in node.ledger.entries():
             same = entry.get("statistics") == facts["statistics"]
@@ -189,20 +192,20 @@ def _note_survivors(node: Node, promise: Mapping[str, Any], saved: Message, hear
                     "the same statistics were added up before with other participants, and the difference of the two "
                     "totals would tell of single nodes; limits.other_participants in node.toml allows it"
                 )
-    noted = Message({**record.arrays, "survivors": heard}, {**record.scalars, "clients": clients})
+    noted = Message({**record.arrays, "survivors": survivors}, {**record.scalars, "clients": clients})
     write_atomically(path, lambda file: file.write_bytes(noted.to_bytes()), private=True)
     return facts
 
 
-def _participants(node: Node, heard: Array) -> list[str]:
+def _participants(node: Node, survivors: Array) -> list[str]:
     """Whoever is in a sum, by the first digits of the digests of their public keys."""
     peers = check_identity(node.identity).peers
-    return sorted(digest(peers[int(number)])[:16] for number in heard)
+    return sorted(digest(peers[int(number)])[:16] for number in survivors)
 
 
-def _statistics(node: Node, promise: Mapping[str, Any]) -> str | None:
+def _statistics(node: Node, guarantee: Mapping[str, Any]) -> str | None:
     """The same for all sums of the same statistics; None for updates and tests, each of which is of its own model."""
-    stage = node.recipe.stages[promise["stage"]]
-    if stage.trains or promise["of"] == "test":
+    stage = node.recipe.stages[guarantee["stage"]]
+    if stage.trains or guarantee["of"] == "test":
         return None
     return digest(json.dumps([stage.method, node.recipe.model.model_dump(mode="json")]).encode())

@@ -1,4 +1,4 @@
-"""What a node says to Flower's messages."""
+"""The replies of a node to Flower's messages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from headstart.config.recipe import Recipe
 from headstart.core.message import Message
 from headstart.engine.flower_messages import facts_of, package_version, recipe_digest, reply_to
-from headstart.engine.node import Node, NodeRequest, StateLostError, StatesInUse
+from headstart.engine.node import Node
+from headstart.engine.node_stage import NodeRequest, StateLostError, StatesInUse
 from headstart.errors import HeadstartError, MessageError
 
 if TYPE_CHECKING:  # Flower takes seconds to load
@@ -24,37 +25,41 @@ _FOLDERS = re.compile(r"(?<![^\s'\"(\[=:,;<`])~?/(?=[^\s/])(?:[^\n:;,'\"()<>`]*/
 
 
 def respond(message: FlowerMessage, node: Node, name: str) -> FlowerMessage:
-    """What a node says to a message; a mistake or a fault becomes an answer that says so."""
-    facts: dict[str, Any]
-    parts: dict[str, bytes] = {}
+    """The reply of a node to a message; a mistake or a fault becomes a reply that says so."""
+    failure: dict[str, Any]
     try:
-        asked, given = facts_of(message)
-        _check_same(asked, node.recipe)
-        if asked.get("kind") == "join":
-            facts = {"name": name, **node.node_info()}
-        else:
-            if "setup" in given:
-                node.remember(given["setup"])
-            if asked.get("kind") == "evaluate":
-                return reply_to(message, {}, {"message": node.evaluate(_asked(asked, given)).to_bytes()})
-            if asked.get("kind") in ("secure", "secure-test"):
-                told, test = Message.from_bytes(given.get("told", b"")), asked["kind"] == "secure-test"
-                facts, told = node.add(_asked(asked, given), told, test)
-                return reply_to(message, facts, {"message": told.to_bytes()})
-            reply = node.answer(_asked(asked, given))
-            facts = {"passes": int(reply.forward_passes[0]), "kept": bool(reply.state)}
-            parts = {"message": reply.message.to_bytes()}
+        facts, parts = facts_of(message)
+        _check_same(facts, node.recipe)
+        if facts.get("kind") == "join":
+            return reply_to(message, {"name": name, **node.node_info()}, {})
+        replied, content = _reply(node, facts, parts)
+        return reply_to(message, replied, {"message": content.to_bytes()})
     except StateLostError as error:
-        facts = {"error": without_folders(error, str(node.folder)), "state_lost": True}
+        failure = {"error": without_folders(error, str(node.folder)), "state_lost": True}
     except HeadstartError as error:
-        facts = {"error": without_folders(error, str(node.folder))}
-    except Exception as error:  # a node that fails is left out of the round; it does not fail silently
-        facts = {"error": f"the node failed: {type(error).__name__}: {without_folders(error, str(node.folder))}"}
-    return reply_to(message, facts, parts)
+        failure = {"error": without_folders(error, str(node.folder))}
+    except Exception as error:  # a node that fails is excluded from the round; it does not fail silently
+        failure = {"error": f"the node failed: {type(error).__name__}: {without_folders(error, str(node.folder))}"}
+    return reply_to(message, failure, {})
+
+
+def _reply(node: Node, facts: Mapping[str, Any], parts: Mapping[str, bytes]) -> tuple[dict[str, Any], Message]:
+    """Facts and message of the reply to a request to train, to evaluate, or to continue a secure sum."""
+    kind = facts.get("kind")
+    if "setup" in parts:
+        node.remember(parts["setup"])
+    if kind in ("secure", "secure-test"):
+        received = Message.from_bytes(parts.get("exchange", b""))
+        return node.add(_request_of(facts, parts), received, test=kind == "secure-test")
+    request = _request_of(facts, parts)
+    if kind == "evaluate":
+        return {}, node.evaluate(request)
+    reply = node.answer(request)
+    return {"passes": int(reply.forward_passes[0]), "kept": bool(reply.state)}, reply.message
 
 
 def without_folders(error: Exception, *known: str) -> str:
-    """What an error says, with the names of files in the place of their paths; all of it goes into the node's log.
+    """The text of an error, with the names of files in the place of their paths; all of it goes into the node's log.
 
     Where a file is tells the server more than it has to know: users, wards, patients. known: paths of the node's own;
     one that is not known ends where a quotation mark does.
@@ -73,32 +78,33 @@ def run_of(message: FlowerMessage) -> str:
     facts, _ = facts_of(message)
     run = facts.get("run")
     if not isinstance(run, str) or not re.fullmatch("[0-9a-f]{32}", run):
-        raise MessageError("the server does not say which run it asks for")
+        raise MessageError("the request names no run")
     return run
 
 
 def refuse(message: FlowerMessage, error: Exception, *known: str) -> FlowerMessage:
-    """The answer of a node that cannot take part; known: paths that it does not tell."""
+    """The reply of a node that cannot take part; known: paths that it does not reveal."""
     return reply_to(message, {"error": without_folders(error, *known)}, {})
 
 
-def _check_same(asked: Mapping[str, Any], recipe: Recipe) -> None:
+def _check_same(facts: Mapping[str, Any], recipe: Recipe) -> None:
     """Refuse a server that is another version of this package, or that runs another recipe."""
-    if asked.get("version") != package_version():
-        raise HeadstartError(f"the node runs headstart {package_version()}, the server {asked.get('version')}")
-    if asked.get("recipe") != recipe_digest(recipe):
+    if facts.get("version") != package_version():
+        raise HeadstartError(f"the node runs headstart {package_version()}, the server {facts.get('version')}")
+    if facts.get("recipe") != recipe_digest(recipe):
         raise HeadstartError("the server runs another recipe than the node was given")
 
 
-def _asked(facts: Mapping[str, Any], given: Mapping[str, bytes]) -> NodeRequest:
+def _request_of(facts: Mapping[str, Any], parts: Mapping[str, bytes]) -> NodeRequest:
+    """A request of what a message holds."""
     try:
         states: StatesInUse = [
             (int(number), int(slot), {str(n): tuple(shape) for n, shape in shapes.items()})
             for number, slot, shapes in facts["states"]
         ]
-        message = Message.from_bytes(given["message"])
-        asked = str(facts["session"]), int(facts["client"]), str(facts["setup"]), states, bool(facts["new"]), message
+        message = Message.from_bytes(parts["message"])
+        fields = str(facts["session"]), int(facts["client"]), str(facts["setup"]), states, bool(facts["new"]), message
         done = int(facts.get("done", 0))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise MessageError(f"the server asks in an unknown way: {error!r}") from None
-    return NodeRequest(*asked, done)
+        raise MessageError(f"the server's request cannot be read: {error!r}") from None
+    return NodeRequest(*fields, done)

@@ -30,13 +30,13 @@ class Transport(Protocol):
         """What stays with them."""
 
     def available(self) -> Bools:
-        """[K] Who can be asked now."""
+        """[K] Whether each client can be sampled now."""
 
     def absences(self) -> Mapping[int, str]:
         """Why each of the others cannot."""
 
     def send(self, request: Request) -> Iterator[AnyReply]:
-        """What they say, in the order of the clients; one reply for a client, a cohort or a secure group."""
+        """Their replies, in the order of the clients; one reply for a client, a cohort or a secure group."""
 
     def commit(self, reply: AnyReply) -> None:
         """The reply counts: what stays with its clients is theirs from the end of the round on."""
@@ -44,15 +44,15 @@ class Transport(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Costs:
-    """What asking clients costs beside what their replies say of themselves."""
+    """What requests cost beside what replies say of themselves."""
 
     ledger: Ledger
     setup_bytes: Ints
-    """[K] Bytes of earlier stages' work that a client needs before its first answer."""
+    """[K] Bytes of earlier stages' work that a client needs before its first reply."""
     communicates: bool = True
     """Whether anything travels from round to round."""
 
-    def ask(self, request: Request) -> None:
+    def charge_request(self, request: Request) -> None:
         """Charge what a request sends."""
         ledger, clients = self.ledger, request.clients
         if self.communicates:
@@ -65,14 +65,14 @@ class Costs:
         ledger = self.ledger
         match reply:
             case Failure():
-                if reply.state_lost:  # next time they are asked as if they were new
+                if reply.state_lost:  # next time they are treated as new
                     ledger.last_round[reply.clients] = -1
             case GroupReply():
                 ledger.last_round[reply.clients] = round
                 ledger.last_round[list(reply.state_lost)] = -1
-                ledger.bytes_up[reply.asked] += reply.bytes_up
-                ledger.bytes_down[reply.asked] += reply.bytes_down
-                ledger.forward_passes[reply.asked] += reply.forward_passes
+                ledger.bytes_up[reply.sampled] += reply.bytes_up
+                ledger.bytes_down[reply.sampled] += reply.bytes_down
+                ledger.forward_passes[reply.sampled] += reply.forward_passes
             case Reply():
                 ledger.last_round[reply.clients] = round
                 ledger.bytes_up[reply.clients] += reply.bytes_up if self.communicates else 0
@@ -80,7 +80,7 @@ class Costs:
 
 
 def play_round(server: Server, clients: Transport, costs: Costs, round: int, drawn: Ints) -> Iterator[int]:
-    """Ask, add up, step; yields how many clients have answered. One whose message is refused is left out."""
+    """Send, add up, step; yields how many clients have replied. One whose message is refused is excluded."""
     ledger = costs.ledger
     before = ledger.bytes_up[drawn], ledger.bytes_down[drawn]
 
@@ -89,7 +89,7 @@ def play_round(server: Server, clients: Transport, costs: Costs, round: int, dra
         ledger.dropped.append({"round": round + 1, "clients": names, "why": why})
 
     for request in server.requests(round, drawn, ledger.last_round):
-        costs.ask(request)
+        costs.charge_request(request)
         for reply in clients.send(request):
             costs.charge(round, reply)
             try:
@@ -127,7 +127,7 @@ def play_rounds(
         for round in range(first_round, rounds):
             drawn = draw(stage, federation, seed, round, clients.available())
             costs.ledger.note_absences(round + 1, {federation.names[c]: why for c, why in clients.absences().items()})
-            for answered in play_round(server, clients, costs, round, drawn):
-                advance(answered)
+            for replied in play_round(server, clients, costs, round, drawn):
+                advance(replied)
             if after_round(round, server.state):
                 break

@@ -1,4 +1,4 @@
-"""The server of a stage: whom it asks, what it sends, what counts, and when a round does."""
+"""The server of a stage: which clients it samples, what it sends them, and which replies and rounds count."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ Bools = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """What a round asks of some clients [M]: for each the message that it is sent, the last round whose message it has
-    (-1 for none), and whether it has not answered in this stage yet."""
+    """The request of a round to some clients [M]: for each the message that it is sent, the last round whose message
+    it has (-1 for none), and whether it has not replied in this stage yet."""
 
     round: int
     """From 0."""
@@ -42,7 +42,7 @@ class Request:
     since: Ints
     new: Bools
     threshold: int = 0
-    """Of a secure sum, how many have to stay to the end; 0: everybody answers by itself."""
+    """Of a secure sum, how many have to stay to the end; 0: clients reply one by one."""
 
     def part(self, places: Ints, threshold: int = 0) -> Request:
         """The same for some of the clients."""
@@ -61,12 +61,12 @@ class Server:
         self.data: Cohort | None = None
         """Examples that clients have given to the server."""
         self._total: Any = None
-        self._good, self._asked, self._refusal = 0, 0, ""
+        self._good, self._sampled, self._refusal = 0, 0, ""
         self._senders: dict[int, Sender] = {}
 
     def requests(self, round: int, clients: Ints, last_round: Ints) -> list[Request]:
-        """What a round (from 0) asks of these clients; last_round: [K] the last one that each took part in."""
-        self._total, self._good, self._asked, self._refusal = self.channel.total(round), 0, len(clients), ""
+        """The requests of a round (from 0) to these clients; last_round: [K] the last one that each took part in."""
+        self._total, self._good, self._sampled, self._refusal = self.channel.total(round), 0, len(clients), ""
         last, tasks = last_round[clients], self.federation.tasks_of(clients)
         since = last if self.method.replays else np.full(len(clients), -1)
         kinds = list(zip(tasks.tolist(), since.tolist(), strict=True))
@@ -87,7 +87,7 @@ class Server:
         return [request.part(part, self.stage.survivors(len(part))) for part in parts]
 
     def add(self, reply: Reply | GroupReply | Failure) -> None:
-        """Add what a reply says to the total of the round; `MessageError` where it does not count."""
+        """Add a reply to the total of the round; `MessageError` where it does not count."""
         try:
             match reply:
                 case Failure():
@@ -106,15 +106,15 @@ class Server:
         self._good += len(reply.clients)
 
     def step(self, round: int) -> None:
-        """The state after a round (from 0); one with fewer usable replies than the stage asks for stops the run."""
-        if self._good < min(self.stage.min_replies or 1, self._asked):
+        """The state after a round (from 0); one with fewer usable replies than min_replies stops the run."""
+        if self._good < min(self.stage.min_replies or 1, self._sampled):
             last = f"; the last refusal: {self._refusal}" if self._refusal else ""
             raise HeadstartError(
-                f"{self.stage.method}, round {round + 1}: {self._good} of {self._asked} clients gave a usable answer, "
+                f"{self.stage.method}, round {round + 1}: {self._good} of {self._sampled} clients sent a usable reply, "
                 f"min_replies = {self.stage.min_replies or 1}{last}"
             )
         total = self.channel.finish(self._total, round)
-        if self._good or (isinstance(total, Total) and total.weights):  # noise hides that nobody was heard
+        if self._good or (isinstance(total, Total) and total.weights):  # noise hides that there was no reply
             self.state = self.method.server_update(self.state, total, round)
         if self.data is not None:
             self.state = self.method.train_on_server(self.state, self.data, round)  # type: ignore[attr-defined]
@@ -125,16 +125,17 @@ def check_sum(stage: Any, round: int, clients: int) -> None:
     """Refuse a round (from 1) of a secure stage with too few clients."""
     if clients < SMALLEST_SUM:
         raise HeadstartError(
-            f"{stage.method}, round {round}: a sum of {clients} clients hides nobody; secure sums need "
+            f"{stage.method}, round {round}: a sum of {clients} clients hides none of them; secure aggregation needs "
             f"{SMALLEST_SUM} or more in a round"
         )
 
 
 def draw(stage: ClosedForm | Rounds, federation: Federation, seed: Seed, round: int, available: Bools) -> Ints:
-    """Clients of a round (from 0), without replacement; where a client is heard once, those not heard before.
+    """Clients of a round (from 0), without replacement; where a client participates once, those not sampled
+    before.
 
-    Who cannot be asked now makes room for the next in the order, which does not depend on who is there. Not so with
-    privacy: its account is of a draw from all clients, and who is absent is missing.
+    An absent client makes room for the next in the order, which does not depend on who is available. Not so with
+    privacy: its accounting is for a sample of all clients, and an absent client is not replaced.
     """
     one_shot, per_round = not stage.trains, stage.sampled(federation.n_clients)
     order = _order(stage, federation, seed, () if one_shot else (round,))
@@ -153,7 +154,7 @@ def _order(stage: ClosedForm | Rounds, federation: Federation, seed: Seed, key: 
     if stage.sampling == "clients":
         return _generator(seed, *key).permutation(federation.n_clients)
     ranks, turns, clients, turn = [], [], [], sum(key)
-    for task in range(len(federation.tasks)):  # whom a task sends does not depend on the other tasks
+    for task in range(len(federation.tasks)):  # the clients of a task do not depend on the other tasks
         mine = federation.clients_of(task)
         clients.append(mine[_generator(seed, *key, task).permutation(len(mine))])
         ranks.append(np.arange(len(mine)))

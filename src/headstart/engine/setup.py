@@ -1,4 +1,4 @@
-"""What a client has to know of a stage before its first answer, beside the recipe and its own examples."""
+"""Everything a client needs to start a stage, beside the recipe and its own examples."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from headstart.methods import Method, Population, StageContext, Task, build
 
 Shapes = Mapping[str, tuple[int, ...]]
 
-_EARLIER = 0  # the number under which a client's body has what earlier stages made
+_EARLIER = 0  # the number under which a client's model store has what earlier stages made
 
 
 def plan_of(stage: ClosedForm | Rounds, personal: Set[str], fixed_head: bool) -> Plan:
@@ -36,7 +36,7 @@ def plan_of(stage: ClosedForm | Rounds, personal: Set[str], fixed_head: bool) ->
 def method_of(
     stage: ClosedForm | Rounds, plan: Plan, seed: tuple[int, ...], body: Body, tasks: tuple[Task, ...], noise: Seed = ()
 ) -> tuple[Method[Any], Channel]:
-    """The method and the channel of a stage on a body as it is loaded; noise: as in `StageContext`."""
+    """The method and the channel of a stage on a backbone as it is loaded; noise: as in `StageContext`."""
     body.attach(stage, plan, seed)
     context = StageContext(tasks, body.dim, seed, plan, body.model, noise)
     method = build(stage, context)
@@ -49,9 +49,9 @@ class Start:
     """What a stage starts from, as the server knows it."""
 
     weights: Mapping[str, Array]
-    """Of the body, where earlier stages trained it."""
+    """Of the backbone, where earlier stages trained it."""
     module: Module | None
-    """What earlier stages left on the body."""
+    """What earlier stages left on the backbone."""
     norm_statistics: str
     personal: frozenset[str]
     """Parts of the model that are each client's own already."""
@@ -61,7 +61,7 @@ class Start:
 
 @dataclass(frozen=True, eq=False)
 class StageSetup:
-    """A stage as a client of one task is told of it."""
+    """Everything a client of one task needs to start a stage."""
 
     number: int
     task: int
@@ -75,7 +75,7 @@ class StageSetup:
     temperatures: tuple[float, ...] = ()
     """Of each task: that of the head."""
     module: tuple[str, Mapping[str, Any]] | None = None
-    """Kind and settings of the module that an earlier stage left on the body."""
+    """Kind and settings of the module that an earlier stage left on the backbone."""
     arrays: Mapping[str, Array] = field(default_factory=dict)
     """What earlier stages made and this one does not send: `body.…`, `module.…` and `head.…`."""
 
@@ -151,13 +151,13 @@ class StageSetup:
             }
             return cls(**facts | known)
         except (KeyError, TypeError, ValueError) as error:
-            raise MessageError(f"the server tells of a stage in an unknown way: {error!r}") from None
+            raise MessageError(f"the setup of the stage cannot be read: {error!r}") from None
 
     def method(
         self, recipe: Recipe, body: Body, noise: Seed, target: Target = "classes"
     ) -> tuple[Method[Any], Channel]:
-        """The method and the channel of the stage on a pre-trained body, which takes on what earlier stages made;
-        target: what the client's examples are to teach."""
+        """The method and the channel of the stage on a pre-trained backbone, which takes on what earlier stages made;
+        target: what is learned of the client's examples."""
         stage = recipe.stages[self.number]
         self._load(body)
         plan = plan_of(stage, frozenset(self.personal), body.fixed_head)
@@ -181,7 +181,7 @@ class StageSetup:
         tasks, values = [], self._under("module.")
         for number, ((name, classes, clients, examples), shapes) in enumerate(zip(self.tasks, self.heads, strict=True)):
             head = None
-            if shapes is not None:  # what is not told is another task's, or comes with every message
+            if shapes is not None:  # what is not sent is another task's, or comes with every message
                 zeros = {n: np.zeros(shape, np.float32) for n, shape in shapes.items()}
                 given = LinearHead.of_arrays(zeros | (self._under("head.") if number == self.task else {}))
                 head = replace(given, temperature=self.temperatures[number])

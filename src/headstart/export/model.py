@@ -195,7 +195,7 @@ def _finished(run: Path) -> tuple[Recipe, dict[str, list[str]]]:
     if not (run / "recipe.toml").is_file():
         raise HeadstartError(f"{run} holds no run: there is no recipe.toml")
     if not (run / "summary.json").is_file():
-        raise HeadstartError(f"the run in {run} is not finished; go on with it by headstart run --resume --out {run}")
+        raise HeadstartError(f"the run in {run} is not finished; continue it with headstart run --resume --out {run}")
     return Recipe.load(run / "recipe.toml"), _json(run / "model" / "classes.json")
 
 
@@ -244,7 +244,7 @@ def _classes_beside(module: Path, count: int) -> tuple[str, ...]:
 def _build(body: Body, version: Version, file: Path, width: int) -> None:
     """Put weights and a module, of this file, under a head of this width; batch norm is as the version says."""
     if body.backbone is None and version.module is not None:
-        raise HeadstartError(f"--module {file}: the run's data are features, and there is no body to put it on")
+        raise HeadstartError(f"--module {file}: the run's data are features, and there is no backbone to put it on")
     if body.backbone is None:
         return
     body.remember(0, version)

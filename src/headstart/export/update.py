@@ -58,7 +58,7 @@ def update(
     model = Model.of(run)
     stage = model.recipe.stages[-1]
     directory, number = RunDirectory(run), len(model.recipe.stages) - 1
-    if not getattr(stage, "keep_statistics", False):
+    if not stage.keep_statistics:
         raise HeadstartError(
             f"{run}: no client's statistics were kept; only a last stage with keep_statistics = true can be updated"
         )

@@ -17,15 +17,14 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 
 from headstart.core.statistics import ClientStatistics, Features, Floats, Ints, random_parts, summarise
 from headstart.errors import HeadstartError
+from headstart.heads.base import FLOATS, RandomFeaturesEstimator, client_numbers
 from headstart.heads.calibrate import temperature_of
 from headstart.heads.centres import k_means
 from headstart.heads.cof import Covariance, Within, cof_head, moments_for
 from headstart.heads.lda import Prior, ridge_lda_head
-from headstart.heads.linear import LinearHead, RandomFeatures
+from headstart.heads.linear import LinearHead
 from headstart.heads.ncm import ncm_head
 from headstart.heads.ridge import ridge_head, ridge_optimism
-
-_FLOATS = [np.float64, np.float32]
 
 
 class _ClosedFormClassifier(ClassifierMixin, BaseEstimator, ABC):  # type: ignore[misc]
@@ -39,14 +38,12 @@ class _ClosedFormClassifier(ClassifierMixin, BaseEstimator, ABC):  # type: ignor
 
     def fit(self, X: Any, y: Any, client: Any = None) -> Self:
         """Fit on features X [n, d] and labels y [n]; ``client`` [n] says who holds each example."""
-        X, y = validate_data(self, X, y, dtype=_FLOATS)
+        X, y = validate_data(self, X, y, dtype=FLOATS)
         check_classification_targets(y)
         self.classes_, labels = np.unique(y, return_inverse=True)
         if len(self.classes_) < 2:
             raise HeadstartError(f"the data hold one class only ({self.classes_[0]}); a classifier needs two classes")
-        if client is not None and np.shape(client) != np.shape(y):
-            raise HeadstartError(f"client has shape {np.shape(client)}; give one client for each of {len(y)} examples")
-        clients = None if client is None else np.unique(client, return_inverse=True)[1].astype(np.int64)
+        clients = client_numbers(client, len(y))
         labels = labels.astype(np.int64)
         self._kept: dict[Hashable, ClientStatistics] = {}
         statistics = self._statistics(X, labels, clients)
@@ -69,7 +66,7 @@ class _ClosedFormClassifier(ClassifierMixin, BaseEstimator, ABC):  # type: ignor
         first = not getattr(self, "_kept", None)
         if first and hasattr(self, "head_"):
             raise HeadstartError("fit keeps nothing that partial_fit could add to; begin with partial_fit")
-        X, y = validate_data(self, X, y, dtype=_FLOATS, reset=first)
+        X, y = validate_data(self, X, y, dtype=FLOATS, reset=first)
         check_classification_targets(y)
         self._extend_classes(classes, first)
         labels = self._places(y)
@@ -156,7 +153,7 @@ class _ClosedFormClassifier(ClassifierMixin, BaseEstimator, ABC):  # type: ignor
 
     def _scores(self, X: Any) -> npt.NDArray[np.float32]:
         check_is_fitted(self)
-        return self.head_.scores(validate_data(self, X, dtype=_FLOATS, reset=False))
+        return self.head_.scores(validate_data(self, X, dtype=FLOATS, reset=False))
 
     @abstractmethod
     def _statistics(self, X: Features, labels: Ints, clients: Ints | None) -> ClientStatistics:
@@ -198,14 +195,16 @@ class FedNCM(_ClosedFormClassifier):
 
     def _merged(self, statistics: ClientStatistics) -> ClientStatistics:
         if self.centres > 1:
-            raise HeadstartError("partial_fit: with several centres every client would have to be asked again; use fit")
+            raise HeadstartError(
+                "partial_fit: with several centres every client would have to take part again; use fit"
+            )
         return super()._merged(statistics)
 
     def _head(self, statistics: ClientStatistics) -> LinearHead:
         return replace(ncm_head(statistics, self.distance), centres=self.centres)
 
 
-class Fed3R(_ClosedFormClassifier):
+class Fed3R(_ClosedFormClassifier, RandomFeaturesEstimator):
     """Ridge regression (Fanì et al., ICML 2024). Who holds which example does not matter."""
 
     def __init__(
@@ -227,12 +226,6 @@ class Fed3R(_ClosedFormClassifier):
         self.temperature = temperature
         self.head = head
         self.prior = prior
-
-    def _map(self) -> RandomFeatures | None:
-        if not self.random_features:
-            return None
-        width = self.random_features_width
-        return RandomFeatures.draw(self.n_features_in_, self.random_features, width, self.random_state)
 
     def _statistics(self, X: Features, labels: Ints, clients: Ints | None) -> ClientStatistics:
         classes = len(self.classes_)
@@ -281,7 +274,7 @@ class FedCOF(_ClosedFormClassifier):
         clients = np.arange(len(labels)) if clients is None else clients
         parts = random_parts(labels, clients, self.means_per_client, (self.random_state,))
         if self.rank and (self.covariance != "estimated" or self.within == "estimated"):
-            raise HeadstartError("rank: directions are told beside a trace or a diagonal; set within = 'auto'")
+            raise HeadstartError("rank: directions are sent beside a trace or a diagonal; set within = 'auto'")
         moments, n_classes, seed = moments_for(self.covariance, self.within), len(self.classes_), (self.random_state,)
         return summarise(
             X, labels, n_classes, clients=clients, parts=parts, moments=moments, rank=self.rank, seed=seed

@@ -6,20 +6,18 @@ from typing import Any, Literal, Self, cast
 
 import numpy as np
 import numpy.typing as npt
-from sklearn.base import BaseEstimator, ClassifierMixin, MultiOutputMixin, RegressorMixin
+from sklearn.base import ClassifierMixin, MultiOutputMixin, RegressorMixin
 from sklearn.utils.multiclass import type_of_target
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from headstart.core.metrics import label_shares
 from headstart.core.statistics import ClientStatistics, Features, Floats, summarise
 from headstart.errors import HeadstartError
-from headstart.heads.linear import RandomFeatures
+from headstart.heads.base import FLOATS, RandomFeaturesEstimator, client_numbers
 from headstart.heads.targets import Beside, encoded, ridge_of_targets
 
-_FLOATS = [np.float64, np.float32]
 
-
-class _Ridge(BaseEstimator):  # type: ignore[misc]
+class _Ridge(RandomFeaturesEstimator):
     """The Gram matrix of each client, with the targets beside the features, and the ridge solution of their sum.
 
     After ``fit``: ``coef_`` [q, d], ``intercept_`` [q], and the λ that was chosen as ``ridge_``.
@@ -41,15 +39,8 @@ class _Ridge(BaseEstimator):  # type: ignore[misc]
 
     def _fit(self, X: Features, targets: Floats, client: Any) -> tuple[Floats, Floats]:
         """Weights [q, d] and biases [q]; targets: [n, q]."""
-        if client is not None and np.shape(client) != (len(targets),):
-            raise HeadstartError(
-                f"client has shape {np.shape(client)}; give one client for each of {len(targets)} examples"
-            )
-        self._map = None
-        if self.random_features:
-            width = self.random_features_width
-            self._map = RandomFeatures.draw(X.shape[1], self.random_features, width, self.random_state)
-        who = np.zeros(len(targets), np.int64) if client is None else np.unique(client, return_inverse=True)[1]
+        clients, self._drawn = client_numbers(client, len(targets)), self._map()
+        who = np.zeros(len(targets), np.int64) if clients is None else clients
         parts = []
         for number in range(int(who.max()) + 1):
             mine = np.flatnonzero(who == number)
@@ -60,12 +51,12 @@ class _Ridge(BaseEstimator):  # type: ignore[misc]
         return weight, bias
 
     def _mapped(self, X: Features) -> Features:
-        return X if self._map is None else self._map(X)
+        return X if self._drawn is None else self._drawn(X)
 
     def _scores(self, X: Any) -> Floats:
         """[n, q], or [n] where the targets were one column."""
         check_is_fitted(self)
-        X = validate_data(self, X, dtype=_FLOATS, reset=False)
+        X = validate_data(self, X, dtype=FLOATS, reset=False)
         return np.asarray(self._mapped(X).astype(np.float64) @ np.transpose(self.coef_) + self.intercept_)
 
     coef_: Floats
@@ -81,7 +72,7 @@ class Fed3RRegressor(MultiOutputMixin, RegressorMixin, _Ridge):  # type: ignore[
 
     def fit(self, X: Any, y: Any, client: Any = None) -> Self:
         """Fit on features X [n, d] and targets y [n] or [n, q]; ``client`` [n] says who holds each example."""
-        X, y = validate_data(self, X, y, dtype=_FLOATS, multi_output=True, y_numeric=True)
+        X, y = validate_data(self, X, y, dtype=FLOATS, multi_output=True, y_numeric=True)
         y = np.asarray(y, np.float64)
         weight, bias = self._fit(X, y.reshape(len(y), -1), client)
         self.coef_, self.intercept_ = (weight[0], float(bias[0])) if y.ndim == 1 else (weight, bias)
@@ -100,7 +91,7 @@ class Fed3RMultiLabel(ClassifierMixin, _Ridge):  # type: ignore[misc]
 
     def fit(self, X: Any, y: Any, client: Any = None) -> Self:
         """Fit on features X [n, d] and labels y [n, q] of 0 and 1; ``client`` [n] says who holds each example."""
-        X, y = validate_data(self, X, y, dtype=_FLOATS, multi_output=True)
+        X, y = validate_data(self, X, y, dtype=FLOATS, multi_output=True)
         if type_of_target(y) != "multilabel-indicator":
             raise HeadstartError(f"y must be 0 and 1, a column for each label; it is {type_of_target(y)}")
         self.classes_ = np.arange(y.shape[1])

@@ -32,7 +32,7 @@ ALONE = 1 << 62
 
 @dataclass(frozen=True)
 class Population:
-    """All clients that a part of the model is trained for together, heard or not, and their examples."""
+    """All clients that a part of the model is trained for together, sampled or not, and their examples."""
 
     clients: int = 1
     examples: int = 1
@@ -64,7 +64,8 @@ class StageContext:
     """The run's seed and the number of the stage."""
     plan: Plan
     model: LocalModel | None = None
-    """The body as the stage starts from it, with the module that is to be trained; None where the data are features."""
+    """The backbone as the stage starts from it, with the module that is to be trained; None where the data are
+    features."""
     noise: Seed = ()
     """What noise is drawn from beside the seed: nothing in a simulation, a secret on the server of a deployment. None,
     on its nodes: the operating system's generator alone."""
@@ -118,7 +119,7 @@ class Method(ABC, Generic[State]):
     state_type: type
     """The class of the server's state, a dataclass."""
     one_shot: bool = False
-    """Whether a client is heard in one round only: what it says does not depend on what the server knows."""
+    """Whether a client participates in one round only: its reply does not depend on what the server knows."""
     replays: bool = False
     """Whether the model is a log of steps: a client is sent those it has missed since its last round."""
     blocks: Blocks = MappingProxyType({})
@@ -131,6 +132,8 @@ class Method(ABC, Generic[State]):
     """Names and shapes of what stays with a client from one of its rounds to the next."""
     accumulates: Mapping[str, str] = MappingProxyType({})
     """Kinds of client state that add up what was sent of a block."""
+    folds: bool = False
+    """Whether weights of the backbone change that no client trains."""
     memory_per_client: int = 0
     """Bytes that one more client of a cohort takes, beyond its features."""
 
@@ -152,7 +155,7 @@ class Method(ABC, Generic[State]):
 
     @abstractmethod
     def server_update(self, state: State, total: Any, round: int) -> State:
-        """Server: the state after a round (from 0), from the total of what was heard in it."""
+        """Server: the state after a round (from 0), from the total of its replies."""
 
     @abstractmethod
     def model(self, state: State, task: int = 0) -> Message:
@@ -160,7 +163,7 @@ class Method(ABC, Generic[State]):
 
     @abstractmethod
     def load(self, message: Message, task: int = 0, personal: Arrays | None = None) -> LinearHead:
-        """Write a model, and what is a client's own, into the body; its head."""
+        """Write a model, and what is a client's own, into the backbone; its head."""
 
     @property
     def methods(self) -> Sequence[Method[Any]]:
@@ -174,8 +177,12 @@ class Method(ABC, Generic[State]):
     def check(self, message: Message) -> None:
         """Server: `MessageError` where no client sends such an update, beyond what the channel checks."""
 
-    def own(self, read: ReadState, task: int = 0) -> Mapping[str, npt.NDArray[np.float32]]:
-        """What is each client's own [M, …] by the name of the parameter, from its client state."""
+    def counted(self, arrays: Arrays) -> Arrays:
+        """Server: of a client's update, what is added up; all of it, as it is."""
+        return arrays
+
+    def personal_params(self, read: ReadState, task: int = 0) -> Mapping[str, npt.NDArray[np.float32]]:
+        """The personal parameters of each client [M, …] by name, from its client state."""
         return {}
 
     def selected(self, state: State) -> Mapping[str, float]:

@@ -33,7 +33,7 @@ from headstart.solvers.cohort import Cohort
 
 @dataclass(frozen=True)
 class ClosedFormState:
-    """What the server has heard: one total, or, where every client's rows are kept, one part for each round; and the
+    """What the server has received: one total, or, where every client's rows are kept, one part for each round; and the
     examples' losses at each temperature of the grid, added up."""
 
     parts: tuple[ClientStatistics, ...] = ()
@@ -43,11 +43,11 @@ class ClosedFormState:
     number: int = 0
     """The pass over the clients that the parts are of."""
     clients: dict[str, ClientStatistics] = field(default_factory=dict)
-    """What each client has said, by its number, where that is kept: the parts are then their sum, client by client."""
+    """The statistics of each client, by its number, where they are kept: the parts are then their sum, by client."""
 
     @property
     def rows(self) -> int:
-        """Class means that were heard."""
+        """Class means that were received."""
         return sum(len(part.labels) for part in self.parts)
 
 
@@ -106,10 +106,10 @@ class ClosedForm(Method[ClosedFormState]):
 
     @abstractmethod
     def solve(self, total: ClientStatistics) -> LinearHead:
-        """The head that everything heard so far makes."""
+        """The head of all statistics received so far."""
 
     def init(self) -> ClosedFormState:
-        """Nothing heard yet."""
+        """Nothing received yet."""
         return ClosedFormState()
 
     def optimism(self, total: ClientStatistics, head: LinearHead) -> tuple[float, Floats]:
@@ -119,13 +119,13 @@ class ClosedForm(Method[ClosedFormState]):
     def broadcast(self, state: ClosedFormState, round: int, since: int, task: int = 0) -> Message:
         """The number of the round: all that a client has to know; to calibrate, the head, and what to try with it."""
         if not self._is_calibration(round) or not state.rows:
-            return Message(self.told(state, self.pass_of(round)), {"round": round})
+            return Message(self.broadcast_arrays(state, self.pass_of(round)), {"round": round})
         head, grid = self._solve(state)
         factor, own = self.optimism(self._total(state), head)
         arrays = {f"head.{name}": array for name, array in head.arrays().items()}
         return Message({**arrays, "grid": grid, "own": own}, {"round": round, "factor": factor})
 
-    def told(self, state: ClosedFormState, number: int) -> dict[str, npt.NDArray[Any]]:
+    def broadcast_arrays(self, state: ClosedFormState, number: int) -> dict[str, npt.NDArray[Any]]:
         """What a pass (from 0) tells clients of the one before."""
         return {}
 
@@ -167,7 +167,7 @@ class ClosedForm(Method[ClosedFormState]):
         return summarise(found, np.zeros(len(found), np.int64), 1, clients=cohort.owners[known])
 
     def labels(self, cohort: Cohort, received: Received) -> Ints:
-        """What each example [n] is counted and summed as: its class, where nothing else is said."""
+        """What each example [n] is counted and summed as: its class, unless a method has it otherwise."""
         return cohort.labels
 
     def vectors(self, cohort: Cohort) -> Features:
@@ -196,13 +196,13 @@ class ClosedForm(Method[ClosedFormState]):
         if (number := self.pass_of(round)) > state.number:
             state = ClosedFormState((), earlier=state.parts, number=number)
         if self.stage.keep_statistics:
-            return self.of_clients(state.clients | {str(client): said for client, said in total.kept.items()})
+            return self.of_clients(state.clients | {str(client): each for client, each in total.kept.items()})
         if self.summary.rows:
             return replace(state, parts=(*state.parts, total.merged()))
         return replace(state, parts=(self.summary.empty().merge(*state.parts, *total.parts).pooled(),))
 
     def of_clients(self, clients: Mapping[str, ClientStatistics]) -> ClosedFormState:
-        """The state of what each client has said, added up in the order of their numbers whenever they were heard.
+        """The state of each client's statistics, added up in the order of their numbers, whenever they replied.
 
         Floating-point sums depend on their order: so the state with clients that came and went is, to the bit, that of
         those that are left.
@@ -212,7 +212,7 @@ class ClosedForm(Method[ClosedFormState]):
         return ClosedFormState((total if self.summary.rows else total.pooled(),), clients=kept)
 
     def head(self, state: ClosedFormState) -> LinearHead:
-        """The head, with its temperature. Where nobody was heard yet, every class is masked."""
+        """The head, with its temperature. Before the first reply, every class is masked."""
         if not state.rows:
             none = np.zeros(0, np.int64)
             return LinearHead.from_classes(
@@ -228,7 +228,7 @@ class ClosedForm(Method[ClosedFormState]):
         return replace(head, temperature=chosen, notes={**head.notes, "temperature": chosen})
 
     def _total(self, state: ClosedFormState) -> ClientStatistics:
-        """All that was heard, as what can be solved for."""
+        """All statistics received, as what can be solved for."""
         return state.parts[0].merge(*state.parts[1:]).solvable()
 
     def _solve(self, state: ClosedFormState) -> tuple[LinearHead, Floats]:
@@ -247,7 +247,7 @@ class ClosedForm(Method[ClosedFormState]):
         return Message(self.head(state).arrays())
 
     def load(self, message: Message, task: int = 0, personal: Arrays | None = None) -> LinearHead:
-        """The head; the body is left alone."""
+        """The head; the backbone is left alone."""
         return LinearHead.of_arrays({name: array.astype(np.float32) for name, array in message.arrays.items()})
 
     def selected(self, state: ClosedFormState) -> Mapping[str, float]:

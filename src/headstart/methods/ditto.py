@@ -42,7 +42,8 @@ class Ditto(Training[DittoStage]):
         shared = self.solve(w, cohort, round, Objective())
         update = shared.params - w
         passes = shared.passes.copy()
-        v = self.solve(w | tensors(self.own(cohort.state)), cohort, round, Objective(self.stage.lambda_ditto, centre=w))
+        start = w | tensors(self.personal_params(cohort.state))
+        v = self.solve(start, cohort, round, Objective(self.stage.lambda_ditto, centre=w))
         personal = (v.params | v.statistics).select(self.personal_shapes)
         return self.result(cohort, replace(shared, passes=passes + v.passes), {"personal": personal}, update=update)
 

@@ -31,7 +31,7 @@ class FedCOFStage(ClosedFormStage):
 
     method: Literal["fedcof"]
     shrinkage: NonNegativeFloat | Auto = "auto"
-    """"auto": follows the within-class variance, told or estimated; the papers use 1 (0.1 for MobileNetV2)."""
+    """"auto": follows the within-class variance, sent or estimated; the papers use 1 (0.1 for MobileNetV2)."""
     means_per_client: PositiveInt = 1
     covariance: Literal["estimated", "full", "diagonal", "spherical"] = "estimated"
     head: Literal["ridge", "lda"] = "ridge"
@@ -48,8 +48,8 @@ class FedCOFStage(ClosedFormStage):
     """Largest directions of that scatter that a client tells beside it, as many rows as so many classes."""
 
     @property
-    def told(self) -> Within:
-        """What clients tell: noise hides no more than has to be told."""
+    def sent_within(self) -> Within:
+        """What clients send of it: with noise, no more than is needed."""
         noisy = self.privacy is not None or self.count_noise is not None
         return "estimated" if self.within == "auto" and noisy else self.within
 
@@ -64,7 +64,7 @@ class FedCOF(ClosedForm):
 
     def __init__(self, stage: FedCOFStage, context: StageContext) -> None:
         super().__init__(stage, context)
-        self.moments = moments_for(stage.covariance, stage.told)
+        self.moments = moments_for(stage.covariance, stage.sent_within)
 
     @property
     def summary(self) -> Summary:
@@ -81,7 +81,7 @@ class FedCOF(ClosedForm):
     def solve(self, total: ClientStatistics) -> LinearHead:
         """The solve with estimated covariances, each row scaled to length one unless it is a discriminant's."""
         stage = self.stage
-        return cof_head(total, stage.shrinkage, stage.covariance, stage.told, stage.head, stage.prior)
+        return cof_head(total, stage.shrinkage, stage.covariance, stage.sent_within, stage.head, stage.prior)
 
 
 register(FedCOFStage, FedCOF)

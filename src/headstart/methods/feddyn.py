@@ -55,7 +55,7 @@ class FedDyn(Training[FedDynStage]):
         return self.result(cohort, local, {"dual": dual}, update=local.params - received.model)
 
     def server_update(self, state: TrainingState, total: Total, round: int) -> TrainingState:
-        """x ← mean of the models heard + mean of all duals, which have moved by the same updates."""
+        """x ← mean of the received models + mean of all duals, which have moved by the same updates."""
         mean = total.mean("update")
         dual = state.memory["dual"] + mean * (total.weight("update") / state.population.clients)
         moved = super().server_update(state, total, round)

@@ -37,7 +37,7 @@ class FedNCMStage(ClosedFormStage):
     centres: PositiveInt = 1
     """Of each class, found by k-means; an example belongs to the class of the nearest."""
     iterations: PositiveInt = 10
-    """Of k-means, where there are several centres: every client is heard once in each, after twice at first."""
+    """Of k-means, where there are several centres: every client participates once in each, after twice at first."""
 
     @property
     def passes(self) -> int:
@@ -50,7 +50,7 @@ class FedNCM(ClosedForm):
 
     @property
     def summary(self) -> Summary:
-        """In directions the counts cancel: with privacy, where everything that is said has its price, they stay out.
+        """In directions the counts cancel: with privacy, where everything that is sent has its price, they stay out.
 
         k-means needs the centres themselves. A centre is a class of its own.
         """
@@ -58,7 +58,7 @@ class FedNCM(ClosedForm):
         counts = stage.privacy is None or stage.distance == "euclidean" or stage.centres > 1
         return replace(summary, n_classes=summary.n_classes * stage.centres, counts=counts)
 
-    def told(self, state: ClosedFormState, number: int) -> dict[str, npt.NDArray[Any]]:
+    def broadcast_arrays(self, state: ClosedFormState, number: int) -> dict[str, npt.NDArray[Any]]:
         """The centres after the pass before."""
         parts = state.parts if state.number < number else state.earlier
         if not number or not parts:

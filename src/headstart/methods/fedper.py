@@ -1,7 +1,8 @@
-"""FedPer: personal heads on a shared body (Arivazhagan et al., "Federated learning with personalization layers", 2019).
+"""FedPer: personal heads on a shared backbone (Arivazhagan et al., "Federated learning with personalization layers",
+2019).
 
-A client trains body and head together. Travels, both ways: the body. The head stays with the client and goes on from
-round to round where it was.
+A client trains backbone and head together. Travels, both ways: the backbone. The head stays with the client and goes on
+from round to round where it was.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from headstart.methods.training import Training
 
 
 class FedPerStage(TrainingStage):
-    """The body is averaged, every client keeps a head of its own (Arivazhagan et al., 2019)."""
+    """The backbone is averaged, every client keeps a head of its own (Arivazhagan et al., 2019)."""
 
     classifier: ClassVar[Role] = "personal"
     method: Literal["fedper"]

@@ -1,8 +1,9 @@
-"""FedRep: a head of its own for each client, fitted to the shared body before the body is trained (Collins et al.,
-"Exploiting shared representations for personalized federated learning", ICML 2021, algorithm 1).
+"""FedRep: a head of its own for each client, fitted to the shared backbone before the backbone is trained (Collins et
+al., "Exploiting shared representations for personalized federated learning", ICML 2021, algorithm 1).
 
-In its round a client first trains its head for ``head_epochs`` under the body it received, then the body for
-``local_epochs`` under its new head; each part is really frozen while the other trains. Travels, both ways: the body.
+In its round a client first trains its head for ``head_epochs`` under the backbone it received, then the backbone for
+``local_epochs`` under its new head; each part is really frozen while the other trains. Travels, both ways: the
+backbone.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ from headstart.solvers.objective import Objective
 
 
 class FedRepStage(TrainingStage):
-    """As FedPer, but each client trains its head first, then the body (Collins et al., ICML 2021)."""
+    """As FedPer, but each client trains its head first, then the backbone (Collins et al., ICML 2021)."""
 
     classifier: ClassVar[Role] = "personal"
     method: Literal["fedrep"]
     train: Part = "all"
     head_epochs: NonNegativeInt = 10
-    """Epochs on the head, before local_epochs on the body."""
+    """Epochs on the head, before local_epochs on the backbone."""
 
 
 class FedRep(Training[FedRepStage]):
-    """Head, then body."""
+    """Head, then backbone."""
 
     def client_update(self, cohort: Cohort, received: Received) -> ClientResult:
         """Two phases, each with a velocity of its own."""

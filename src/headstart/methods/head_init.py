@@ -31,7 +31,7 @@ def head_start(stage: Rounds, context: StageContext) -> Params:
     """The head of the context's task to start from: that of an earlier stage, zeros, or random values."""
     previous, shapes = context.task.head, head_shapes(stage, context.task, context.dim)
     if stage.head_init == "previous" and previous is not None:
-        # A class that was masked because nobody had been heard about it may be learned now; a client alone learns
+        # A class that was masked because no client had sent it may be learned now; a client alone learns
         # those that it has.
         mask = -np.inf if stage.personalises else 0.0
         if previous.centres > 1:

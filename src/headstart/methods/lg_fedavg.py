@@ -1,8 +1,8 @@
-"""LG-FedAvg: personal bodies under a shared head (Liang et al., "Think locally, act globally: federated learning with
-local and global representations", 2020, algorithm 1).
+"""LG-FedAvg: personal backbones under a shared head (Liang et al., "Think locally, act globally: federated learning
+with local and global representations", 2020, algorithm 1).
 
-A client trains body and head together. Travels, both ways: the head. The body stays with the client. As in the paper,
-let it start from a stage of FedAvg.
+A client trains backbone and head together. Travels, both ways: the head. The backbone stays with the client. As in the
+paper, let it start from a stage of FedAvg.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from headstart.methods.training import Training
 
 
 class LGFedAvgStage(TrainingStage):
-    """The head is averaged, every client keeps a body of its own (Liang et al., 2020)."""
+    """The head is averaged, every client keeps a backbone of its own (Liang et al., 2020)."""
 
     representation: ClassVar[Role] = "personal"
     method: Literal["lg-fedavg"]
@@ -24,7 +24,7 @@ class LGFedAvgStage(TrainingStage):
 
 
 class LGFedAvg(Training[LGFedAvgStage]):
-    """FedAvg under a plan that keeps the body personal."""
+    """FedAvg under a plan that keeps the backbone personal."""
 
 
 register(LGFedAvgStage, LGFedAvg)

@@ -1,9 +1,9 @@
 """Personalise: every client makes the model that it starts from its own; nothing travels.
 
-Fine-tuning of the head, the body or all, an epoch a round (the protocol of Oh et al., ICLR 2022). Or, with ``compute``,
-a head in closed form from the client's own examples, on its own classes, blended with the head of the earlier stage:
-(1 − s) g / σ_g + s p / σ_p, where σ is the spread of each head's scores on the client's examples. s = 0 is the head
-of the earlier stage. Where s is not given, each client chooses it by cross-validation on its own examples.
+Fine-tuning of the head, the backbone or all, an epoch a round (the protocol of Oh et al., ICLR 2022). Or, with
+``compute``, a head in closed form from the client's own examples, on its own classes, blended with the head of the
+earlier stage: (1 − s) g / σ_g + s p / σ_p, where σ is the spread of each head's scores on the client's examples. s = 0
+is the head of the earlier stage. Where s is not given, each client chooses it by cross-validation on its own examples.
 
 Where the earlier head masks a class that the client has, it starts from the mean of the other classes there.
 """
@@ -38,7 +38,7 @@ class PersonaliseStage(LocalStage):
 
     method: Literal["personalise"]
     update: Part = "all"
-    """What a client changes; a module is the one that an earlier stage has left on the body."""
+    """What a client changes; a module is the one that an earlier stage has left on the backbone."""
     epochs: NonNegativeInt = 5
     """Of fine-tuning; the model is evaluated after each, and before the first."""
     compute: Literal["fedncm", "fed3r", "fedcof"] | None = None

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, get_args
+from typing import Any
 
-from headstart.config.stage import FAMILIES, STAGES, ClosedForm, Rounds
+from headstart.config.stage import STAGES, ClosedForm, Rounds, method_name
 from headstart.core.ledger import COSTS, Cost
-from headstart.errors import HeadstartError
 from headstart.methods.base import Method, StageContext
 
 Maker = Callable[[Any, StageContext], Any]
@@ -26,20 +25,10 @@ def register(stage: type[ClosedForm | Rounds], method: Maker, cost: Cost | None 
     with a stage and a `StageContext`; cost: what a paper charges it for, where one does. A class that is defined again,
     as in a notebook, takes the place of its former self.
     """
-    if not (isinstance(stage, type) and issubclass(stage, FAMILIES)):
-        families = ", ".join(family.__name__ for family in FAMILIES)
-        raise HeadstartError(
-            f"{stage!r} is no stage: make it a subclass of one of {families} in headstart.config.stage"
-        )
-    names = get_args(stage.model_fields["method"].annotation)
-    if len(names) != 1 or not isinstance(names[0], str):
-        raise HeadstartError(f'{stage.__name__} names no method: give it the key method: Literal["its-name"]')
-    taken = STAGES.get(names[0], stage)
-    if (taken.__module__, taken.__qualname__) != (stage.__module__, stage.__qualname__):
-        raise HeadstartError(f"{names[0]!r} is the method of {taken.__name__} already; choose another name")
-    STAGES[names[0]], METHODS[names[0]] = stage, method
+    name = method_name(stage)
+    STAGES[name], METHODS[name] = stage, method
     if cost is not None:
-        COSTS[names[0]] = cost
+        COSTS[name] = cost
 
 
 def build(stage: ClosedForm | Rounds, context: StageContext) -> Method[Any]:

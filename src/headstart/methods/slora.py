@@ -62,7 +62,7 @@ class SLoRA(Method[SLoRAState]):
         self.seed = context.seed[0] * 1000 + context.seed[1]
         self.switch = max(1, round(stage.priming * stage.rounds)) if stage.priming else 0
         self.tuning = self.priming = self.part = Training(stage, context)
-        """``part``: the one that the body is prepared for."""
+        """``part``: the one that the backbone is prepared for."""
         self.memory_per_client = self.tuning.memory_per_client
         if self.switch:
             self._prepare_priming()
@@ -80,7 +80,7 @@ class SLoRA(Method[SLoRAState]):
         return self.part.blocks
 
     def _enter(self, primed: bool) -> Training[SLoRAStage]:
-        """The part that a state or a message is about, with the body prepared for it."""
+        """The part that a state or a message is about, with the backbone prepared for it."""
         if primed and self.part is not self.tuning:
             self.body.detach(1)
             self.part = self.tuning
@@ -118,7 +118,7 @@ class SLoRA(Method[SLoRAState]):
         """LoRA's factors of every matrix: the best approximation of its change of that rank."""
         from headstart.modules.mask import entries
 
-        scale, found = self.stage.alpha_lora / self.stage.rank, Params()
+        scale, found = self.stage.lora_scale, Params()
         shapes = self.tuning.shapes
         for number, name in enumerate(self.mask.parameters):
             left_name, right_name = (f"module.{name}.lora_{side}.weight" for side in "BA")

@@ -1,7 +1,8 @@
 """Several tasks for methods that know one: what belongs to a task is trained by its clients, what is common by all.
 
-Every task has a head and a module of its own; a body that trains is common to all. Where several tasks are together,
-the names of what belongs to one end in `@TASK`; a method sees plain names, one task, and the clients of that part.
+Every task has a head and a module of its own; a backbone that trains is common to all. Where several tasks are
+together, the names of what belongs to one end in `@TASK`; a method sees plain names, one task, and the clients of that
+part.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class ClosedFormStates:
 
     @property
     def rows(self) -> int:
-        """Class means that were heard."""
+        """Class means that were received."""
         return sum(state.rows for state in self.tasks)
 
 
@@ -52,7 +53,7 @@ class ClosedFormTasks(Method[ClosedFormStates]):
         return self.methods[0].one_shot
 
     def init(self) -> ClosedFormStates:
-        """Nothing heard yet of any task."""
+        """Nothing received yet of any task."""
         return ClosedFormStates(tuple(method.init() for method in self.methods))
 
     def broadcast(self, state: ClosedFormStates, round: int, since: int, task: int = 0) -> Message:
@@ -90,7 +91,7 @@ class TrainingStates:
 
 
 class TrainingTasks(Method[TrainingStates]):
-    """One training method for every task, on one body."""
+    """One training method for every task, on one backbone."""
 
     state_type = TrainingStates
     methods: Sequence[Training[Any]] = ()
@@ -148,7 +149,7 @@ class TrainingTasks(Method[TrainingStates]):
         self.methods[0].check(Message({name.partition("@")[0]: array for name, array in message.arrays.items()}))
 
     def init(self) -> TrainingStates:
-        """The body of the first, and every task's own."""
+        """The backbone of the first, and every task's own."""
         states = [method.init() for method in self.methods]
         common = _part(states[0], self.common)
         tasks = tuple(_part(s, [n for n in s.params if n not in self.common]) for s in states)
@@ -202,7 +203,7 @@ class TrainingTasks(Method[TrainingStates]):
         return replace(result, blocks=blocks, state={kind: named(params) for kind, params in result.state.items()})
 
     def server_update(self, state: TrainingStates, total: Total, round: int) -> TrainingStates:
-        """What is common by all clients that were heard, each task by its own; who was not heard about stays."""
+        """What is common by all clients that replied, each task by its own clients; a task without a reply stays."""
         tasks = []
         for method, name, mine in zip(self.methods, self.names, state.tasks, strict=True):
             part = total.part(name)
@@ -220,9 +221,9 @@ class TrainingTasks(Method[TrainingStates]):
         """As the task's method."""
         return self.methods[task].load(message, personal=personal)
 
-    def own(self, read: ReadState, task: int = 0) -> dict[str, np.ndarray]:
+    def personal_params(self, read: ReadState, task: int = 0) -> dict[str, np.ndarray]:
         """As the task's method."""
-        return self.methods[task].own(self._reader(read, task))
+        return self.methods[task].personal_params(self._reader(read, task))
 
 
 def _part(state: TrainingState, names: list[str]) -> TrainingState:

@@ -75,11 +75,11 @@ class Training(Method[TrainingState], Generic[StageT]):
             self._statistics = _values(self.network.statistics)
         given = {f"module.{name}": np.asarray(array, np.float64) for name, array in (context.task.module or {}).items()}
         self.start = below | {name: value for name, value in given.items() if name in below} | head
-        """What a client starts from before it has received or kept anything; the frozen body is not here."""
+        """What a client starts from before it has received or kept anything; the frozen backbone is not here."""
         self.shared = self.start.select(name for name in self.start if self.plan.role(name) == "shared")
         self.shapes: Shapes = self.shared.shapes
         self.solve = self.solver()
-        # A body trains for one client at a time.
+        # A backbone trains for one client at a time.
         # Of a head: parameters, start, velocity, gradient, and what is kept and corrected by, in float32.
         self.memory_per_client = ALONE if self.network else 4 * 8 * sum(v.size for v in self.start.values())
 
@@ -171,7 +171,7 @@ class Training(Method[TrainingState], Generic[StageT]):
         return Message(_named({"model": state.params, "statistics": state.statistics}))
 
     def load(self, message: Message, task: int = 0, personal: Arrays | None = None) -> LinearHead:
-        """What is shared, what is the client's own and what is frozen; the body is put into evaluation mode."""
+        """What is shared, what is the client's own and what is frozen; the backbone is put into evaluation mode."""
         values = self.start | self._statistics | block(message.arrays, "model") | block(message.arrays, "statistics")
         values = values | (personal or {})
         if self.network and self.network.backbone:
@@ -182,7 +182,7 @@ class Training(Method[TrainingState], Generic[StageT]):
         heads = {n.removeprefix("head."): v.astype(np.float32) for n, v in values.items() if n.startswith("head.")}
         return replace(LinearHead.of_arrays(heads), temperature=self.stage.known_temperature)
 
-    def own(self, read: ReadState, task: int = 0) -> dict[str, np.ndarray]:
+    def personal_params(self, read: ReadState, task: int = 0) -> dict[str, np.ndarray]:
         """What a client kept, or what it would start from."""
         start = self.start | self._statistics
         return {name: read(f"personal.{name}", start[name].astype(np.float32)) for name in self.personal_shapes}
@@ -197,7 +197,7 @@ class Training(Method[TrainingState], Generic[StageT]):
         given = self.start | block(message.arrays, "model") | block(message.arrays, "statistics")
         model = Params({n: value.expand(clients, *value.shape) for n, value in tensors(given).items()})
         if not self.twin:
-            model = model | tensors(self.own(cohort.state))
+            model = model | tensors(self.personal_params(cohort.state))
         blocks = {name: tensors(block(message.arrays, name)) for name in self.broadcasts}
         return Received(int(message.scalars["round"]), model, blocks)
 

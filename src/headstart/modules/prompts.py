@@ -1,6 +1,6 @@
 """Deep visual prompts (Jia et al., ECCV 2022): learned tokens behind the first one, new ones at every block.
 
-A text transformer gets the same: its attention mask is widened by tokens that everybody sees.
+A text transformer gets the same: its attention mask is extended by tokens that every position sees.
 """
 
 from __future__ import annotations
@@ -29,8 +29,11 @@ def prompts(body: nn.Module, blocks: list[nn.Module], width: int, tokens: int) -
             states: Tensor = given[0]
             prompt = learned[number].to(states.dtype).expand(states.shape[0], -1, -1)
             rest = states[:, 1:] if number == 0 else states[:, 1 + tokens :]
-            given = (torch.cat([states[:, :1], prompt, rest], dim=1), *(_widened(each, tokens) for each in given[1:]))
-            return given, {name: _widened(value, tokens) for name, value in named.items()}
+            given = (
+                torch.cat([states[:, :1], prompt, rest], dim=1),
+                *(_with_tokens(each, tokens) for each in given[1:]),
+            )
+            return given, {name: _with_tokens(value, tokens) for name, value in named.items()}
 
         return hook
 
@@ -44,7 +47,7 @@ def prompts(body: nn.Module, blocks: list[nn.Module], width: int, tokens: int) -
     return dict(learned.named_parameters()), put_on(body, "prompts", learned, handles)
 
 
-def _widened(value: Any, tokens: int) -> Any:
+def _with_tokens(value: Any, tokens: int) -> Any:
     """An attention mask [B, 1, Q, T] with so many more tokens behind the first; anything else as it is."""
     if not isinstance(value, Tensor) or value.dim() != 4:
         return value

@@ -23,8 +23,8 @@ _COSTS = ("bytes_up", "bytes_down", "forward_passes", "last_round")
 
 @dataclass(frozen=True, eq=False)
 class StageModel:
-    """The model that a stage leaves: the head of each task, the number of the stage that made its body, and the states
-    of clients that have a part of their own."""
+    """The model that a stage leaves: the head of each task, the number of the stage that made its backbone, and the
+    states of clients that have a part of their own."""
 
     heads: tuple[LinearHead | None, ...]
     body: int
@@ -59,7 +59,7 @@ class Checkpoint:
         progress = json.loads(message.arrays["progress"].tobytes())
         if progress.pop("format", 1) != _FORMAT:
             raise HeadstartError(
-                "--resume: the run was begun by an earlier headstart; go on with it there, or start again"
+                "--resume: the run was begun by an earlier headstart; continue it there, or start again"
             )
         if "state" not in progress:
             return cls(progress)

@@ -68,7 +68,7 @@ class RunDirectory:
     def check_free(path: Path) -> None:
         """Refuse a path that is taken, before any work is done."""
         if path.exists() and (not path.is_dir() or set(path.iterdir()) - set(temporaries(path))):
-            raise HeadstartError(f"--out {path}: already used; give another directory, or --resume to go on with a run")
+            raise HeadstartError(f"--out {path}: already used; give another directory, or --resume to continue a run")
 
     @classmethod
     def reopen(cls, path: Path, recipe: Recipe) -> RunDirectory:
@@ -124,7 +124,7 @@ class RunDirectory:
         return secret(self._checkpoints / "identity")[:16].hex()
 
     def known(self, what: str, values: Ints, unknown: int) -> Ints:
-        """What clients say of themselves [K], as they said it first in this run: nodes answer the questions of a round
+        """What clients report of themselves [K], as they first did in this run: nodes reply to the requests of a round
         once, which therefore stay the same."""
         path = self._checkpoints / f"{what}.json"
         before = np.array(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else values
@@ -141,7 +141,8 @@ class RunDirectory:
         """Remove what a run made that ended before its first checkpoint."""
         if not self.path.is_dir():
             return
-        for name in ("recipe.toml", "metrics.jsonl", "clients.csv", "rounds.csv", "holdings.csv", "confusion.csv"):
+        tables = ("clients", "rounds", "holdings", "confusion", "samples")
+        for name in ("recipe.toml", "metrics.jsonl", *(f"{table}.csv" for table in tables)):
             (self.path / name).unlink(missing_ok=True)
         for folder in ("model", "checkpoint"):
             shutil.rmtree(self.path / folder, ignore_errors=True)
@@ -153,7 +154,7 @@ class RunDirectory:
         append_text(self.path / "metrics.jsonl", json.dumps(metrics, allow_nan=False) + "\n")
 
     def log_round(self, stage: int, round: int, names: Sequence[str], ledger: Ledger) -> None:
-        """Append who was asked in a round (from 1), what each moved, and why a client was left out or absent, to
+        """Append who was sampled in a round (from 1), what each moved, and why one was excluded or absent, to
         `rounds.csv`."""
         path = self.path / "rounds.csv"
         rows: list[Sequence[Any]] = [] if path.exists() else [_ROUNDS]
@@ -207,7 +208,7 @@ class RunDirectory:
         return self._checkpoints / f"best-{stage}-{round}.safetensors"
 
     def save_model(self, stage: int, model: StageModel, version: Version | None) -> None:
-        """The model that a stage leaves, and the body where it is new."""
+        """The model that a stage leaves, and the backbone where it is new."""
         heads = [head.arrays() for head in model.heads if head is not None]
         arrays: dict[str, Array] = {f"head.{task}.{n}": a for task, each in enumerate(heads) for n, a in each.items()}
         facts: dict[str, Scalar] = {"body": model.body, "tasks": len(model.heads)}
@@ -261,7 +262,8 @@ class RunDirectory:
     def save_final(
         self, body: Body | None, heads: Sequence[LinearHead], tasks: Sequence[str], classes: Sequence[Sequence[str]]
     ) -> None:
-        """The final head of each task, and the names of its classes; a trained body or module under its own names."""
+        """The final head of each task, and the names of its classes; a trained backbone or module under its own
+        names."""
         folder, several = self.path / "model", len(tasks) > 1
         parts = [{f"head.{name}": array for name, array in head.arrays().items()} for head in heads]
         write_json(folder / "classes.json", {task: list(names) for task, names in zip(tasks, classes, strict=True)})
@@ -279,7 +281,7 @@ class RunDirectory:
             write_atomically(folder / "model.safetensors", partial(save_file, arrays))
 
     def save_statistics(self, stage: int, state: Message, about: Mapping[str, Scalar]) -> None:
-        """What every client of a closed form has said, for updates; for the eyes of its owner only."""
+        """The statistics of every client of a closed form, for updates; for the eyes of its owner only."""
         facts = {**about, "state": json.dumps(dict(state.scalars))}
         _write(self.statistics(stage), Message(state.arrays, facts).to_bytes(), private=True)
 
@@ -329,6 +331,14 @@ class RunDirectory:
         named = [(classes[pair // len(classes)], classes[pair % len(classes)]) for pair in pairs]
         rows = [[stage, label, answer, count] for (label, answer), count in zip(named, found, strict=True)]
         self._write_stage("confusion.csv", ["stage", "class", "taken for", "examples"], stage, rows)
+
+    def write_samples(self, stage: int, round: int, rows: Sequence[Sequence[str]]) -> None:
+        """Prompts with the completions in the data and the model's after a round, as rows of `samples.csv`."""
+        path = self.path / "samples.csv"
+        there = read_csv(path)[1:] if path.exists() else []
+        before = [row for row in there if (int(row[0]), int(row[1])) < (stage, round)]
+        columns = ["stage", "round", "prompt", "reference", "completion"]
+        write_text(path, csv_text([columns, *before, *([stage, round, *row] for row in rows)]))
 
     def _write_stage(self, name: str, columns: list[str], stage: int, rows: list[list[Any]]) -> None:
         """Put the rows of a stage after those of earlier stages; those that an interrupted run left behind go."""

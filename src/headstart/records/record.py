@@ -15,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 
 from headstart.config.recipe import Recipe
-from headstart.config.stage import Rounds
 from headstart.core.files import read_csv
 from headstart.core.statistics import Floats, Ints
 from headstart.errors import HeadstartError
@@ -74,6 +73,16 @@ class Record:
         names = list(dict.fromkeys(row["class"] for row in last)) + [row["taken for"] for row in last]
         return _matrix(last, "class", "taken for", tuple(dict.fromkeys(names)))
 
+    def samples(self) -> list[dict[str, str]]:
+        """Prompts with the completions of the data, of the first model and, as "after", of the last."""
+        rows = self._rows("samples.csv")
+
+        def like(end: dict[str, str]) -> list[dict[str, str]]:
+            return [row for row in rows if (row["stage"], row["round"]) == (end["stage"], end["round"])]
+
+        pairs = zip(like(rows[0]), like(rows[-1]), strict=False) if rows else ()
+        return [{**first, "after": last["completion"]} for first, last in pairs]
+
     def client_accuracy(self) -> dict[str, float]:
         """The accuracy of each client that has one, after the last stage that was finished."""
         rows = self._rows("clients.csv")
@@ -81,7 +90,7 @@ class Record:
         return {row["client"]: float(row["accuracy"]) for row in mine if row.get("accuracy", "") not in ("", "nan")}
 
     def left_out(self) -> list[dict[str, str]]:
-        """Who was left out of which round, and why."""
+        """Which clients were excluded from which round, and why."""
         return [row for row in self._rows("rounds.csv") if row["left_out"]]
 
     @property
@@ -109,19 +118,19 @@ class Record:
         return total
 
     def builds_on(self, stage: int) -> int | None:
-        """The stage whose work a stage goes on from: its head, or a body that it has trained."""
+        """The stage whose work a stage goes on from: its head, or a backbone that it has trained."""
         table = self.recipe.stages[stage]
         origin = table.start if isinstance(table.start, int) else None if table.start == "pretrained" else stage - 1
         if origin is None or origin < 0:
             return None
-        needs_head = isinstance(table, Rounds) and table.head_init == "previous"
+        needs_head = table.trains and table.head_init == "previous"
         return origin if needs_head or self._trained(origin) else None
 
     def _trained(self, stage: int | None) -> bool:
-        """Whether the body has been changed by a stage or by one that it builds on."""
+        """Whether the backbone has been changed by a stage or by one that it builds on."""
         while stage is not None:
             table = self.recipe.stages[stage]
-            if isinstance(table, Rounds) and table.plan.changes_features:
+            if table.plan.changes_features:
                 return True
             stage = self.builds_on(stage)
         return False

@@ -1,4 +1,4 @@
-"""`rounds.csv` as it grows: who took part in which round, who did not and why, and what each has moved."""
+"""`rounds.csv` as it grows: who participated in which round, who did not and why, and what each has moved."""
 
 from __future__ import annotations
 
@@ -88,12 +88,16 @@ class RoundsLog:
         self.absences = [*self.absences[-LISTED + 1 :], Absence(stage, round, client, why)]
 
 
+# As the files of earlier runs have it.
+_EARLIER = ("no answer within ", "not asked: it has missed a deadline")
+
+
 def outcome(why: str) -> str:
     """What became of a client in a round, in a word, by why it did not count."""
     kinds = {
-        "late": ("late: ", "no answer within ", "not asked: it has missed a deadline"),
+        "late": ("late: ", "no reply within ", "not sampled: it has missed a deadline", *_EARLIER),
         "absent": ("absent since ", "the node has left", "the node was started anew"),
     }
     if not why:
-        return "took part"
-    return next((kind for kind, beginnings in kinds.items() if why.startswith(beginnings)), "left out")
+        return "participated"
+    return next((kind for kind, beginnings in kinds.items() if why.startswith(beginnings)), "excluded")

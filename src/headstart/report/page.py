@@ -123,7 +123,7 @@ def report_body(records: Sequence[Record]) -> str:
         parts.append(_formulas(records))
     parts += [_remarks(groups), _privacy(records), _clients(groups)]
     if len(records) == 1:
-        parts += [_holdings(records[0].holdings()), _confusion(records[0].confusion())]
+        parts += [_holdings(records[0].holdings()), _confusion(records[0].confusion()), _samples(records[0].samples())]
     parts += [_left_out(records), *map(_recipe, (group.runs[0] for group in groups)), _versions(records)]
     return "\n".join(part for part in parts if part)
 
@@ -219,18 +219,19 @@ def _clients(groups: Sequence[Group]) -> str:
     picture = svg(clients_figure(accuracies, legend=False), "how many clients have which accuracy")
     legend = _legend(list(accuracies)) if len(accuracies) > 1 else ""
     return (
-        f"<h2>Clients</h2>{legend}<div class='figures'><figure>{picture}<figcaption>Mean and deviation over clients: "
-        f"{spread}</figcaption></figure><div><p class='soft'>The worst off</p>{table}</div></div>"
+        f"<h2>Clients</h2>{legend}<div class='figures'><figure>{picture}"
+        "<figcaption>Mean ± standard deviation over clients: "
+        f"{spread}</figcaption></figure><div><p class='soft'>Lowest-accuracy clients</p>{table}</div></div>"
     )
 
 
 def _holdings(held: Matrix | None) -> str:
     if held is None:
         return ""
-    picture = svg(partition_figure(held.counts, held.columns), "who holds which class")
+    picture = svg(partition_figure(held.counts, held.columns), "data distribution across clients")
     classes = np.count_nonzero(held.counts, axis=1)
     told = f"A client holds {classes.mean():.1f} of {len(held.columns)} classes on average, {classes.min()} at least."
-    return f"<h2>Who holds which class</h2><figure>{picture}<figcaption>{told}</figcaption></figure>"
+    return f"<h2>Data distribution across clients</h2><figure>{picture}<figcaption>{told}</figcaption></figure>"
 
 
 def _confusion(confusion: Matrix | None) -> str:
@@ -250,6 +251,13 @@ def _confusion(confusion: Matrix | None) -> str:
         f"<h2>Mistakes</h2><div class='figures'><figure class='half'>{picture}</figure>"
         f"<div><p class='soft'>The most frequent</p>{table}</div></div>"
     )
+
+
+def _samples(samples: Sequence[Mapping[str, str]]) -> str:
+    if not samples:
+        return ""
+    rows = [[each[name] for name in ("prompt", "reference", "completion", "after")] for each in samples]
+    return "<h2>Completions</h2>" + html_table(("prompt", "in the data", "before", "after"), rows)
 
 
 def _left_out(records: Sequence[Record]) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from headstart.core.directions import told_directions
+from headstart.core.directions import sent_directions
 from headstart.core.ledger import COSTS, Cost, CostFacts, Published
 from headstart.core.plan import Plan
 from headstart.core.statistics import Ints
@@ -29,12 +29,12 @@ def fed3r(facts: CostFacts) -> Published:
 def fedcof(facts: CostFacts) -> Published:
     """Bytes up of the P means, and of what K clients tell besides; the paper does not charge the counts."""
     d, stage = facts.dim, facts.stage
-    if stage.covariance == "estimated" and stage.told != "estimated":
-        each, name = (d, "d") if stage.told == "diagonal" else (1, "1")
+    if stage.covariance == "estimated" and stage.sent_within != "estimated":
+        each, name = (d, "d") if stage.sent_within == "diagonal" else (1, "1")
         sizes, classes = facts.counts.sum(axis=1), np.count_nonzero(facts.counts, axis=1)
-        told = int(told_directions(sizes, classes, stage.rank, d, stage.min_examples).sum()) * d
+        sent = int(sent_directions(sizes, classes, stage.rank, d, stage.min_examples).sum()) * d
         formula = f"FedCOF paper, appendix H, and what is told: (P · d + K · {name}{' + Σ r · d' * bool(stage.rank)})"
-        total = facts.rows * d + len(facts.counts) * each + told
+        total = facts.rows * d + len(facts.counts) * each + sent
         return Published(total * 4, facts.examples, f"{formula} · 4 bytes, up")
     extra = {"estimated": 0, "full": d * d, "diagonal": d, "spherical": 1}[stage.covariance]
     what = "P · d" if not extra else f"P (d + {'d²' if extra == d * d else 'd' if extra == d else '1'})"
@@ -104,7 +104,7 @@ COSTS |= {
 def paper_cost(
     stage: Any, method: Method[Any], tasks: tuple[Task, ...], dim: int, rounds: int, counts: Ints, state: Any
 ) -> Published:
-    """The cost of a stage as its paper counts it; counts: [K, C] of the clients that were heard."""
+    """The cost of a stage as its paper counts it; counts: [K, C] of the clients that replied."""
     clients = sum(task.population.clients for task in tasks)
     if not stage.trains:
         return _closed_forms(stage, method.methods, tasks, counts, getattr(state, "tasks", (state,)))
@@ -135,7 +135,7 @@ def _closed_forms(stage: Any, parts: Any, tasks: tuple[Task, ...], counts: Ints,
 def _passes(facts: CostFacts) -> int:
     """The forward passes of a round: every example in every local epoch, or those of the batches of the local steps.
 
-    A step on the body counts as three.
+    A step on the backbone counts as three.
     """
     stage = facts.stage
     examples = (stage.local_epochs or 1) * facts.examples

@@ -21,6 +21,7 @@ from headstart.core.metrics import (
     tally_targets,
     target_metrics,
 )
+from headstart.core.progress import progress
 from headstart.core.statistics import Features, Floats, Ints, summarise
 from headstart.core.target import Target
 from headstart.data import Examples, Federation
@@ -40,7 +41,7 @@ Scorer = Callable[[Ints], npt.NDArray[np.float32]]
 
 @dataclass(frozen=True, eq=False)
 class Evaluation:
-    """Accuracy between 0 and 1, None where nobody tests; mean cross-entropy over examples of classes that the head
+    """Accuracy between 0 and 1, None where no one tests; mean cross-entropy over examples of classes that the head
     knows."""
 
     accuracy: float | None
@@ -93,7 +94,7 @@ def evaluate_targets(head: LinearHead, features: Features, targets: Floats, kind
     """Evaluate a head on features [n, d] with targets [n, q] that are no classes; of labels, the accuracy is the share
     of examples with every label right, and the loss is the squared error of the share of each."""
     scores = head.scores(features)
-    if not np.isfinite(scores).all():  # nobody was heard yet
+    if not np.isfinite(scores).all():  # no client has replied yet
         return Evaluation(None, None, more=target_metrics({}, kind))
     tally = tally_targets(scores, targets, kind)
     examples, right, _, loss = tally["figures"]
@@ -112,6 +113,21 @@ def evaluate_completions(features: Features, owners: Ints | None, clients: int) 
         with np.errstate(invalid="ignore"):
             by_client = np.exp(sums[0] / np.where(sums[1] > 0, sums[1], np.nan))
     return Evaluation(None, loss, perplexity=float(np.exp(loss)), client_perplexity=by_client)
+
+
+def sampled(body: Body, examples: Examples, max_new_tokens: int) -> list[tuple[str, str, str]]:
+    """Of each example: the prompt, the completion in the data, and the model's own as it is now, greedy."""
+    from headstart.backbones.completions import CompletionTransform, Sampling, complete
+
+    backbone, found = body.backbone, []
+    assert backbone is not None
+    assert isinstance(backbone.transform, CompletionTransform)
+    with progress("completing test prompts", len(examples)) as advance:
+        for number, value in enumerate(examples.raw(0, len(examples))):
+            shown, prompt, meant = backbone.transform.parts(value, f"test example {number}")
+            found.append((shown, meant, complete(backbone, prompt, Sampling(max_new_tokens)).strip()))
+            advance(1)
+    return found
 
 
 def evaluate_each(scorers: Iterable[Scorer], labels: Ints, owners: Ints | None, counts: Ints) -> Evaluation:
@@ -214,7 +230,7 @@ class Evaluator(Protocol):
         """On a split: all tasks together, and each by its name."""
 
     def features(self, state: Any, split: str) -> Features:
-        """Features of a whole split by the global body, with each task's module."""
+        """Features of a whole split by the global backbone, with each task's module."""
 
     def personalised(
         self, stage: PersonaliseStage, state: Any, epoch: int, found: Evaluation, before: dict[str, Any]
@@ -225,8 +241,11 @@ class Evaluator(Protocol):
 class NodeEvaluator:
     """Asks clients that hold their own data how good a model is there."""
 
-    def __init__(self, federation: Federation, method: Method[Any], clients: FlowerClients) -> None:
-        self.federation, self.method, self.clients = federation, method, clients
+    def __init__(
+        self, federation: Federation, method: Method[Any], clients: FlowerClients, generates: bool = False
+    ) -> None:
+        """generates: whether what nodes tell is of the tokens of completions."""
+        self.federation, self.method, self.clients, self.generates = federation, method, clients, generates
 
     def __call__(self, state: Any, split: str) -> tuple[Evaluation, dict[str, Evaluation]]:
         """On the clients' test examples, whichever they are."""
@@ -234,14 +253,21 @@ class NodeEvaluator:
         tested = self.clients.evaluate([self.method.model(state, task) for task in tasks])
         by_client = np.full(self.federation.n_clients, np.nan)
         for client, tally in (pair for one in tested for pair in one.each.items()):
-            examples, right = tally["figures"][:2]
+            examples, right, known, loss = tally["figures"]
             by_client[client] = right / examples if examples else np.nan
+            if self.generates:
+                by_client[client] = np.exp(loss / known) if known else np.nan
+        if self.generates:
+            _, each, _ = self.clients.judged(0, tested[0].total)
+            perplexity = None if each is None else float(np.exp(each))
+            about = Evaluation(None, each, nbytes=tested[0].nbytes, perplexity=perplexity, client_perplexity=by_client)
+            return about, {self.federation.tasks[0]: about}
         if self.federation.dataset.target == "regression":
             by_client = np.full_like(by_client, np.nan)
         found = {}
         for task, name in enumerate(self.federation.tasks):
             mine = by_client[self.federation.clients_of(task)]
-            accuracy, loss, more = self.clients.judged(task, tested[task].total)
+            accuracy, loss, more = self.clients.metrics_of(task, tested[task].total)
             found[name] = Evaluation(accuracy, loss, mine, None, more, tested[task].nbytes)
         whole = combined(list(found.values()), self.federation.class_starts)
         nbytes = sum(one.nbytes[0] for one in tested), sum(one.nbytes[1] for one in tested)
@@ -292,7 +318,7 @@ class LocalEvaluator:
         return (parts[0] if len(parts) == 1 else combined(parts, self.federation.class_starts)), found
 
     def features(self, state: Any, split: str) -> Features:
-        """Features of a whole split by the global body, with each task's module."""
+        """Features of a whole split by the global backbone, with each task's module."""
         return np.concatenate([self._global(state, task, split)[1] for task in range(len(self.federation.tasks))])
 
     def personalised(
@@ -334,17 +360,18 @@ class LocalEvaluator:
         return head, self.body.features(split) if rows is None else self.body.features(split)[rows]
 
     def _models(self, state: Any, task: int) -> Iterator[tuple[int, LinearHead, bool]]:
-        """Each client of a task, with its head, its body loaded, and whether that body is its own."""
+        """Each client of a task, with its head, its backbone loaded, and whether that backbone is its own."""
         clients, model = self.federation.clients_of(task), self.method.model(state, task)
         for client in clients.tolist():
             own = {}
             if self.states.has(client):
                 read = partial(self.states.read, clients=np.array([client]))
-                own = {name: values[0] for name, values in self.method.own(read, task).items()}
+                own = {name: values[0] for name, values in self.method.personal_params(read, task).items()}
             yield client, self.method.load(model, task, own), any(not name.startswith("head.") for name in own)
 
     def _scorers(self, state: Any, task: int, split: str) -> Iterator[Scorer]:
-        """Each client's scores of a task's part of a split; what the body of all clients makes of it is made once."""
+        """Each client's scores of a task's part of a split; what the backbone of all clients makes of it is made
+        once."""
         where, shared = self.federation.examples_of(task, split), None
         for _, head, below in self._models(state, task):
             if below:

@@ -65,7 +65,7 @@ def run(
     if path is not None and not resume:
         RunDirectory.check_free(path)
     if resume and path is None:
-        raise HeadstartError("--resume needs --out, the directory of the run to go on with")
+        raise HeadstartError("--resume needs --out, the directory of the run to continue")
     return run_federation(recipe, Federation.of(recipe), path, resume, on_metrics)
 
 
@@ -82,7 +82,7 @@ def run_federation(
 
     states: where the states of clients of this machine are; in the run directory, where that is None and there is one.
     """
-    _check(recipe, federation)
+    check_federation(recipe, federation)
     directory: RunDirectory | NoDirectory = NoDirectory()
     if out is not None:
         directory = RunDirectory.reopen(out, recipe) if resume else RunDirectory.create(out, recipe)
@@ -102,7 +102,7 @@ def run_federation(
             directory.discard()
         if isinstance(error, OSError) and error.errno in _FULL:
             safe = directory.has_checkpoint
-            how = "go on with --resume: what the last checkpoint holds is safe" if safe else "start again"
+            how = "continue with --resume: what the last checkpoint holds is safe" if safe else "start again"
             raise HeadstartError(f"{error.filename or out}: {error.strerror}; make room, and {how}") from None
         raise
 
@@ -125,13 +125,13 @@ def _known(recipe: Recipe, federation: Federation, directory: RunDirectory | NoD
     return replace(federation, remote_sizes=sizes, members=members)
 
 
-def _check(recipe: Recipe, federation: Federation) -> None:
+def check_federation(recipe: Recipe, federation: Federation) -> None:
     """What a recipe asks for and its data do not have."""
     for number, stage in enumerate(recipe.stages):
         if federation.dataset.validation is None:
             if stage.eval_split == "validation":
                 raise HeadstartError(f"stages.{number}.eval_split: the data have no validation split; use 'test'")
-            if getattr(stage, "temperature", None) == "validation":
+            if stage.validates_temperature:
                 raise HeadstartError(f"stages.{number}.temperature: the data have no validation split; use 'auto'")
             if stage.keep == "best" or stage.patience:
                 raise HeadstartError(f"stages.{number}: keep = 'best' and patience need a validation split in the data")
@@ -142,8 +142,6 @@ def _check(recipe: Recipe, federation: Federation) -> None:
                 f"stages.{number}.method: {stage.method} learns classes, and the targets of the data are "
                 f"{'numbers' if target == 'regression' else 'labels'} ({target}); use fed3r"
             )
-        if federation.remote_sizes is not None and recipe.model.task == "generate":
-            raise HeadstartError("model.task: nodes that hold their own data do not test 'generate' yet; use 'choose'")
         if federation.remote_sizes is not None:
             _check_remote(number, stage, federation.n_clients)
             if target == "multilabel" and not stage.protected:
@@ -167,7 +165,7 @@ def _check_remote(number: int, stage: Stage, clients: int) -> None:
     group = stage.secure_group or stage.sampled(clients)
     if stage.survivors(group) == group:
         log.warning(
-            "stages.%d: every client of a secure sum of %d has to stay to the end; four are the fewest that "
+            "stages.%d: with secure aggregation all of %d clients have to stay to the end; four are the fewest that "
             "tolerate one absence", number, group,
         )  # fmt: skip
 

@@ -15,6 +15,7 @@ from headstart.channel.figures import FiguresChannel
 from headstart.core.files import secret
 from headstart.core.ledger import Ledger
 from headstart.core.message import Array, Scalar
+from headstart.core.metrics import wilson_interval
 from headstart.core.plan import part_of
 from headstart.core.seeds import Secret, Seed, extended
 from headstart.core.state import pack, unpack
@@ -59,7 +60,7 @@ class StageRun:
         self.run, self.number = run, number
         self.settings = run.recipe.stages[number]
         if run.federation.remote_sizes is not None and run.nodes is not None:
-            self.settings = self.settings.deployed(len(run.nodes.said))
+            self.settings = self.settings.deployed(len(run.nodes.node_info))
         self.seed = (run.recipe.seed, number)
         self.federation = run.federation.pooled() if self.settings.pooled else run.federation
         self.remote = self.federation.remote_sizes is not None
@@ -75,7 +76,7 @@ class StageRun:
         hides = self.settings.privacy is not None and self.remote
         self.noise: Seed = Secret(secret(run.folder / "noise.secret")) if hides else ()
         self.method, self.channel = method_of(self.settings, self.plan, self.seed, run.body, self.tasks, self.noise)
-        if getattr(self.settings, "temperature", None) == "validation":
+        if self.settings.validates_temperature:
             self._give_validation()
         self.start = Start(self._weights(), module, norm_statistics, self.personal, self._own_names())
         self.rounds = self.settings.rounds_for(self.federation.n_clients)
@@ -128,7 +129,7 @@ class StageRun:
         parts = frozenset(part_of(name) for name in self._own_names())
         if self.settings.needs_shared_body and parts - {"head", "hidden"}:
             raise HeadstartError(
-                f"stages.{self.number}.compute: the earlier stage gave every client a body of its own; "
+                f"stages.{self.number}.compute: the earlier stage gave every client a backbone of its own; "
                 "fine-tune instead"
             )
         return parts
@@ -146,7 +147,8 @@ class StageRun:
         return tuple(tasks)
 
     def _weights(self) -> Mapping[str, Array]:
-        """The weights of the body where earlier stages have trained it; on nodes they are needed as they are now."""
+        """The weights of the backbone where earlier stages have trained it; on nodes they are needed as they are
+        now."""
         if self.run.body.weights == PRETRAINED:
             return {}
         arrays = self.run.body.arrays()
@@ -169,7 +171,7 @@ class StageRun:
 
     @cached_property
     def setups(self) -> dict[tuple[int, bool], StageSetup]:
-        """What a client of a task is told, without and with something of its own from earlier stages."""
+        """The setup of a client of a task, without and with personal parameters from earlier stages."""
         found = {}
         for task in range(len(self.tasks)):
             setup = StageSetup.of(
@@ -198,7 +200,7 @@ class StageRun:
         return ClientStates(self.run.folder / f"clients-{self.number}", count, shapes, slots, earlier, inherits)
 
     def _source(self) -> Any:
-        """What clients read here: examples where the body changes, features where it does not."""
+        """What clients read here: examples where the backbone changes, features where it does not."""
         return self.run.body.inputs() if self.plan.changes_features else self.run.body.features("train")
 
     @cached_property
@@ -269,19 +271,19 @@ class StageRun:
                 self.number, "" if self.method.personal else ", and the server was given no test data",
             )  # fmt: skip
         clients: FlowerClients = self.clients  # type: ignore[assignment]
-        return NodeEvaluator(federation, self.method, clients)
+        return NodeEvaluator(federation, self.method, clients, self.run.body.generates)
 
     # -------------------------------------------------------------------------------------------------- what it leaves
 
     def own(self, client: int) -> dict[str, Any]:
         """What is a client's own now, by the names of its state."""
         task = int(self.federation.tasks_of(np.array([client]))[0])
-        kept = self.method.own(partial(self.states.read, clients=np.array([client])), task)
+        kept = self.method.personal_params(partial(self.states.read, clients=np.array([client])), task)
         names = {f"personal.{name}{end}": name for name in kept for end in ("", f"@{self.federation.tasks[task]}")}
         return {full: kept[name][0] for full, name in names.items() if full in self.states.shapes}
 
     def leave(self) -> None:
-        """The model of the last round, or of the best one, and what is said of it in the summary."""
+        """The model of the last round, or of the best one, and what the summary has of it."""
         last, ledger, settings = self.server.state, self.ledger, self.settings
         counts = self.federation.counts[(ledger.forward_passes > 0) | (ledger.last_round >= 0)]
         if settings.privacy and settings.privacy.from_server:  # how many examples there are is not to be known
@@ -297,6 +299,7 @@ class StageRun:
                 "eval_split": settings.eval_split,
                 **({"keep": "best"} if settings.keep == "best" else {}),
                 **self.record.metrics,
+                **self._certainty(),
                 **{name: value for name, value in self.record.best.items() if name.startswith("best_")},
                 **ledger.totals(),
                 "published_bytes": cost.bytes,
@@ -310,14 +313,24 @@ class StageRun:
         )
         self.run.spent = {name: round(self.run.spent[name] + cost, 3) for name, cost in ledger.totals().items()}
 
+    def _certainty(self) -> dict[str, Any]:
+        """How many examples the accuracy was measured on, and its 95 % confidence interval; where they are here."""
+        accuracy, tested = (
+            self.record.metrics.get("accuracy"),
+            getattr(self.federation.dataset, self.settings.eval_split),
+        )
+        if accuracy is None or not len(tested):
+            return {}
+        return {"test_examples": len(tested), "accuracy_interval": wilson_interval(accuracy, len(tested))}
+
     def privacy(self) -> dict[str, Any]:
-        """What the rounds so far and the tests on nodes have spent, where they promise anything."""
+        """What the rounds so far and the tests on nodes have spent, where they guarantee anything."""
         guarantee, found = self.channel.spent(self.record.done), dict[str, Any]()
         if guarantee:
             warning = self._large_delta()
             found["privacy"] = guarantee | ({"warning": warning} if warning else {})
-        if (promise := self.figures[0].promise) and self._tested_by_nodes:
-            found["test_privacy"] = promise
+        if (guarantee := self.figures[0].guarantee) and self._tested_by_nodes:
+            found["test_privacy"] = guarantee
         return found
 
     def _large_delta(self) -> str | None:
@@ -333,19 +346,19 @@ class StageRun:
         """The model of a state, for later stages and for the user."""
         run, changes = self.run, self.plan.changes_features
         heads, values = [], []
-        for task in reversed(range(len(run.federation.tasks))):  # the first task's module is what stays on the body
+        for task in reversed(range(len(run.federation.tasks))):  # the first task's module is what stays on the backbone
             heads.append(self.method.load(self.method.model(state, task), task))
             values.append(run.body.module_values())
         version, body = None, self.begin.body
         if changes:
-            trained = self.plan.body == "shared"
+            trained = self.plan.body == "shared" or self.method.folds
             version = run.body.keep(self.number, self.settings.norm_statistics, values[::-1], trained)
             body = self.number
         run.models.append(StageModel(tuple(heads[::-1]), body, self.states if self.states.shapes else None))
         run.directory.save_model(self.number, run.models[-1], version)
         if self.method.replays:
             run.directory.save_log(self.number, pack(state))
-        if getattr(self.settings, "keep_statistics", False):
+        if self.settings.keep_statistics:
             clients, names = state.clients, run.federation.names
             held = {"names": json.dumps({names[int(client)]: int(client) for client in clients})}
             about: dict[str, Scalar] = {

@@ -1,4 +1,4 @@
-"""The evaluations of a run, told to TensorBoard, MLflow or Weights & Biases while it goes on.
+"""The evaluations of a run, logged to TensorBoard, MLflow or Weights & Biases while it goes on.
 
 Every number of a line of `metrics.jsonl` is logged under its name, those of tasks as `tasks/NAME/accuracy`, against the
 rounds of all stages, counted on. A resumed run goes on in the same log, with one point at each step.
@@ -35,15 +35,15 @@ _BATCH = 100  # parameters that MLflow takes at once
 def trackers(names: Sequence[Name], recipe: Recipe, out: Path) -> Iterator[OnMetrics]:
     """Several trackers at once, as one callback."""
     with ExitStack() as stack:
-        told = [stack.enter_context(tracker(name, recipe, out)) for name in dict.fromkeys(names)]
-        yield lambda line: [tell(line) for tell in told]
+        loggers = [stack.enter_context(tracker(name, recipe, out)) for name in dict.fromkeys(names)]
+        yield lambda line: [logger(line) for logger in loggers]
 
 
 @contextmanager
 def tracker(name: Name, recipe: Recipe, out: Path) -> Iterator[OnMetrics]:
     """A callback for the ``on_metrics`` of a run of ``recipe`` into ``out``, which is to hold the log as well.
 
-    A missing package is an error at once. Whatever else fails does not spoil the run: it is said once on standard
+    A missing package is an error at once. Whatever else fails does not spoil the run: it is reported once on standard
     error, and the run goes on without this log.
     """
     if name not in _TRACKERS:
@@ -133,7 +133,7 @@ class _Follower:
             action()
         except Exception as error:  # a full disk, a server that is gone: libraries raise what they like
             self.failed = True
-            print(f"--log {self.name} failed: {first_line(error)}; the run goes on without it", file=sys.stderr)
+            print(f"--log {self.name} failed: {first_line(error)}; the run continues without it", file=sys.stderr)
 
 
 # ------------------------------------------------------------------------------------------------------- the three logs
@@ -182,12 +182,12 @@ class _MLflow:
         for noisy in ("mlflow", "alembic"):
             logging.getLogger(noisy).setLevel(logging.WARNING)
         self.client: Any = MlflowClient(uri)
-        kept, self.told = folder / "run.json", set[int]()
+        kept, self.logged = folder / "run.json", set[int]()
         if kept.is_file():
             self.run = json.loads(kept.read_text(encoding="utf-8"))["run"]
             self.client.update_run(self.run, status="RUNNING")
             # What came after the checkpoint is computed again, to the same numbers.
-            self.told = {point.step for point in self.client.get_metric_history(self.run, "round")}
+            self.logged = {point.step for point in self.client.get_metric_history(self.run, "round")}
             return
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", _PROJECT)
         found = self.client.get_experiment_by_name(name)
@@ -203,7 +203,7 @@ class _MLflow:
     def tell(self, numbers: Mapping[str, float], step: int) -> None:
         from mlflow.entities import Metric
 
-        if step not in self.told:
+        if step not in self.logged:
             now = int(time.time() * 1000)
             plain = {re.sub(r"[^\w\-. :/]", "_", name): value for name, value in numbers.items()}
             self.client.log_batch(self.run, [Metric(name, value, now, step) for name, value in plain.items()])

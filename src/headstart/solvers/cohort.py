@@ -22,8 +22,8 @@ ReadState = Callable[[str, npt.NDArray[np.float32] | None], npt.NDArray[np.float
 class Cohort:
     """Clients of one task that answer together: thousands in a simulation, one on a node of its own.
 
-    source: features [N, d], or what a body that trains reads, of all clients and never copied; rows: [n] this cohort's
-    examples, client after client; labels, owners: [n].
+    source: features [N, d], or what a backbone that trains reads, of all clients and never copied; rows: [n] this
+    cohort's examples, client after client; labels, owners: [n].
     """
 
     clients: Ints
@@ -48,12 +48,12 @@ class Cohort:
 
     @property
     def features(self) -> Features:
-        """Features [N, d], for methods that leave the body alone."""
+        """Features [N, d], for methods that leave the backbone alone."""
         assert isinstance(self.source, np.ndarray)
         return self.source
 
     @property
     def inputs(self) -> Inputs:
-        """Batches of examples, for methods that train the body."""
+        """Batches of examples, for methods that train the backbone."""
         assert not isinstance(self.source, np.ndarray)
         return self.source

@@ -1,7 +1,7 @@
-"""What a client does with a whole model: SGD on a body and a head, in memory once for all clients.
+"""What a client does with a whole model: SGD on a backbone and a head, in memory once for all clients.
 
-Shared parameters are loaded in place: no copy of the model, no new loader for a client. Where only the body trains, the
-head stays as it is.
+Shared parameters are loaded in place: no copy of the model, no new loader for a client. Where only the backbone trains,
+the head stays as it is.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from headstart.backbones import moved, run_body, some, unused
+from headstart.backbones import moved, run_body, some, taken, unused
 from headstart.config.stage import Rounds, Training
 from headstart.core.params import Params
 from headstart.core.plan import Plan
@@ -47,6 +47,7 @@ class Network:
                 raise HeadstartError(f"no parameter of {self.backbone.name} has a gradient; set train to 'head'")
             self.trained = {name: each for name, each in self.trained.items() if name not in frozen}
         model.require_gradients(self.parameters, self.trained)
+        model.checkpoint_gradients(getattr(stage, "checkpoint_gradients", False))
         norms = model.norms()
         counts = {name: norm.num_batches_tracked for name, norm in norms.items()}
         self._counts = {name: count for name, count in counts.items() if count is not None}
@@ -68,11 +69,11 @@ class Network:
 
     @property
     def generates(self) -> bool:
-        """Whether the body completes prompts, and is no classifier."""
+        """Whether the backbone completes prompts, and is no classifier."""
         return self.backbone is not None and self.backbone.task == "generate"
 
     def features(self, batch: tuple[Tensor, ...]) -> Tensor:
-        """The inputs of a batch, or its features where there is no body → features [B, d]."""
+        """The inputs of a batch, or its features where there is no backbone → features [B, d]."""
         device = self.device.type
         with torch.autocast(device, torch.bfloat16, enabled=self.stage.precision == "bfloat16"):
             values: Tensor = batch[0].to(self.device)
@@ -81,7 +82,7 @@ class Network:
         return values.float()
 
     def scores(self, batch: tuple[Tensor, ...]) -> Tensor:
-        """The inputs of a batch, or its features where there is no body → scores [B, C]."""
+        """The inputs of a batch, or its features where there is no backbone → scores [B, C]."""
         values = self.features(batch)
         for layer in self.head_layers:
             values = functional.linear(values, self.parameters[f"{layer}.weight"], self.parameters[f"{layer}.bias"])
@@ -119,12 +120,12 @@ class BodySolver:
         rng = np.random.default_rng([0xF11, *self.seed, round, int(client), objective.phase])
         steps = _Steps(network, stage, learning_rate(stage, round), start, objective)
         with torch.random.fork_rng():
-            torch.manual_seed(int(rng.integers(2**62)))  # for dropout, where the body has it
+            torch.manual_seed(int(rng.integers(2**62)))  # for dropout, where the backbone has it
             for rows, inputs in zip(plan, cohort.inputs.batches(cohort.rows[rows] for rows in plan), strict=True):
                 if stage.augment == "flip" and network.backbone.kind == "image":
                     inputs = flipped(inputs, rng.random(len(rows)) < 0.5)
                 labels = torch.from_numpy(cohort.labels[rows]).to(network.device)
-                steps.take(network.losses(inputs, labels, "mean"))
+                steps.take(inputs, labels)
         below = any(not name.startswith("head.") for name in steps.moving)
         return LocalResult(
             Params({name: parameter.detach().cpu()[None] for name, parameter in network.trained.items()}),
@@ -147,7 +148,7 @@ class _Steps:
         network.load(begin)
         chosen = objective.trains
         self.moving = {name: each for name, each in network.trained.items() if chosen is None or name in chosen}
-        # What trains a module or a head leaves the body alone, its running statistics too.
+        # What trains a module or a head leaves the backbone alone, its running statistics too.
         frozen = not any(name.startswith("body.") for name in self.moving) and stage.norm_statistics == "aggregate"
         network.model.set_mode(True, "freeze" if frozen else stage.norm_statistics)
         network.model.require_gradients(network.trained, self.moving)
@@ -163,9 +164,21 @@ class _Steps:
         """The client's part of a stack, in the order of the parameters; empty where there is none."""
         return [] if stack is None else [stack[name][0].to(self.network.device, copy=True) for name in self.moving]
 
-    def take(self, loss: Tensor) -> None:
+    def _gradient(self, inputs: tuple[Tensor, ...], labels: Tensor) -> list[Tensor]:
+        """The gradient of a batch's mean loss, at once or added up over parts of it."""
+        size = self.stage.micro_batch or len(labels)
+        if size >= len(labels):
+            return _gradients(self.network.losses(inputs, labels, "mean"), self.moving)
+        total: list[Tensor] = []
+        for part in torch.arange(len(labels)).split(size):
+            loss = self.network.losses(taken(inputs, part), labels[part]).sum() / len(labels)
+            found = _gradients(loss, self.moving)
+            total = [a + b for a, b in zip(total, found, strict=True)] if total else found
+        return total
+
+    def take(self, inputs: tuple[Tensor, ...], labels: Tensor) -> None:
         """A step along the gradient of a batch's loss, or the inner step of a pair."""
-        gradients, model = _gradients(loss, self.moving), self.network.model
+        gradients, model = self._gradient(inputs, labels), self.network.model
         with torch.no_grad():
             gradients = self._with_terms(self._clipped(gradients))
             if self.inner_lr is not None and not self.origin:

@@ -47,7 +47,7 @@ class LocalResult:
     params: Params
     steps: Ints
     passes: Ints
-    """Forward passes through the body [M]; a step on it counts as three, as in the papers."""
+    """Forward passes through the backbone [M]; a step on it counts as three, as in the papers."""
     velocity: Params
     statistics: Params = field(default_factory=Params)
     """Running statistics of batch norm, where they are trained along."""

@@ -75,7 +75,7 @@ Cost
     Upwards a client sends 8 bytes per value, 256 bytes of keys and signatures, and per neighbour 112 bytes of parts and
     shares (128 if that one drops out of `masked`); downwards it gets 228 bytes per other client and 156 per neighbour.
     It checks two signatures per other client and one per neighbour, and expands one mask per neighbour. The server
-    expands one mask per client heard, and one per neighbour of every client that drops out of `masked`. Without `agree`
+    expands one mask per survivor, and one per neighbour of every client that drops out of `masked`. Without `agree`
     there are 64 bytes and a signature less, downwards 80 bytes per neighbour. Where all have to stay a client sends 8
     bytes per value and 128 of keys and signature, gets 140 per client, and checks a signature per client; the server
     adds.

@@ -147,22 +147,22 @@ class SecureClient:
             "shares", {"recipients": recipients, "parts": byte_matrix(parts, PART_BYTES), "check": check}
         )
 
-    def mask(self, told: Message) -> Message:
+    def mask(self, received: Message) -> Message:
         """The answer to `masked`: the values, masked, as int64, and a signature of who has sent parts to whom.
 
         A part that does not decrypt is refused with a `MessageError` that names its sender; this client is then
-        out of the sum. Where all have to stay there are no parts, and what is told is everyone's keys.
+        out of the sum. Where all have to stay there are no parts, and what is received is everyone's keys.
         """
         self._require("masked")
         if self._terms.all_stay:
-            return self._mask_for_all(told)
-        secrets = self._decrypted(told)
+            return self._mask_for_all(received)
+        secrets = self._decrypted(received)
         arrays = self._masked(self._state, list(secrets))
         secrets[self._number] = self._state["own_secrets"].tobytes()
         present = sorted(secrets)
         self._state = {
             "list_digest": self._state["list_digest"],
-            "sharers": told.arrays["sharers"],
+            "sharers": received.arrays["sharers"],
             "present": np.array(present, dtype=np.int64),
             "secrets": byte_matrix([secrets[number] for number in present], SECRETS_BYTES),
         }
@@ -179,25 +179,25 @@ class SecureClient:
         self._step, self._values, self.agreed = "none", {}, len(listed.numbers)
         return self._answer("masked", arrays)
 
-    def agree(self, survivors: Message) -> Message:
+    def agree(self, received: Message) -> Message:
         """The answer to `agree`: a signature of the one list of survivors that this client opens the sum for."""
         self._require("agree")
-        check_message(survivors, self._terms.session, "agree", {"survivors", "signers", "signatures"})
-        heard = client_numbers(survivors, "survivors")
-        if self._number not in heard:
+        check_message(received, self._terms.session, "agree", {"survivors", "signers", "signatures"})
+        survivors = client_numbers(received, "survivors")
+        if self._number not in survivors:
             raise MessageError(f"client {self._number} has sent its values and is not among the survivors")
-        if len(heard) < self._terms.threshold:
+        if len(survivors) < self._terms.threshold:
             raise MessageError(
-                f"{len(heard)} clients have sent values, {self._terms.threshold} are needed to open the sum"
+                f"{len(survivors)} clients have sent values, {self._terms.threshold} are needed to open the sum"
             )
-        strangers = sorted(set(heard) - set(self._state["sharers"].tolist()))
-        if strangers:
-            raise MessageError(f"clients {strangers} are among the survivors and have sent no parts")
-        neighbours = [n for n in self._state["present"].tolist() if n in heard and n != self._number]
-        signed = self._signers(survivors, self._signed(b"masked"))
+        unknown = sorted(set(survivors) - set(self._state["sharers"].tolist()))
+        if unknown:
+            raise MessageError(f"clients {unknown} are among the survivors and have sent no parts")
+        neighbours = [n for n in self._state["present"].tolist() if n in survivors and n != self._number]
+        signed = self._signers(received, self._signed(b"masked"))
         if missing := [number for number in neighbours if number not in signed]:
             raise MessageError(f"clients {missing} have not signed that the same clients have sent parts")
-        self._state["survivors"] = np.array(heard, dtype=np.int64)
+        self._state["survivors"] = np.array(survivors, dtype=np.int64)
         self._step = "reveal"
         return self._answer("agree", {"signature": byte_array(self._identity.sign(self._signed(b"agree")))})
 
@@ -209,7 +209,7 @@ class SecureClient:
         """
         self._require("agree", "reveal")
         check_message(agreed, self._terms.session, "reveal", {"signers", "signatures"})
-        if self._nobody_missing(agreed):
+        if self._all_present(agreed):
             self._state["survivors"], self._step = self._state["sharers"], "reveal"
             self.agreed = len(self._state["sharers"])
         else:
@@ -303,7 +303,7 @@ class SecureClient:
             "exponents": np.asarray(listed.exponents.max(axis=0)),
         }
 
-    def _nobody_missing(self, agreed: Message) -> bool:
+    def _all_present(self, agreed: Message) -> bool:
         """Whether all that have sent parts, as this client knows them, have signed that they have sent values, too.
 
         The signatures are those of the exchange `masked`. Among neighbours, where fewer than `threshold` shares open a
@@ -350,9 +350,9 @@ class SecureClient:
         check_message(parts, self._terms.session, "masked", {"sharers", "parts"})
         sharers, group = client_numbers(parts, "sharers"), self._state["group"].tolist()
         share_keys = dict(zip(group, byte_rows(self._state["share_keys"]), strict=True))
-        strangers = sorted(set(sharers) - set(self._state["listed"].tolist()))
-        if strangers:
-            raise MessageError(f"parts came from clients {strangers}, which are not among those with keys")
+        unknown = sorted(set(sharers) - set(self._state["listed"].tolist()))
+        if unknown:
+            raise MessageError(f"parts came from clients {unknown}, which are not among those with keys")
         if self._number not in sharers:
             raise MessageError(f"client {self._number} has sent parts and is not among those that have")
         if len(sharers) < self._terms.threshold:

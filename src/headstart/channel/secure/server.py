@@ -96,7 +96,7 @@ class SecureSum:
         return () if self.step is None else self._silent(self.step)
 
     @property
-    def heard(self) -> tuple[int, ...]:
+    def survivors(self) -> tuple[int, ...]:
         """Whose values are in the sum."""
         return tuple(sorted(self._answers["masked"]))
 
@@ -164,7 +164,7 @@ class SecureSum:
             self._closed += 1
 
     def total(self) -> dict[str, Array]:
-        """The sum of the values of the clients `heard`, by name."""
+        """The sum of the values of the `survivors`, by name."""
         if self.step is not None:
             raise HeadstartError(f"the sum is not open yet: the exchange {self.step!r} is under way")
         if self._total is None:
@@ -264,7 +264,7 @@ class SecureSum:
 
     def _owners(self, name: str) -> tuple[int, ...]:
         """Whose secrets these are shares of."""
-        return self.heard if name == "seed_shares" else self._silent("masked")
+        return self.survivors if name == "seed_shares" else self._silent("masked")
 
     def _rows(self, name: str, holder: int) -> list[int]:
         """The owners of the shares in this order that a client reveals."""
@@ -285,7 +285,7 @@ class SecureSum:
             secret = X25519PrivateKey.from_private_bytes(key)
             if public_bytes(secret) != mask_keys[number]:
                 raise MessageError(_misfit("mask key", number))
-            for other in set(self._graph.group(number)) & set(self.heard):
+            for other in set(self._graph.group(number)) & set(self.survivors):
                 mine, others = (number, mask_keys[number]), (other, mask_keys[other])
                 add_stream(total, pair_key(session, purpose, secret, mine, others), -mask_sign(other, number))
         return total

@@ -1,4 +1,4 @@
-"""The panel of a federation: who is there, how far it has come, who took part in which round, and what it has cost.
+"""The panel of a federation: who is there, how far it has come, who participated in which round, and what it has cost.
 
 Times are filled in by the page, so that the panel changes only when the federation does. All text is escaped: names and
 reasons come from nodes.
@@ -22,9 +22,9 @@ from headstart.report.tables import score
 SOON = 30
 """Days before its end from which a certificate is spoken of."""
 _LISTED = 12  # absences that are listed, each of one or several rounds in a row
-_DOTS = {"waiting": "late", "running": "present", "finished": "present", "failed": "left-out", "stopped": "left-out"}
+_DOTS = {"waiting": "late", "running": "present", "finished": "present", "failed": "excluded", "stopped": "excluded"}
 _PHASES = {"": "the server has not been started", "waiting": "waiting for nodes"}
-_OUTCOMES = ("took part", "late", "left out", "absent", "not asked")
+_OUTCOMES = ("participated", "late", "excluded", "absent", "not sampled")
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ def _privacy_tiles(record: Record) -> list[str]:
     """What was spent, of every unit; after which round, where the run goes on from there."""
     spent, tiles = record.privacy, []
     last = f", after round {record.metrics[-1]['round']}" if record.summary is None and record.metrics else ""
-    last += f"; no promise: {', '.join(spent['uncovered'])}" if spent.get("uncovered") else ""
+    last += f"; no guarantee: {', '.join(spent['uncovered'])}" if spent.get("uncovered") else ""
     for unit in ("example", "client"):
         if unit in spent:
             figure = f"ε = {spent[unit]['epsilon']:.3g}"
@@ -177,7 +177,7 @@ def _members(federation: Federation, names: Sequence[str]) -> str:
         seen = f"last seen {_ago(node.seen)}" if node.seen else ""
         moved = "".join(_bar(arrow, each[name], most) for arrow, each in (("↑", log.bytes_up), ("↓", log.bytes_down)))
         asked = name in log.bytes_up
-        shares = f"took part in {log.taken[name]:,} rounds" if asked else ""
+        shares = f"participated in {log.taken[name]:,} rounds" if asked else ""
         rows.append(
             f"<li>{_dot(kind)}<div><b>{escape(name)}</b><span>{told}</span></div>"
             f"<div class='soft'><span>{seen}</span><span>{shares}</span></div>"
@@ -196,7 +196,7 @@ def _presence(node: NodeState, live: bool) -> tuple[str, str]:
         return "unknown", "was present at last" if node.present else "was missing at last"
     if node.present:
         return "present", f"present, since {_ago(node.since)}"
-    return "left-out", f"missing, since {_ago(node.since)}" if node.since else "has never connected"
+    return "excluded", f"missing, since {_ago(node.since)}" if node.since else "has never connected"
 
 
 def _ago(time: str) -> str:
@@ -236,7 +236,7 @@ def _timeline(federation: Federation, names: Sequence[str]) -> str:
 
 
 def _cell(name: str, stage: int, number: int, why: str | None) -> str:
-    kind = "not asked" if why is None else outcome(why)
+    kind = "not sampled" if why is None else outcome(why)
     told = f"{name}, round {number} of stage {stage + 1}: {why or kind}"
     return f'<td title="{escape(told)}"><i class="cell {kind.replace(" ", "-")}"></i></td>'
 
@@ -257,7 +257,7 @@ def _absences(federation: Federation) -> str:
     rows = [[str(stage + 1), _span(first, last), client, why] for (stage, client, why, first), last in shown]
     times = "once" if log.dropped == 1 else f"{log.dropped:,} times"
     table = html_table(("stage", "round", "node", "why"), rows)
-    return f"<details open><summary>Late, left out or absent {times}</summary>{table}</details>"
+    return f"<details open><summary>Late, excluded or absent {times}</summary>{table}</details>"
 
 
 def _span(first: int, last: int) -> str:

@@ -140,7 +140,7 @@ class Gallery:
         return Status(name, record.recipe.name, state, doing, share, left, tested, dropped, version)
 
     def _log(self, path: Path) -> RoundsLog:
-        """Who took part in the rounds of a run so far."""
+        """Which clients participated in the rounds of a run so far."""
         return self._rounds.setdefault(path, RoundsLog(path / "rounds.csv")).read()
 
 
