@@ -10,6 +10,8 @@ import pytest
 import transformers
 from PIL import Image
 from scipy.special import softmax
+from sklearn.datasets import load_digits
+from sklearn.linear_model import Ridge, RidgeClassifier
 
 from headstart.config.recipe import Recipe
 from headstart.errors import HeadstartError
@@ -102,6 +104,35 @@ def test_a_masked_class_has_no_probability(form: Any, tmp_path: Path) -> None:
         logits = names["graph"](names["inputs"](X))["logits"]
     assert np.isfinite(logits).all()
     np.testing.assert_allclose(softmax(logits[:, ~masked], axis=1), found[:, ~masked], atol=1e-6)
+
+
+@formats
+@pytest.mark.parametrize("kind", ["regression", "multilabel"])
+def test_numbers_and_labels_have_no_softmax(kind: str, form: Any, tmp_path: Path) -> None:
+    """What comes out is what scikit-learn's ridge regression of the same examples says."""
+    x, digit = load_digits(return_X_y=True)
+    x, train = x.astype(np.float32), np.arange(len(digit)) % 4 > 0
+    numbers = np.stack([100 * digit + 0.5, x[:, 20] - x[:, 30]], axis=1)
+    y = numbers if kind == "regression" else np.stack([digit % 2, digit > 4, digit == 0], axis=1)
+    np.savez(tmp_path / "data.npz", X=x, y=y, split=2 * ~train, client=np.arange(len(digit)) % 3)
+    table = {"dataset": str(tmp_path / "data.npz"), "partition": {"kind": "natural"}}
+    stages = [{"method": "fed3r", "ridge": 0.5}]
+    run(Recipe.parse({"data": table, "model": {"backbone": "features"}, "stages": stages}), tmp_path / "run")
+    export(tmp_path / "run", tmp_path / "out", format=form)
+    names = loaded(tmp_path / "out")
+    if kind == "regression":
+        expected = Ridge(alpha=0.5).fit(x[train], y[train]).predict(x[~train])
+        np.testing.assert_allclose(names["values"](x[~train]), expected, rtol=1e-3, atol=1e-2)
+    else:
+        scores = RidgeClassifier(alpha=0.5).fit(x[train], y[train]).decision_function(x[~train])
+        shares = names["shares"](x[~train])
+        np.testing.assert_allclose(shares, np.clip((scores + 1) / 2, 0, 1), atol=1e-4)
+        np.testing.assert_array_equal((shares > 0.5)[np.abs(scores) > 1e-3], (scores > 0)[np.abs(scores) > 1e-3])
+    told = Model.of(tmp_path / "run").predict([npz(tmp_path / "x.npz", x[~train])])
+    np.testing.assert_allclose(
+        names["values" if kind == "regression" else "shares"](x[~train]), told.probabilities, rtol=1e-3, atol=1e-3
+    )
+    assert names["classes"] == list(told.classes)
 
 
 # --------------------------------------------------------------------------------------------------------------- images

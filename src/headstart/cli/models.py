@@ -145,7 +145,16 @@ def update(
         raise HeadstartError("--add: two clients have the same name; give NAME=DATA")
     found = update(run, dict(named), remove or (), classes or ())
     print(f"{run}: {len(found.clients)} clients, {len(found.classes)} classes, {found.examples:,} examples")
-    print(f"head: {run / 'model' / 'head.safetensors'}; accuracies in the run's summary are those before the update")
+    if found.test_examples:
+        from headstart.report.tables import metric_cell, metric_heading, metrics_of
+
+        both = found.before, found.after
+        rows = [[metric_heading(n), *(metric_cell(n, [each]) for each in both)] for n in metrics_of(both)]
+        show_table(["metric", "before", "after"], rows)
+        print(f"tested on {found.test_examples:,} examples: the run's test split, and those of clients that were added")
+    else:
+        print("not tested: the run's test split is not here, and no client that was added has test examples")
+    print(f"head: {run / 'model' / 'head.safetensors'}; the stages of the run's summary are as before the update")
 
 
 def replay(

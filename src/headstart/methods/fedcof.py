@@ -45,7 +45,7 @@ class FedCOFStage(ClosedFormStage):
     within: Literal["estimated", "trace", "diagonal", "auto"] = "auto"
     """What clients tell of the scatter of their features around their class means. "estimated": nothing, as in the
     paper. "trace": one number, spread evenly over all dimensions. "diagonal": one for each dimension. "auto": one
-    number, of which a share takes the shape of the paper's estimate, the smaller the more clients' features differ; as
+    number, of which a share takes the shape of the paper's estimate, smaller where clients' features differ; as
     "estimated" with privacy or count_noise."""
     rank: NonNegativeInt = 0
     """Largest directions of that scatter that a client tells beside it, as many rows as so many classes."""

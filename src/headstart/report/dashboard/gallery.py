@@ -14,6 +14,7 @@ from headstart.errors import HeadstartError
 from headstart.records import FederationState, Record, RoundsLog, RunDirectory, find, find_federations
 from headstart.report import report_body
 from headstart.report.dashboard.federation import Federation, panel
+from headstart.report.tables import score
 
 _WATCHED = ("recipe.toml", "metrics.jsonl", "summary.json", "clients.csv", "confusion.csv")
 
@@ -31,7 +32,8 @@ class Status:
     """Between 0 and 1."""
     left: float | None
     """Seconds that what it is doing may still take."""
-    accuracy: float | None
+    score: str
+    """How good its last finished stage is: an accuracy, or R²; empty where there is none."""
     dropped: int
     version: str
     """Another one means that there is more to see."""
@@ -139,7 +141,7 @@ class Gallery:
         rounds = [stage.rounds or 1 for stage in stages]
         with self._reading:
             dropped, (number, played) = self._log(path).dropped, self._log(path).where(rounds, record.evaluated)
-        accuracy = done[-1]["accuracy"] if done else None
+        tested = score(done[-1]) if done else ""
         state = "finished" if record.summary else "running" if RunDirectory(path).running else "stopped"
         doing, share, left = state, 1.0, None
         if record.summary is None:
@@ -148,7 +150,7 @@ class Gallery:
             if state == "running":
                 doing, left = _under_way(path, doing)
         began, page = (path / "recipe.toml").stat().st_mtime, (path / "report.html").is_file()
-        return Status(name, record.recipe.name, state, doing, share, left, accuracy, dropped, version, began, page)
+        return Status(name, record.recipe.name, state, doing, share, left, tested, dropped, version, began, page)
 
     def _log(self, path: Path) -> RoundsLog:
         """Which clients participated in the rounds of a run so far."""
