@@ -502,6 +502,18 @@ def test_batches_are_so_many_examples_of_each_client_and_new_ones_every_round() 
     assert reply.message.arrays["slopes"][0] == pytest.approx(slopes.mean(), rel=1e-5)
 
 
+def test_shares_of_batches_grow_with_the_client_and_the_mean_counts_examples_alike() -> None:
+    who = np.repeat([0, 1], [4, N - 4])
+    run = Run(who, train="head", batch_share=0.5)
+    rows = run.method._rows(run.cohort(0, 1), 0)
+    assert np.bincount(run.cohort(0, 1).owners[rows]).tolist() == [2, 8]
+    assert len(np.unique(rows)) == 10
+    replies = run.bench.answer(run.cohort(0, 1), run.bench.broadcast(run.state))
+    total = run.bench.total(run.state, replies)
+    each = run.method.probes.slopes(run.cohort(0, 1), rows, int(run.bench.broadcast(run.state).scalars["seed"]), 0)
+    assert float(total.mean("slopes")[""][0]) == pytest.approx(each.mean(), rel=1e-5)
+
+
 def test_batches_estimate_the_slope_of_the_pooled_loss() -> None:
     """The mean over 600 draws of two examples of each client, one of which has a class to itself."""
     who = (Y != np.bincount(Y).argmin()).astype(np.int64)
