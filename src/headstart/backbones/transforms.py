@@ -46,10 +46,12 @@ class ImageTransform:
 
     size: int
     resize: Literal["squash"] | int = "squash"
+    pixel_range: tuple[float, float] | None = None
+    """The values of grey of more than 8 bits that are black and white."""
 
     def __call__(self, value: Any, where: str) -> npt.NDArray[np.float32]:
         """One image [size, size, 3]."""
-        return pixels(decode_image(value, where), self.size, self.resize)
+        return pixels(decode_image(value, where, self.pixel_range), self.size, self.resize)
 
     @staticmethod
     def collate(values: list[Any]) -> tuple[Tensor, ...]:

@@ -1,4 +1,4 @@
-"""Commands about the model of a finished run: predict, export, update, replay."""
+"""Commands about the model of a finished run: predict, export, push, update, replay."""
 
 from __future__ import annotations
 
@@ -106,6 +106,20 @@ def export(
 
     files = export(run, out, task, client, merge, format.value if format else None)
     print(f"{out}: {', '.join(files)}")
+
+
+def push(
+    run: Run,
+    repo: Annotated[str, typer.Argument(help="A repository on the Hugging Face hub, USER/NAME; made if need be.")],
+    task: TaskName = None,
+    client: ClientName = None,
+    merge: Annotated[bool, typer.Option("--merge", help="Add a LoRA to the backbone's weights.")] = False,
+    private: Annotated[bool, typer.Option("--private", help="A new repository is private.")] = False,
+) -> None:
+    """Export the model of a finished run to the Hugging Face hub, with a card that says what was trained and how."""
+    from headstart.export.hub import push
+
+    print(push(run, repo, task, client, merge, private))
 
 
 def update(

@@ -55,6 +55,8 @@ def contradictions(table: Mapping[str, Any]) -> list[str]:
 def _of_model(model: Mapping[str, Any], tasks: bool) -> list[str]:
     """What is wrong with the table of a model as a whole."""
     problems, prompt, chooses = [], model.get("prompt"), model.get("task") == "choose"
+    if isinstance(shades := model.get("pixel_range"), list | tuple) and len(set(shades)) == 1:
+        problems.append("model.pixel_range: give two values, of black and of white; they are the same")
     if tasks and "prompt" in model:
         problems.append("model.prompt: a prompt's label words are those of one task; give [data] instead of [[tasks]]")
     if model.get("task", "classify") != "classify" and "weights" in model:

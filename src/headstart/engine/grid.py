@@ -34,8 +34,8 @@ log = logging.getLogger("headstart")
 # Between two looks for replies: a twentieth of the time since the last one, within these seconds.
 _SHARE, _SHORTEST, _LONGEST = 1 / 20, 0.02, 0.5
 # Seconds: between two looks at which nodes are connected while no reply comes, how long a node may take to join, and
-# between two lines about the nodes that are waited for.
-_REFRESH, _JOIN_TIMEOUT, _REPORT = 5.0, 60.0, 30.0
+# between two lines about the nodes that are waited for, the first of which leaves connected nodes time to reply.
+_REFRESH, _JOIN_TIMEOUT, _REPORT, _JOINING = 5.0, 60.0, 30.0, 10.0
 # A node that has missed a deadline is sampled again in the third round after.
 _PAUSE = 3
 LARGEST_DIM = 65_536
@@ -90,7 +90,8 @@ class Nodes:
                 raise self._no_participants()
             if available and len(available) + len(self.refusals) >= len(self.numbers):
                 return available
-            if waited - reported >= _REPORT:
+            joining = self._pending and waited < _JOINING
+            if waited - reported >= _REPORT and not joining:
                 reported = waited
                 counts, missing = (len(available), wait_for), self.named_absences()
                 log.warning("waiting for nodes: %d of %d are available; missing: %s", *counts, missing)

@@ -83,6 +83,9 @@ def quality(stage: Mapping[str, Any]) -> str | None:
     """The metrics of a stage beside the one in its table, in one line."""
     first = "accuracy" if stage.get("r2") is None else "r2"
     said = []
+    if "accuracy_interval" in stage:
+        low, high = (f"{100 * bound:.1f}" for bound in stage["accuracy_interval"])
+        said.append(f"of {stage['test_examples']:,} examples (95 % confidence: {low} to {high} %)")
     for name in [name for name in SHOWN if name != first and stage.get(name) is not None]:
         what, _, unit = _METRICS[name].partition(", ")
         said.append(f"{what} {metric_cell(name, [stage])}{f' {unit}' if unit else ''}")

@@ -15,6 +15,7 @@ from headstart.channel.figures import FiguresChannel
 from headstart.core.files import secret
 from headstart.core.ledger import Ledger
 from headstart.core.message import Array, Scalar
+from headstart.core.metrics import wilson_interval
 from headstart.core.plan import part_of
 from headstart.core.seeds import Secret, Seed, extended
 from headstart.core.state import pack, unpack
@@ -298,6 +299,7 @@ class StageRun:
                 "eval_split": settings.eval_split,
                 **({"keep": "best"} if settings.keep == "best" else {}),
                 **self.record.metrics,
+                **self._certainty(),
                 **{name: value for name, value in self.record.best.items() if name.startswith("best_")},
                 **ledger.totals(),
                 "published_bytes": cost.bytes,
@@ -310,6 +312,16 @@ class StageRun:
             }
         )
         self.run.spent = {name: round(self.run.spent[name] + cost, 3) for name, cost in ledger.totals().items()}
+
+    def _certainty(self) -> dict[str, Any]:
+        """How many examples the accuracy was measured on, and its 95 % confidence interval; where they are here."""
+        accuracy, tested = (
+            self.record.metrics.get("accuracy"),
+            getattr(self.federation.dataset, self.settings.eval_split),
+        )
+        if accuracy is None or not len(tested):
+            return {}
+        return {"test_examples": len(tested), "accuracy_interval": wilson_interval(accuracy, len(tested))}
 
     def privacy(self) -> dict[str, Any]:
         """What the rounds so far and the tests on nodes have spent, where they guarantee anything."""
