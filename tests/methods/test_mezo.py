@@ -33,7 +33,7 @@ from headstart.data import Dataset, Examples, Federation
 from headstart.engine import local
 from headstart.engine.client import ClientRuntime
 from headstart.engine.client_states import ClientStates
-from headstart.errors import HeadstartError, MessageError
+from headstart.errors import HeadstartError, MessageError, RecipeError
 from headstart.heads import LinearHead
 from headstart.methods import build
 from headstart.methods.fedmezo import joined
@@ -843,3 +843,25 @@ def test_texts_of_one_batch_and_of_several_have_the_same_slopes(monkeypatch: pyt
     once = run.method.probes.slopes(run.cohort(0), rows, 3, 0)
     monkeypatch.setitem(zeroth.BATCHES, "text", 3)
     np.testing.assert_allclose(run.method.probes.slopes(run.cohort(0), rows, 3, 0), once, rtol=1e-2, atol=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("keys", "sentence"),
+    [
+        ({"probe_rounds": 4}, "stages.0.lr: with probe_rounds it is a share of the rate that is measured"),
+        ({"probe_rounds": 4, "lr": 0.3, "beta2": 0.9}, "stages.0.beta2: it makes the rate independent of the slopes"),
+        ({"probe_rounds": 4, "lr": 0.3, "rounds": 4}, "stages.0.probe_rounds: all of the 4 rounds would measure"),
+        ({"batch_share": 0.5, "batch_size": 4}, "stages.0: set batch_share or batch_size, not both"),
+    ],
+)
+def test_what_does_not_go_together(keys: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(RecipeError, match=sentence):
+        Recipe.parse({"data": {"dataset": "x"}, "stages": [{"method": "fedmezo", "train": "head"} | keys]})
+
+
+def test_the_rate_that_was_found_is_told() -> None:
+    run = Run(IID, train="head", lr=0.5, probe_rounds=2, rounds=4, epsilon=1e-1, num_directions=2).play()
+    curvatures = 2 / 0.1 * run.state.slopes[:2].astype(np.float64)
+    expected = 0.5 * 2 / np.sqrt(np.mean(np.square(curvatures)))
+    assert run.method.selected(run.state) == {"lr": pytest.approx(expected)}
+    assert Run(IID, train="head", rounds=1).method.selected(run.state) == {}
