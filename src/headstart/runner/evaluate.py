@@ -258,7 +258,7 @@ class NodeEvaluator:
             if self.generates:
                 by_client[client] = np.exp(loss / known) if known else np.nan
         if self.generates:
-            _, each, _ = self.clients.judged(0, tested[0].total)
+            _, each, _ = self.clients.metrics_of(0, tested[0].total)
             perplexity = None if each is None else float(np.exp(each))
             about = Evaluation(None, each, nbytes=tested[0].nbytes, perplexity=perplexity, client_perplexity=by_client)
             return about, {self.federation.tasks[0]: about}
