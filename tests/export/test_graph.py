@@ -128,7 +128,7 @@ def test_numbers_and_labels_have_no_softmax(kind: str, form: Any, tmp_path: Path
         shares = names["shares"](x[~train])
         np.testing.assert_allclose(shares, np.clip((scores + 1) / 2, 0, 1), atol=1e-4)
         np.testing.assert_array_equal((shares > 0.5)[np.abs(scores) > 1e-3], (scores > 0)[np.abs(scores) > 1e-3])
-    told = Model.of(tmp_path / "run").predict([npz(tmp_path / "x.npz", x[~train])])
+    told = Model.load(tmp_path / "run").predict([npz(tmp_path / "x.npz", x[~train])])
     np.testing.assert_allclose(
         names["values" if kind == "regression" else "shares"](x[~train]), told.probabilities, rtol=1e-3, atol=1e-3
     )

@@ -92,7 +92,7 @@ def schema(
     from headstart.core.files import write_text
 
     check_new_file(out)
-    text = json.dumps(schema(), indent=1, ensure_ascii=False) + "\n"
+    text = json.dumps(schema(), separators=(",", ":"), ensure_ascii=False) + "\n"
     if out is None:
         print(text, end="")
         return
