@@ -289,9 +289,9 @@ class NodeEvaluator:
             if self.generates:
                 by_client[client] = np.exp(loss / known) if known else np.nan
         if self.generates:
-            _, each, _ = self.clients.metrics_of(0, tested[0].total)
-            perplexity = None if each is None else float(np.exp(each))
-            about = Evaluation(None, each, nbytes=tested[0].nbytes, perplexity=perplexity, client_perplexity=by_client)
+            _, loss, _ = self.clients.metrics_of(0, tested[0].total)
+            perplexity = None if loss is None else float(np.exp(loss))
+            about = Evaluation(None, loss, nbytes=tested[0].nbytes, perplexity=perplexity, client_perplexity=by_client)
             return about, {self.federation.tasks[0]: about}
         if self.federation.dataset.target == "regression":
             by_client = np.full_like(by_client, np.nan)
