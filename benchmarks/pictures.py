@@ -169,9 +169,11 @@ def clients() -> str:
     """Accuracy against the number of clients, a panel for each data set of "Heads by what clients tell"."""
     names = {"FedNCM": "FedNCM", "auto": "FedCOF, the default", "rank 16": "FedCOF, rank 16", "Fed3R": "Fed3R"}
     data: dict[str, list[dict[str, str]]] = {}
-    for table in tables("Heads by what clients tell")[:2]:
+    for table in tables("Heads by what clients tell"):
         for row in table:
-            data.setdefault(row["features"], []).append(row)
+            if names.keys() <= row.keys():
+                data.setdefault(row["features"], []).append(row)
+    data = {title: rows for title, rows in data.items() if len(rows) > 1}
     parts = legend(names, 16)
     for place, (title, rows) in enumerate(data.items()):
         series = {name: [(float(row["clients"]), float(row[name])) for row in rows] for name in names}

@@ -159,6 +159,8 @@ def _of_steps(stage: Any, size: int) -> int:
 def _seen(facts: CostFacts) -> Ints:
     """Examples of each client that a step looks at."""
     sizes: Ints = facts.counts.sum(axis=1)
+    if getattr(facts.stage, "batch_share", None) is not None:
+        return np.array([facts.stage.seen(int(size)) for size in sizes], np.int64)
     return sizes if facts.stage.batch_size == "full" else np.minimum(sizes, facts.stage.batch_size)
 
 
