@@ -10,6 +10,7 @@ from headstart.cli.advise import advise
 from headstart.cli.deployment import deploy, node, server
 from headstart.cli.lists import backbones, datasets, methods
 from headstart.cli.models import export, predict, replay, update
+from headstart.cli.plan import plan
 from headstart.cli.reports import dashboard, partition, report
 from headstart.cli.runs import compare, demo, reproduce, run
 from headstart.errors import HeadstartError
@@ -20,7 +21,7 @@ app = typer.Typer(
 )  # fmt: skip
 
 _COMMANDS = (
-    run, compare, advise, report, dashboard, reproduce, demo, replay, predict, export, update, partition, methods,
+    run, compare, advise, plan, report, dashboard, reproduce, demo, replay, predict, export, update, partition, methods,
     backbones,
     datasets, server,
 )  # fmt: skip

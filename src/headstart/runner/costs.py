@@ -137,15 +137,14 @@ def _passes(facts: CostFacts) -> int:
 
     A step on the backbone counts as three.
     """
-    stage = facts.stage
-    examples = (stage.local_epochs or 1) * facts.examples
-    if stage.local_steps:
-        examples = sum(_of_steps(stage, int(size)) for size in facts.counts.sum(axis=1))
-    return (3 if stage.plan.changes_features else 1) * examples
+    examples = sum(batch_examples(facts.stage, int(size)) for size in facts.counts.sum(axis=1))
+    return (3 if facts.stage.plan.changes_features else 1) * examples
 
 
-def _of_steps(stage: Any, size: int) -> int:
-    """Examples in the batches of the local steps of a client with so many; a meta step takes two batches of a half."""
+def batch_examples(stage: Any, size: int) -> int:
+    """Examples in the batches of a round of a client with so many; a meta step takes two batches of a half."""
+    if not stage.local_steps:
+        return int((stage.local_epochs or 1) * size)
     paired = stage.method == "per-fedavg"
     whole = -(-size // 2) if paired else size
     width = whole if stage.batch_size == "full" else min(stage.batch_size, whole)

@@ -82,7 +82,7 @@ def run_federation(
 
     states: where the states of clients of this machine are; in the run directory, where that is None and there is one.
     """
-    _check(recipe, federation)
+    check_recipe(recipe, federation)
     directory: RunDirectory | NoDirectory = NoDirectory()
     if out is not None:
         directory = RunDirectory.reopen(out, recipe) if resume else RunDirectory.create(out, recipe)
@@ -125,7 +125,7 @@ def _known(recipe: Recipe, federation: Federation, directory: RunDirectory | NoD
     return replace(federation, remote_sizes=sizes, members=members)
 
 
-def _check(recipe: Recipe, federation: Federation) -> None:
+def check_recipe(recipe: Recipe, federation: Federation) -> None:
     """What a recipe asks for and its data do not have."""
     for number, stage in enumerate(recipe.stages):
         if federation.dataset.validation is None:
