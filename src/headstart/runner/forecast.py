@@ -14,7 +14,10 @@ import numpy as np
 from headstart.config.recipe import Recipe
 from headstart.core.ledger import peak_memory
 from headstart.data import Federation
-from headstart.runner.dry_run import Bill, dry_run
+from headstart.engine.client import ClientRuntime
+from headstart.methods.base import ALONE
+from headstart.runner.dry_run import dry_run
+from headstart.runner.dry_stage import Bill
 from headstart.runner.run_recipe import Run, check_recipe
 from headstart.runner.run_stage import StageRun
 from headstart.solvers.cohort import Cohort
@@ -278,11 +281,11 @@ def _per_example(stage: StageRun) -> float:
     """Seconds for an example in a round, of the first clients of the federation on made-up features."""
     if stage.plan.changes_features:
         return 0.0
-    from headstart.engine.client import ClientRuntime
-
     federation, method = stage.federation, stage.method
+    runtime = ClientRuntime(method, stage.channel)
     mine = federation.clients_of(0)
-    mine = mine[: max(1, int(np.searchsorted(np.cumsum(federation.sizes[mine]), _PROBED)))]
+    several = max(1, int(np.searchsorted(np.cumsum(federation.sizes[mine]), _PROBED)))
+    mine = mine[: 1 if runtime.memory_per_client >= ALONE else several]
     rows, owners = federation.rows_of(mine)
     train = federation.dataset.train
     source = np.random.default_rng(0).standard_normal((len(rows), stage.run.body.dim)).astype(np.float32)
@@ -296,7 +299,7 @@ def _per_example(stage: StageRun) -> float:
         mine, source, np.arange(len(rows)), train.labels[rows], owners, np.ones(len(mine), np.bool_), nothing,
         targets=targets,
     )  # fmt: skip
-    message, runtime = method.broadcast(method.init(), 0, -1), ClientRuntime(method, stage.channel)
+    message = method.broadcast(method.init(), 0, -1)
     took = []
     for _ in range(2):  # the first one warms up
         began = time.perf_counter()
