@@ -46,7 +46,7 @@ def plan(
     )  # fmt: skip
     found = make_plan(Recipe.load(recipe, settings or ()), fleet)
     if as_json:
-        print(json.dumps(found.to_json(), indent=2))
+        print(json.dumps(found.to_json(), indent=2, allow_nan=False))
         return
     _show(found)
 

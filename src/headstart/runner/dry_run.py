@@ -166,6 +166,7 @@ class DryClosedForm(DryStage):
     def _on_server(self, asked: Any) -> dict[str, Any]:
         """Sums, or every client's rows."""
         settings, privacy = self.stage, self.stage.privacy
+        by_client = privacy is not None and privacy.noise == "client"
         calibrates = settings.temperature == "auto"
         learned = settings.passes - calibrates
         rows, examples = self._rows(learned - 1)
@@ -198,7 +199,7 @@ class DryClosedForm(DryStage):
         kept = growing if settings.keep_statistics else 0.0
         return {
             "state": pack(whole).nbytes + round(kept), "total": total, "state_per_client": growing / int(asked.sum()),
-            "exact": not (self._centres > 1 or settings.noise_on_counts or (privacy and privacy.noise == "client")),
+            "exact": not (calibrates or self._centres > 1 or settings.noise_on_counts or by_client),
         }  # fmt: skip
 
 

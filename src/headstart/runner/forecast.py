@@ -103,11 +103,18 @@ class Plan:
     notes: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """As plain values; what never runs out is null."""
-        found = asdict(self)
-        for limit in found["limits"]:
-            limit["enough_for"] = None if np.isinf(limit["enough_for"]) else limit["enough_for"]
+        """As plain values; what has no end is null."""
+        found: dict[str, Any] = _finite(asdict(self))
         return found
+
+
+def _finite(value: Any) -> Any:
+    """The same with None in the place of infinity."""
+    if isinstance(value, Mapping):
+        return {name: _finite(each) for name, each in value.items()}
+    if isinstance(value, tuple):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and np.isinf(value) else value
 
 
 def make_plan(recipe: Recipe, fleet: Fleet) -> Plan:
@@ -131,7 +138,7 @@ def make_plan(recipe: Recipe, fleet: Fleet) -> Plan:
         + max(one.server_disk for one in own)
         + sum(2 * federation.n_clients * bill.kept for bill in bills),
         speed.flops,
-        tuple(_notes(bills, fleet, federation)),
+        tuple(_notes(bills, fleet, federation, run.body.backbone is None)),
     )  # fmt: skip
 
 
@@ -168,7 +175,7 @@ def forecast(bill: Bill, clients: int, fleet: Fleet, flops: float) -> Forecast:
         stage.method, clients, rounds, per_round, up / seen, most, down / seen, up, down, passes,
         2 * state + bill.total + bill.held * per_round + _LISTED * everybody, 2 * saved,
         seconds, DAY / seconds if seconds else float("inf"), rounds * seconds / DAY,
-        max(parts, key=lambda name: parts[name]), bill.exact,
+        max(parts, key=lambda name: parts[name]) if seconds else "nothing", bill.exact,
     )  # fmt: skip
 
 
@@ -209,7 +216,7 @@ def _enough(needed: Any, available: float) -> float:
     return float(round(10**low))
 
 
-def _notes(bills: list[Bill], fleet: Fleet, federation: Federation) -> list[str]:
+def _notes(bills: list[Bill], fleet: Fleet, federation: Federation, of_features: bool) -> list[str]:
     """What was assumed."""
     notes = []
     if fleet.clients is not None and fleet.clients != federation.n_clients:
@@ -217,6 +224,10 @@ def _notes(bills: list[Bill], fleet: Fleet, federation: Federation) -> list[str]
             f"messages and examples of {fleet.clients:,} clients are taken to be, on average, those of the recipe's "
             f"{federation.n_clients:,}"
         )
+    if of_features:
+        notes.append("the data are features: what it takes clients to compute them is not in the times")
+    if any(bill.settings.privacy and bill.settings.privacy.from_server for bill in bills):
+        notes.append("clients that hide how many examples they have count no forward passes")
     if any(bill.settings.secure for bill in bills):
         notes.append("keys and shares of secure aggregation are not counted: on nodes, each sum takes them besides")
     if any(not bill.exact for bill in bills):
