@@ -32,17 +32,18 @@ def test_a_plan_for_three_times_the_clients_is_within_a_tenth_of_a_run_with_them
 
 
 def test_a_round_takes_what_links_and_arithmetic_take_by_hand() -> None:
-    fleet = Fleet(clients=10**6, uplink=1e6, downlink=8e6, availability=0.1, server_link=1e9)
+    fleet = Fleet(clients=10**6, uplink=1e6, downlink=8e6, availability=0.1, server_link=1e10)
     recipe = digits(8, TRAINED | {"participation": None, "clients_per_round": 1000})
-    table = recipe.model_dump(mode="json", exclude_none=True) | {"tasks": []}
-    (planned,) = make_plan(Recipe.parse(table), fleet).stages
+    (planned,) = make_plan(recipe, fleet).stages
     # [10, 64] and [10] in float32, and a header; both ways, for each of 6 rounds of 1000 clients.
     values = 4 * (10 * 64 + 10)
     assert planned.per_round == 1000
     each = planned.bytes_up / 6000
     assert values + 100 < each < values + 300
     down = planned.bytes_down / 6000
-    assert planned.round_seconds == pytest.approx(max(8 * each / 1e6 + 8 * down / 8e6, 1000 * 8 * each / 1e9), rel=1e-6)
+    assert planned.round_seconds == pytest.approx(
+        max(8 * each / 1e6 + 8 * down / 8e6, 1000 * 8 * each / 1e10), rel=1e-6
+    )
     assert planned.rounds_per_day == pytest.approx(DAY / planned.round_seconds)
     assert planned.slowest == "the clients' uplinks"
 

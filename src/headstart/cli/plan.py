@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -15,10 +16,6 @@ if TYPE_CHECKING:
     from headstart.runner.forecast import Fleet, Forecast, Limit, Plan
 
 _PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "p": 1e15}
-_STAGES = (
-    "stage", "rounds × clients", "a client sends", "most of one", "a client receives", "all send", "all receive",
-    "forward passes", "server memory", "server disk", "a round", "rounds a day", "days", "slowest part",
-)  # fmt: skip
 
 
 def plan(
@@ -83,7 +80,8 @@ _EXAMPLES = {
 def _show(found: Plan) -> None:
     from headstart.report import human_bytes
 
-    show_table(_STAGES, (_row(number, each) for number, each in enumerate(found.stages)))
+    stages = [f"stage {number}: {each.method}" for number, each in enumerate(found.stages)]
+    show_table(["", *stages, "from"], _rows(found.stages))
     columns = ("what grows", "at hand", "at 10⁶ clients", "at 10⁹ clients", "enough for")
     show_table(columns, (_limit(each) for each in found.limits))
     for scale, name in zip((10**6, 10**9), ("10⁶", "10⁹"), strict=True):
@@ -98,23 +96,30 @@ def _show(found: Plan) -> None:
         print(note)
 
 
-def _row(number: int, each: Forecast) -> list[str]:
+def _rows(stages: Sequence[Forecast]) -> Iterator[list[str]]:
+    """Each figure of all stages, and where it comes from."""
     from headstart.report import human_bytes
 
-    about = "" if each.exact else "≈ "
-    sizes = (each.client_up, each.client_up_most, each.client_down, each.bytes_up, each.bytes_down)
-    return [
-        f"{number} {each.method}",
-        f"{each.rounds:,} × {each.per_round:,}",
-        *(about + human_bytes(size) for size in sizes),
-        f"{each.forward_passes:,.0f}",
-        human_bytes(each.server_memory),
-        human_bytes(each.server_disk),
-        _time(each.round_seconds),
-        f"{each.rounds_per_day:,.3g}",
-        f"{each.days:,.3g}",
-        each.slowest,
-    ]
+    def size(name: str) -> list[str]:
+        return [human_bytes(getattr(each, name)) for each in stages]
+
+    def sent(name: str) -> list[str]:
+        return [("" if each.exact else "≈ ") + human_bytes(getattr(each, name)) for each in stages]
+
+    yield ["rounds", *(f"{each.rounds:,}" for each in stages), "the recipe, and the number of clients"]
+    yield ["clients of a round", *(f"{each.per_round:,}" for each in stages), "participation or clients_per_round"]
+    yield ["a client sends", *sent("client_up"), "messages by their layout, on average over those asked"]
+    yield ["most of one client", *sent("client_up_most"), "the client with most classes or rounds"]
+    yield ["a client receives", *sent("client_down"), "requests, and once what earlier stages made"]
+    yield ["all clients send", *sent("bytes_up"), "rounds × clients × a message"]
+    yield ["all clients receive", *sent("bytes_down"), "rounds × clients × a request"]
+    yield ["forward passes", *(f"{each.forward_passes:,.0f}" for each in stages), "examples; a training step is three"]
+    yield ["server memory", *size("server_memory"), "state, a round's total, the list of clients"]
+    yield ["server disk", *size("server_disk"), "two checkpoints"]
+    yield ["a round takes", *(_time(each.round_seconds) for each in stages), "links, arithmetic, availability"]
+    yield ["of that, most", *(each.slowest for each in stages), "the longest part"]
+    yield ["rounds a day", *(f"{each.rounds_per_day:,.3g}" for each in stages), "a day by a round"]
+    yield ["days", *(f"{each.days:,.3g}" for each in stages), "all rounds"]
 
 
 def _limit(each: Limit) -> list[str]:
