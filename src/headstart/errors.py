@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 
 class HeadstartError(ValueError):
@@ -34,3 +36,19 @@ def nearest(word: str, accepted: Iterable[str]) -> str:
     close = difflib.get_close_matches(str(word), known, n=1, cutoff=0.6)
     guess = f"did you mean {close[0]!r}? " if close else ""
     return f"{guess}accepted: {', '.join(known)}"
+
+
+def listed(things: Iterable[object], most: int = 10) -> str:
+    """``a, b and 3 more``."""
+    names = [str(thing) for thing in things]
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def nearest_path(path: str) -> str:
+    """A clause that names what is there instead of a path that is not, or else the first folder that is missing."""
+    place = Path(os.path.expanduser(path))
+    while place.parent != place and not os.path.isdir(place.parent):
+        place = place.parent
+    close = difflib.get_close_matches(place.name, os.listdir(place.parent) if os.path.isdir(place.parent) else [], n=1)
+    here = f"there is no {place}" if str(place) != path else "it is not there"
+    return here + (f"; did you mean {str(place.parent / close[0])!r}?" if close else "")

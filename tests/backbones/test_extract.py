@@ -2,6 +2,7 @@
 
 import io
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from headstart.backbones import Backbone, embed, extract, load_backbone
+from headstart.backbones import Backbone, Inputs, embed, extract, load_backbone
 from headstart.backbones import extract as extract_function
 from headstart.backbones.extract import openvino_runner, torch_runner
 from headstart.backbones.transforms import NORMALISATIONS, ImageInput, ImageTransform, TextTransform
@@ -194,6 +195,25 @@ def test_damaged_image_is_named_and_costs_only_its_block(damage: str) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------- OpenVINO
+
+
+@pytest.mark.parametrize("how", ["extract", "embed", "inputs"])
+def test_all_damaged_images_are_named_at_once(how: str) -> None:
+    whole = io.BytesIO()
+    Image.new("RGB", (4, 4)).save(whole, "PNG")
+    data = [whole.getvalue()] * 40
+    data[3], data[35] = b"junk", b"\x89PNG"  # in two batches
+    source = np.fromiter(({"bytes": each, "path": f"{n}.png"} for n, each in enumerate(data)), object, 40)
+    examples = Examples("image", source, (), np.arange(40), np.zeros(40, np.int64))
+    backbone = means_backbone()
+    sentence = r"(?s)train: 2 of 40 images cannot be read; data.skip_unreadable = true .*\(3\.png\).*\(35\.png\)"
+    ways: dict[str, Callable[[], Any]] = {
+        "extract": lambda: extract(backbone, examples, "train"),
+        "embed": lambda: embed(backbone, examples, "train"),
+        "inputs": lambda: [*Inputs(backbone, examples, "train").batches([np.arange(8)])],
+    }
+    with pytest.raises(HeadstartError, match=sentence):
+        ways[how]()
 
 
 def test_openvino_agrees_with_torch_on_lite0() -> None:

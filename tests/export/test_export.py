@@ -583,7 +583,10 @@ def test_features_have_a_head_only(
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"README.md", "classes.json", "head.safetensors"}
     head = LinearHead.load(tmp_path / "out" / "head.safetensors")
     np.testing.assert_array_equal(head.weight, Model.of(tmp_path / "run", client="2").head.weight)
+    capsys.readouterr()
     assert loaded(tmp_path / "out")["classes"] == [str(number) for number in range(10)]
+    zeros = head.scores(np.zeros((1, 64))).argmax()  # the example of the README
+    assert capsys.readouterr().out == f"['{zeros}']\n"
     (tmp_path / "out" / "thesis.tex").write_text("precious")
     done, said = headstart(monkeypatch, capsys, *arguments)
     assert (done, "already used" in said) == (2, True)

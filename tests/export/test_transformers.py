@@ -1,7 +1,10 @@
 """The lines that load an export with `transformers` and `peft`: they give the run's own predictions and labels."""
 
+import ast
 import json
 import shutil
+import subprocess
+import sys
 from contextlib import chdir
 from pathlib import Path
 from typing import Any
@@ -69,6 +72,59 @@ def test_a_pipeline_has_the_predictions_of_the_run(
         pipeline("text-classification", model="merged")
     body = transformers.AutoModel.from_pretrained("merged/body")
     assert body.config.model_type == "bert"
+
+
+PLAIN = """
+import sys
+from contextlib import chdir
+import headstart.export.auto
+from peft import AutoPeftModel
+from transformers import AutoTokenizer, pipeline
+merged, adapter, *texts = sys.argv[1:]
+print([{one["label"]: one["score"] for one in each} for each in
+       pipeline("text-classification", model=merged)(texts, top_k=None)])
+with chdir(adapter):
+    model = AutoPeftModel.from_pretrained(".").eval()
+    batch = AutoTokenizer.from_pretrained("base")(texts, padding=True, return_tensors="pt")
+print([dict(zip(model.config.id2label.values(), row)) for row in model(**batch).logits.softmax(dim=1).tolist()])
+"""
+
+
+def test_with_headstart_the_plain_lines_do(lora: Path, tmp_path: Path) -> None:  # noqa: F811
+    export(lora, tmp_path / "merged", merge=True)
+    export(lora, tmp_path / "adapter")
+    short = TEXTS[:-1]
+    command = [sys.executable, "-c", PLAIN, str(tmp_path / "merged"), str(tmp_path / "adapter"), *short]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False
+    )  # what it registers, others must not see
+    assert done.returncode == 0, done.stderr
+    wanted = expected(lora, tmp_path)
+    for line in done.stdout.strip().splitlines():
+        found = ast.literal_eval(line)
+        assert len(found) == len(short)
+        for each, row in zip(found, wanted, strict=False):
+            assert each == pytest.approx(row, abs=1e-4)
+
+
+def test_from_elsewhere_the_base_is_not_looked_for_on_the_hub(lora: Path, tmp_path: Path) -> None:  # noqa: F811
+    export(lora, tmp_path / "adapter")
+    assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["base_model_name_or_path"] == "./base"
+
+
+@pytest.mark.parametrize("merge", [False, True])
+def test_the_readme_ends_with_a_prediction(
+    merge: bool,
+    lora: Path,  # noqa: F811
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "texts.txt").write_text("a text of yours")
+    ((_, label, _),) = Model.of(lora).predict([tmp_path / "texts.txt"]).best()
+    export(lora, tmp_path / "out", merge=merge)
+    capsys.readouterr()
+    loaded(tmp_path / "out")
+    assert f"'{label}'" in capsys.readouterr().out.strip().splitlines()[-1]
 
 
 TINY = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}

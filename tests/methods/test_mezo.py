@@ -406,20 +406,33 @@ def mezo(who: np.ndarray, weights: np.ndarray | None = None, **keys: Any) -> dic
     stage, share = run.stage, np.full(N, 1 / N) if weights is None else weights
     state = {n: p.detach().double().clone() for n, p in run.method.network.trained.items()}
     start = {n: v.clone() for n, v in state.items()}
+    velocity = {n: torch.zeros_like(v) for n, v in state.items()}
+    curvatures: list[float] = []
+    squares: list[float] = []
     for round in range(stage.rounds):
         seed = int(run.bench.broadcast(run.bench.init(), round).scalars["seed"])
-        total = {n: torch.zeros_like(v) for n, v in state.items()}
+        total, slopes = {n: torch.zeros_like(v) for n, v in state.items()}, []
         for number in range(stage.num_directions):
             z = directions_of(run, seed, number)
-            losses = [
+            up, down, here = (
                 exact_loss(run, {n: state[n] - start[n] + sign * stage.epsilon * z[n] for n in z}).detach().numpy()
-                for sign in (1, -1)
-            ]
-            slope = float(share @ (losses[0] - losses[1])) / (2 * stage.epsilon)
+                for sign in (1, -1, 0)
+            )
+            slopes.append(float(share @ (up - down)) / (2 * stage.epsilon))
+            if round < stage.probe_rounds:
+                curvatures.append(float(share @ (up - 2 * here + down)) / stage.epsilon**2)
             for name, value in z.items():
-                total[name] += slope * value / stage.num_directions
+                total[name] += slopes[-1] * value / stage.num_directions
+        if round < stage.probe_rounds:
+            continue
+        rate = stage.lr * (stage.num_directions / np.sqrt(np.mean(np.square(curvatures))) if curvatures else 1)
+        if stage.beta2 is not None:  # the mean of all squares, each older one counting less by β₂
+            squares.append(float(np.mean(np.square(slopes))))
+            ages = np.arange(len(squares))[::-1]
+            rate /= np.sqrt(np.average(squares, weights=stage.beta2**ages))
         for name in state:
-            state[name] = state[name] - stage.lr * (total[name] + stage.weight_decay * state[name])
+            velocity[name] = stage.momentum * velocity[name] + rate * total[name]
+            state[name] = state[name] - velocity[name] - rate * stage.weight_decay * state[name]
     return {name: value.numpy() for name, value in state.items()}
 
 
@@ -433,7 +446,10 @@ PARTITIONS = {"iid": IID, "by-class": BY_CLASS, "one": EVERYBODY, "uneven": np.m
     {"train": "head", "lr": 0.05, "num_directions": 3},
     {"train": "all", "lr": 0.02, "weight_decay": 0.1, "epsilon": 1e-2},
     {"train": "lora", "kind": "bert", "lr": 0.02, "num_directions": 2, "temperature": 0.5, "epsilon": 1e-2},
-], ids=["head", "all", "lora"])  # fmt: skip
+    {"train": "head", "lr": 0.05, "momentum": 0.9, "rounds": 5},
+    {"train": "all", "lr": 0.02, "beta2": 0.8, "momentum": 0.5, "epsilon": 1e-2},
+    {"train": "head", "lr": 0.5, "probe_rounds": 2, "num_directions": 3, "rounds": 4, "epsilon": 1e-1},
+], ids=["head", "all", "lora", "momentum", "adam", "probe"])  # fmt: skip
 def test_any_partition_is_mezo_on_the_pooled_examples(keys: dict[str, Any]) -> None:
     expected = mezo(EVERYBODY, **keys)
     found = {name: Run(who, **keys).play().trained() for name, who in PARTITIONS.items()}

@@ -17,10 +17,12 @@ from headstart.engine.body import Body
 from headstart.errors import HeadstartError
 from headstart.export import Model, export
 from headstart.export.replay import replay
+from headstart.modules import LocalModel
 from headstart.runner import run
 from headstart.solvers.directions import direction
 from headstart.solvers.objective import learning_rate
 from tests.backbones.test_language import LONG, PROMPT, SHORT, VOCABULARY, folder_of
+from tests.methods.test_bodies import Plain, backbone_of
 
 TEXTS = [f"{a} {b} {c}" for a in ("the", "very") for b in ("cat", "dog", "film", "good") for c in ("sat", "ran", "bad")]
 
@@ -117,6 +119,26 @@ def test_lora_learns_to_choose_and_the_words_stay(blocks: int | None, tmp_path: 
     assert last["loss"] < first["loss"] - 0.2
     np.testing.assert_array_equal(result.head.weight, np.eye(3))
     assert not result.head.bias.any()
+
+
+@pytest.mark.parametrize("keys", [{"micro_batch": 3}, {"checkpoint_gradients": True}])
+@pytest.mark.parametrize("blocks", [None, 1])
+def test_less_memory_takes_the_same_steps(blocks: int | None, keys: dict[str, Any], tmp_path: Path) -> None:
+    from safetensors.numpy import load_file
+
+    stage = {"method": "fedavg", "train": "lora", "lr": 0.5, "rounds": 2, "batch_size": 8, "blocks": blocks}
+    for name, more in (("plain", {}), ("less", keys)):
+        run(recipe_of(tmp_path, **stage, **more), tmp_path / name)
+    plain, less = (load_file(tmp_path / name / "model" / "module-default.safetensors") for name in ("plain", "less"))
+    for name, value in plain.items():
+        np.testing.assert_allclose(less[name], value, rtol=1e-4, atol=1e-5)
+    assert max(np.abs(value).max() for name, value in plain.items() if ".lora_B." in name) > 1e-2
+
+
+def test_blocks_that_cannot_be_computed_again_are_refused(tmp_path: Path) -> None:
+    model = LocalModel(backbone_of(Plain()))
+    with pytest.raises(HeadstartError, match="checkpoint_gradients: no blocks of the backbone can be computed again"):
+        model.checkpoint_gradients(True)
 
 
 @pytest.mark.parametrize("merge", [False, True])

@@ -8,17 +8,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tomli_w
 import torch
 import transformers
 
 from headstart.backbones import Backbone, load_backbone
+from headstart.backbones.completions import Sampling, complete
 from headstart.config.recipe import Model, Recipe
 from headstart.core.files import write_text
 from headstart.data import Federation
 from headstart.errors import HeadstartError, RecipeError
 from headstart.export import Model as Exported
 from headstart.export import export
-from headstart.export.completions import Sampling, completions
+from headstart.export.completions import completions
 from headstart.export.replay import replay
 from headstart.runner import run
 from tests.backbones.test_language import VOCABULARY, folder_of, numbers
@@ -86,6 +88,61 @@ def test_losses_are_those_of_transformers_and_padding_has_none(tmp_path: Path) -
         assert loss / tokens == pytest.approx(float(model(input_ids=ids, labels=labels).loss), rel=1e-4)
 
 
+@torch.inference_mode()
+def test_a_sequence_to_sequence_model_answers(tmp_path: Path) -> None:
+    backbone = load_backbone(Model(backbone=str(folder_of(tmp_path, "mt5", ends=True)), task="generate"))
+    batch = backbone.transform.collate([backbone.transform(pair, "x") for pair in PAIRS])
+    found = backbone.body(*batch).numpy()
+    padded = backbone.body(*(torch.nn.functional.pad(each, (0, 4)) for each in batch)).numpy()
+    np.testing.assert_allclose(padded, found, atol=1e-5)
+    model = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path).eval()
+    for (prompt, completion), (loss, tokens) in zip(PAIRS, found, strict=True):
+        labels = torch.tensor([[*numbers(completion), 2]])
+        given = torch.tensor([[0, *numbers(prompt), 2]])  # the prompt ends as the tokenizer ends it
+        assert tokens == labels.shape[1]
+        assert loss / tokens == pytest.approx(float(model(input_ids=given, labels=labels).loss), rel=1e-4)
+    made = model.generate(torch.tensor([[0, *numbers("the cat"), 2]]), max_new_tokens=5, do_sample=False)
+    said = transformers.AutoTokenizer.from_pretrained(tmp_path).decode(made[0], skip_special_tokens=True)
+    assert complete(backbone, backbone.transform.prompt_tokens("the cat"), Sampling(5)) == said  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fedmezo"])
+def test_a_sequence_to_sequence_model_learns_to_answer(method: str, tmp_path: Path) -> None:
+    given = table(tmp_path, method=method, rounds=6, **({"lr": 0.05, "batch_size": "full"} if "z" in method else {}))
+    folder_of(tmp_path / "model", "mt5", ends=True)
+    run(Recipe.parse(given), tmp_path / "run")
+    first, *_, last = lines(tmp_path / "run")
+    assert last["loss"] < first["loss"]
+
+
+def test_samples_before_and_after_are_kept_and_scored(tmp_path: Path) -> None:
+    given = table(tmp_path, rounds=8)
+    given["model"] |= {"samples": 3, "max_new_tokens": 4}
+    recipe = Recipe.parse(given)
+    run(recipe, tmp_path / "run")
+    with (tmp_path / "run" / "samples.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["stage"], row["round"]) for row in rows] == [("0", "0")] * 3 + [("0", "8")] * 3
+    test = Federation.of(recipe).dataset.test.raw(0, 3)
+    assert [(row["prompt"], row["reference"]) for row in rows] == list(test) * 2
+    backbone = Exported.of(tmp_path / "run").body.backbone
+    assert backbone is not None
+    transform: Any = backbone.transform
+    said = [complete(backbone, transform.prompt_tokens(prompt), Sampling(4)).strip() for prompt, _ in test]
+    assert [row["completion"] for row in rows[3:]] == said
+    metrics = lines(tmp_path / "run")
+    assert [("rouge_l" in line, "exact_match" in line) for line in metrics] == [(r in (0, 8),) * 2 for r in range(9)]
+    exact = np.mean([row["completion"].split() == row["reference"].split() for row in rows[3:]])
+    assert metrics[-1]["exact_match"] == pytest.approx(exact)
+    report = (tmp_path / "run" / "report.html").read_text()
+    assert "<h2>Completions</h2>" in report
+    assert f"ROUGE-L {metrics[-1]['rouge_l']:.2f}" in report
+    silent = table(tmp_path, rounds=1)
+    silent["model"]["samples"] = 0
+    run(Recipe.parse(silent), tmp_path / "silent")
+    assert not (tmp_path / "silent" / "samples.csv").exists()
+
+
 def test_perplexity_before_and_after_pooled_and_by_client(tmp_path: Path) -> None:
     recipe = Recipe.parse(table(tmp_path, rounds=8))
     run(recipe, tmp_path / "run")
@@ -133,6 +190,20 @@ def test_what_is_cut_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
     assert any(said in each.getMessage() for each in caplog.records)
 
 
+def test_texts_are_shown_as_the_model_reads_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chat = [{"role": "user", "content": "the dog"}, {"role": "assistant", "content": "ran very"}]
+    given = table(tmp_path, [{"messages": chat, "who": "ab"[n % 2]} for n in range(8)])
+    given["model"]["max_tokens"] = 6
+    write_text(tmp_path / "recipe.toml", tomli_w.dumps(given))
+    done = Command(monkeypatch, capsys)("partition", tmp_path / "recipe.toml", "--show", 2, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    # Of seven tokens, the first of the prompt is cut.
+    assert done.stdout.count("the dog :\n  → ran very </s>\n") == 2
+    assert "film" not in done.stdout
+
+
 @pytest.mark.parametrize(("column", "holds"), [(["prompt", "who"], "int64"), ("prompt", "string")])
 def test_columns_that_hold_no_texts_are_refused(column: Any, holds: str, tmp_path: Path) -> None:
     given = table(tmp_path, [{"prompt": "the", "completion": "cat", "who": number % 2} for number in range(8)])
@@ -164,6 +235,13 @@ def test_completions_are_those_of_transformers_and_of_the_seed(
         list(completions(model, [tmp_path / "prompts.txt"], Sampling(5, 1.5, seed=seed))) for seed in (1, 1, 2)
     )
     assert one == same != other
+    pieces: list[tuple[str, str]] = []
+    told = dict(completions(model, [tmp_path / "prompts.txt"], Sampling(5), lambda *piece: pieces.append(piece)))
+    assert told == found
+    assert {p: "".join(piece for prompt, piece in pieces if prompt == p).strip() for p in found} == {
+        prompt: completion.strip() for prompt, completion in found.items()
+    }
+    assert max(sum(prompt == p for prompt, _ in pieces) for p in found) > 1  # as it comes, not at the end
     arguments = ["predict", tmp_path / "run", tmp_path / "prompts.txt", "--out", tmp_path / "said.csv", "--chat"]
     done = Command(monkeypatch, capsys)(*arguments, cwd=tmp_path)
     assert done.returncode == 0, done.stderr

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
+from scipy.stats import binomtest
 
 import headstart
 from headstart.channel.channel import UpdateChannel
@@ -22,7 +23,7 @@ from headstart.config.recipe import Recipe
 from headstart.engine.client_states import ClientStates
 from headstart.errors import HeadstartError, MessageError
 from headstart.records import RunDirectory
-from headstart.report.tables import remarks
+from headstart.report.tables import quality, remarks
 from headstart.runner import run
 
 
@@ -81,6 +82,18 @@ def test_a_run_leaves_what_the_contract_says(tmp_path: Path) -> None:
     assert "http" not in page.replace("http://www.w3.org", "").replace("https://www.w3.org", "").replace(
         "http://purl.org", ""
     ).replace("http://creativecommons.org", "").replace("https://matplotlib.org", "")
+
+
+def test_an_accuracy_is_of_so_many_examples_with_an_interval() -> None:
+    data = {"dataset": "digits", "test_examples": 77, "partition": {"kind": "iid", "clients": 5}}
+    table = {"data": data, "model": {"backbone": "features"}, "stages": [{"method": "fedncm"}]}
+    (stage,) = run(Recipe.parse(table)).summary["stages"]
+    right = round(77 * stage["accuracy"])
+    expected = binomtest(right, 77).proportion_ci(0.95, method="wilson")
+    assert stage["test_examples"] == 77
+    assert stage["accuracy_interval"] == pytest.approx((expected.low, expected.high))
+    shown = f"of 77 examples (95 % confidence: {100 * expected.low:.1f} to {100 * expected.high:.1f} %)"
+    assert shown in (quality(stage) or "")
 
 
 def test_without_a_directory_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,6 @@
 """f(x): load a pre-trained body, cut its head off, extract features, cache them."""
 
-from headstart.backbones.backbone import Backbone, moved, run_body, some, unused
+from headstart.backbones.backbone import Backbone, moved, run_body, some, taken, unused
 from headstart.backbones.extract import embed, embed_rows, extract
 from headstart.backbones.inputs import Inputs
 from headstart.backbones.prefix import Prefix, evaluating
@@ -19,5 +19,6 @@ __all__ = [
     "moved",
     "run_body",
     "some",
+    "taken",
     "unused",
 ]

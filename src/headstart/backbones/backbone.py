@@ -19,7 +19,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from headstart.backbones.prefix import Prefixed, evaluating
 from headstart.backbones.transforms import NORMALISATIONS, ImageInput, ImageTransform, Normalisation, TextTransform
 from headstart.config.recipe import Model
-from headstart.errors import HeadstartError, first_line
+from headstart.core.files import sha256
+from headstart.errors import HeadstartError, first_line, nearest_path
 
 # Parameters of the classifier that a checkpoint may carry and a body has no use for.
 _HEADS = ("classifier.", "fc.", "_fc.", "head.", "heads.", "pooler.")
@@ -119,6 +120,12 @@ def moved(batch: tuple[Tensor, ...], device: torch.device) -> tuple[Tensor, ...]
     return Prefixed(tensors, batch.states.to(device), batch.prefix) if isinstance(batch, Prefixed) else tensors
 
 
+def taken(batch: tuple[Tensor, ...], rows: Tensor) -> tuple[Tensor, ...]:
+    """Some examples of a batch, with the states that it carries."""
+    tensors = tuple(tensor[rows] for tensor in batch)
+    return Prefixed(tensors, batch.states[rows], batch.prefix) if isinstance(batch, Prefixed) else tensors
+
+
 def image_backbone(
     network: nn.Module,
     dim: int,
@@ -136,15 +143,30 @@ def image_backbone(
     body = ImageInput(network, normalisation).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     # "upright": features that were cached before EXIF data and 16 bits were heeded are not taken for these.
     key = f"image upright {size} {model.resize} {normalisation} {pooling}"
-    transform = ImageTransform(size, model.resize)
+    key += f" {model.pixel_range}" if model.pixel_range else ""
+    transform = ImageTransform(size, model.resize, model.pixel_range)
     return Backbone(model.backbone, "image", dim, body, core or network, transform, key, convolutional)
+
+
+def check_digest(file: Path, expected: str | None) -> str:
+    """The SHA-256 of a file of weights; what another package brings must be what headstart was tested with."""
+    try:
+        digest = sha256(file)
+    except OSError as error:
+        raise HeadstartError(f"model.backbone: cannot read {file}: {error.strerror or error}") from None
+    if digest != (expected or digest):
+        raise HeadstartError(
+            f"model.backbone: {file} is not the file that headstart knows under this name (its SHA-256 is "
+            f"{digest[:12]}…, not {str(expected)[:12]}…); install it again, or give it another name"
+        )
+    return digest
 
 
 def load_weights(module: nn.Module, path: Path) -> None:
     """Load a safetensors file or a ``weights_only`` checkpoint by name; only a classifier may be left over."""
     path = path.expanduser()
     if not path.is_file():
-        raise HeadstartError(f"model.weights: there is no file {path}")
+        raise HeadstartError(f"model.weights: there is no file {path}; {nearest_path(str(path))}")
     try:
         if path.suffix == ".safetensors":
             from safetensors.torch import load_file

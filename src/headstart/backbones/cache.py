@@ -48,7 +48,8 @@ class FeatureFile:
             for folder in (self.folder.parent, self.folder):
                 folder.mkdir(mode=0o700, exist_ok=True)
             for path, mode in ((self.folder.parent, 0o700), (self.folder, 0o700), (self._data, 0o600)):
-                if path.exists() and path.stat().st_uid == os.getuid():  # one of an earlier version
+                # One of an earlier version; Windows has no such owners.
+                if path.exists() and hasattr(os, "getuid") and path.stat().st_uid == os.getuid():
                     path.chmod(mode)
         except OSError as error:
             raise self.failure(error) from None

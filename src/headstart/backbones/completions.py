@@ -1,14 +1,16 @@
-"""Prompts with their completions, and chats, as tokens."""
+"""Prompts with their completions, and chats, as tokens; and what a model completes a prompt with."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
+from headstart.backbones.backbone import Backbone
 from headstart.backbones.transforms import TextTransform
 from headstart.errors import HeadstartError
 
@@ -24,6 +26,12 @@ class CompletionTransform(TextTransform):
         prompt = prompt[max(0, len(prompt) + len(kept) - self.max_tokens) :]
         ids = np.array([*prompt, *kept], np.int64)
         return np.stack([ids, np.arange(len(ids)) >= len(prompt)], axis=1).astype(np.int64)
+
+    def shown(self, value: Any, where: str) -> tuple[str, str]:
+        """What the model reads of an example, tokens that were cut left out, and what it is to go on with."""
+        ids, of_completion = self(value, where).T
+        read, said = (self.tokenizer.decode(ids[of_completion == part]) for part in (0, 1))
+        return str(read), str(said)
 
     def collate(self, values: list[Any]) -> tuple[Any, ...]:
         """Padded ids, mask, and what belongs to the completion, each [B, L]."""
@@ -49,7 +57,7 @@ class CompletionTransform(TextTransform):
     def prompt_tokens(self, prompt: str) -> list[int]:
         """Ids of a prompt that something is to follow."""
         ids = list(self.tokenizer(prompt)["input_ids"])
-        return ids[:-1] if ids and ids[-1] == self.end else ids
+        return ids[:-1] if self.open and ids and ids[-1] == self.end else ids
 
     def chat_tokens(self, messages: Iterable[Mapping[str, str]], opens: bool = True) -> list[int]:
         """Ids of a chat by the model's own template; opens: whether the assistant is to speak next."""
@@ -64,3 +72,48 @@ class CompletionTransform(TextTransform):
     def is_cut(self, value: Any, where: str) -> bool:
         """Whether an example has more tokens than there is room for."""
         return sum(map(len, self.tokens(value, where))) > self.max_tokens
+
+    def parts(self, value: Any, where: str) -> tuple[str, list[int], str]:
+        """The prompt as a reader sees it and as tokens, and the completion."""
+        prompt = self.tokens(value, where)[0]
+        if isinstance(value, tuple):
+            return value[0], prompt, value[1]
+        return str(self.tokenizer.decode(prompt)), prompt, value[-1]["content"]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a completion is made: so many tokens at most; temperature 0 takes the likeliest at every step."""
+
+    max_new_tokens: int = 64
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+    chat: bool = False
+    """Whether a prompt is what a user says, in the model's own chat template."""
+
+
+def complete(
+    backbone: Backbone, prompt: Sequence[int], how: Sampling, heard: Callable[[str], None] | None = None
+) -> str:
+    """What a model goes on with after the tokens of a prompt; heard: is told each piece of it as it comes."""
+    from transformers import TextStreamer
+
+    transform, core = backbone.transform, backbone.core
+    assert isinstance(transform, CompletionTransform)
+    given: dict[str, Any] = {"do_sample": False}
+    if how.temperature:
+        given = {"do_sample": True, "temperature": how.temperature, "top_p": how.top_p, "top_k": 0}
+    if heard is not None:
+        streamer: Any = TextStreamer(transform.tokenizer, skip_prompt=True, skip_special_tokens=True)
+        streamer.on_finalized_text = lambda text, stream_end=False: heard(text)
+        given["streamer"] = streamer
+    ids = torch.tensor([list(prompt)], device=next(core.parameters()).device)
+    with torch.random.fork_rng(), torch.inference_mode():
+        torch.manual_seed(how.seed)
+        made = core.generate(  # type: ignore[operator]
+            input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=how.max_new_tokens,
+            eos_token_id=transform.end, pad_token_id=transform.end, **given,
+        )  # fmt: skip
+    # A sequence-to-sequence model gives its answer alone, behind the token that starts it.
+    return str(transform.tokenizer.decode(made[0, len(prompt) if transform.open else 1 :], skip_special_tokens=True))

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from headstart.backbones.backbone import Backbone, moved, run_body
 from headstart.backbones.cache import BLOCK, FeatureFile
-from headstart.backbones.inputs import Inputs
+from headstart.backbones.inputs import Inputs, all_unreadable
 from headstart.core.progress import progress
 from headstart.data import Examples
 from headstart.data.examples import Ints
@@ -107,7 +107,11 @@ def _blocks(
 
         waiting = prepare(spans[0])
         for position in range(len(spans)):
-            inputs = [value for future in waiting for value in future.result()]
+            try:
+                inputs = [value for future in waiting for value in future.result()]
+            except HeadstartError as error:
+                pool.shutdown(cancel_futures=True)
+                raise all_unreadable(backbone, examples, what, error) from None
             if position + 1 < len(spans):
                 waiting = prepare(spans[position + 1])
             # Texts of like length share a batch, so that little is padded; images are all of one length.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import shutil
 import sys
 import tempfile
@@ -13,6 +12,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
+from headstart.backbones.backbone import check_digest
 from headstart.backbones.cache import cache_root
 from headstart.errors import HeadstartError, first_line
 
@@ -35,12 +35,7 @@ def smollm2() -> Path:
 
 def gguf_folder(file: Path) -> Path:
     """A folder with the file's model and tokenizer, as `transformers` reads them, made on first use."""
-    digest = _digest(file)
-    if digest != _DIGESTS.get(file.name, digest):
-        raise HeadstartError(
-            f"model.backbone: {file} is not the file that headstart knows under this name (its SHA-256 is "
-            f"{digest[:12]}…); install it again, or give it another name"
-        )
+    digest = check_digest(file, _DIGESTS.get(file.name))
     folder = cache_root() / "gguf" / digest[:32]
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -50,14 +45,6 @@ def gguf_folder(file: Path) -> Path:
     except OSError as error:
         raise HeadstartError(f"cannot keep {file.name} in {cache_root()}: {error.strerror or error}") from None
     return folder
-
-
-def _digest(file: Path) -> str:
-    try:
-        with file.open("rb") as stream:
-            return hashlib.file_digest(stream, "sha256").hexdigest()
-    except OSError as error:
-        raise HeadstartError(f"model.backbone: cannot read {file}: {error.strerror or error}") from None
 
 
 def _convert(file: Path, folder: Path) -> None:

@@ -14,8 +14,10 @@ from torch import Tensor
 
 from headstart.backbones.backbone import Backbone
 from headstart.backbones.prefix import Prefix, Prefixed, StateFile
+from headstart.backbones.transforms import ImageTransform
 from headstart.data import Examples
-from headstart.data.examples import Ints
+from headstart.data.examples import Ints, unreadable
+from headstart.errors import HeadstartError
 
 # Prepared examples are kept up to so many bytes; the others are prepared again whenever they are asked for.
 _ROOM = 1 << 30
@@ -38,7 +40,8 @@ class Inputs:
     """
 
     def __init__(self, backbone: Backbone, examples: Examples, what: str, prefix: Prefix | None = None) -> None:
-        self._transform, self._examples, self._what = backbone.transform, examples, what
+        self._backbone, self._examples, self._what = backbone, examples, what
+        self._transform = backbone.transform
         self._prepared: dict[int, Any] = {}
         self._room = _ROOM
         self._pool = ThreadPoolExecutor(1)
@@ -87,11 +90,25 @@ class Inputs:
         """Prepared examples by row, kept while there is room."""
         missing = [row for row in dict.fromkeys(rows) if row not in self._prepared]
         raw = self._examples.take(np.array(missing, np.int64)).raw(0, len(missing)) if missing else []
-        new = {
-            row: self._transform(value, f"{self._what}: example {row}") for row, value in zip(missing, raw, strict=True)
-        }
+        try:
+            named = zip(missing, raw, strict=True)
+            new = {row: self._transform(value, f"{self._what}: example {row}") for row, value in named}
+        except HeadstartError as error:
+            raise all_unreadable(self._backbone, self._examples, self._what, error) from None
         for row, value in new.items():
             if value.nbytes <= self._room:
                 self._room -= value.nbytes
                 self._prepared[row] = value
         return {row: new[row] if row in new else self._prepared[row] for row in rows}
+
+
+def all_unreadable(backbone: Backbone, examples: Examples, what: str, error: HeadstartError) -> HeadstartError:
+    """What is wrong with every image of a split, once one of them cannot be read."""
+    if not isinstance(backbone.transform, ImageTransform):
+        return error
+    bad = unreadable(examples, backbone.transform.pixel_range)
+    if len(bad) < 2:
+        return error
+    told = "\n".join(f"  - {sentence}" for sentence in bad.values())
+    fix = "data.skip_unreadable = true leaves them out"
+    return HeadstartError(f"{what}: {len(bad)} of {len(examples)} images cannot be read; {fix}:\n{told}")

@@ -116,6 +116,31 @@ class _Completing(nn.Module):
         return torch.stack([total, targets[:, 1:].sum(dim=1).to(total.dtype)], dim=1)
 
 
+class _Answering(nn.Module):
+    """A sequence-to-sequence model: the negative log-likelihood of a completion as the answer, and its tokens."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.encoder = model
+
+    def forward(self, inputs: Tensor, mask: Tensor, targets: Tensor) -> Tensor:
+        """Token ids, mask and what belongs to the completion [B, L] → [B, 2]."""
+        prompts, counts = mask - targets, targets.sum(dim=1)
+        places = prompts.sum(dim=1, keepdim=True) + torch.arange(int(counts.max()), device=inputs.device)
+        there = places < mask.sum(dim=1, keepdim=True)
+        answers = inputs.gather(1, places.clamp(max=inputs.shape[1] - 1))
+        start = answers.new_full((len(inputs), 1), self.encoder.config.decoder_start_token_id)
+        length = max(int(prompts.sum(dim=1).max()), 1)  # behind it there are completions alone
+        logits = self.encoder(
+            input_ids=inputs[:, :length],
+            attention_mask=prompts[:, :length],
+            decoder_input_ids=torch.cat([start, answers[:, :-1]], 1),
+            use_cache=False,
+        ).logits
+        losses = nn.functional.cross_entropy(logits.float().transpose(1, 2), answers, reduction="none")
+        return torch.stack([(losses * there).sum(dim=1), counts.to(losses.dtype)], dim=1)
+
+
 @contextmanager
 def read_at(model: Any, places: Any) -> Iterator[None]:
     """Inside, the vocabulary is read off these places of the last hidden states [B, L, d] alone."""
@@ -148,17 +173,18 @@ def choice(place: str, model: Model, name: str) -> Backbone:
 
 
 def generator(place: str, model: Model, name: str) -> Backbone:
-    """A causal model that learns to complete prompts."""
+    """A causal or sequence-to-sequence model that learns to complete prompts."""
     network, tokenizer = language_model(place, name)
-    if network.config.is_encoder_decoder:
-        raise HeadstartError(f"model.task: {name} is no causal model, and 'generate' is for those; use 'choose'")
+    seq2seq = bool(network.config.is_encoder_decoder)
     if tokenizer.eos_token is None and tokenizer.sep_token is None:
         raise HeadstartError(f"model.task: the tokenizer of {name} has no token that ends a text; give it an eos_token")
     room = getattr(network.config, "max_position_embeddings", None) or tokenizer.model_max_length
-    transform = CompletionTransform(tokenizer, min(model.max_tokens, tokenizer.model_max_length, room))
+    longest = min(model.max_tokens, tokenizer.model_max_length, room)
+    transform = CompletionTransform(tokenizer, longest, open=not seq2seq)
     key = f"completion {transform.max_tokens} {vocabulary_key(tokenizer)}"
     head = np.zeros((1, 2), np.float32), np.zeros(1, np.float32)
-    return Backbone(name, "text", 2, _Completing(network), network, transform, key, False, head, "generate")
+    body = (_Answering if seq2seq else _Completing)(network)
+    return Backbone(name, "text", 2, body, network, transform, key, False, head, "generate")
 
 
 def language_model(place: str, name: str) -> tuple[Any, Any]:

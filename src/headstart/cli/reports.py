@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from headstart.cli.shared import RecipeFile, Settings, check_new_file, console, free_path, show_table
 from headstart.errors import HeadstartError
+
+if TYPE_CHECKING:
+    from headstart.config.recipe import Model
+    from headstart.data import Dataset
 
 
 def report(
@@ -53,8 +57,11 @@ def partition(
     recipe: RecipeFile,
     settings: Settings = None,
     out: Annotated[Path | None, typer.Option(help="Also write a heat map: a .png, .svg or .pdf file.")] = None,
+    show: Annotated[
+        int, typer.Option(min=0, help="Show so many training texts as the model reads them, in its prompt or template.")
+    ] = 0,
 ) -> None:
-    """Data distribution across clients, as a table and, with --out, as a heat map."""
+    """Data distribution across clients, as a table and, with --out, a heat map; with --show, what the model reads."""
     from headstart.config.recipe import Recipe
     from headstart.data import Federation
     from headstart.report import partition_figure, partition_table, save
@@ -62,8 +69,11 @@ def partition(
     if out is not None and out.suffix not in (".png", ".svg", ".pdf"):
         raise HeadstartError(f"--out {out}: give a name that ends in .png, .svg or .pdf")
     check_new_file(out)
-    federation = Federation.of(Recipe.load(recipe, settings or ()))
+    given = Recipe.load(recipe, settings or ())
+    federation = Federation.of(given)
     dataset = federation.dataset
+    if show:
+        _show_texts(given.model, dataset, show)
     if dataset.target != "classes":
         if out is not None:
             raise HeadstartError(f"--out {out}: a heat map is one of classes, and these data have none; leave it out")
@@ -76,3 +86,19 @@ def partition(
     if out is not None:
         save(partition_figure(federation.counts, dataset.classes), out)
         print(f"heat map: {out}")
+
+
+def _show_texts(model: Model, dataset: Dataset, count: int) -> None:
+    """Print some training texts as the model reads them, cut as it cuts them, and what it is to answer."""
+    from headstart.backbones import load_backbone
+    from headstart.backbones.transforms import TextTransform
+
+    if dataset.kind != "text":
+        raise HeadstartError(f"--show: it shows texts as the model reads them, and these data are {dataset.kind}s")
+    transform, words = load_backbone(model).transform, model.label_words
+    assert isinstance(transform, TextTransform)
+    values = dataset.train.raw(0, min(count, len(dataset.train)))
+    for number, (value, label) in enumerate(zip(values, dataset.train.labels, strict=False)):
+        read, said = transform.shown(value, f"training example {number}")
+        answer = said or (words or dataset.classes)[label]
+        print(f"{read}\n  → {answer}\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -52,6 +53,12 @@ def require_flower() -> None:
     """Refuse to go on without Flower, and say how to install it."""
     if find_spec("flwr") is None:
         raise HeadstartError("Flower is missing; install it with: pip install 'headstart[federation]'")
+
+
+def require_forks() -> None:
+    """Refuse to be a server or a node where processes cannot be forked, and say where they can."""
+    if not hasattr(os, "fork"):
+        raise HeadstartError("servers and nodes run on Linux and macOS; on Windows, run them in WSL or in a container")
 
 
 @contextmanager

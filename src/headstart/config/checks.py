@@ -55,6 +55,8 @@ def contradictions(table: Mapping[str, Any]) -> list[str]:
 def _of_model(model: Mapping[str, Any], tasks: bool) -> list[str]:
     """What is wrong with the table of a model as a whole."""
     problems, prompt, chooses = [], model.get("prompt"), model.get("task") == "choose"
+    if isinstance(shades := model.get("pixel_range"), list | tuple) and len(set(shades)) == 1:
+        problems.append("model.pixel_range: give two values, of black and of white; they are the same")
     if tasks and "prompt" in model:
         problems.append("model.prompt: a prompt's label words are those of one task; give [data] instead of [[tasks]]")
     if model.get("task", "classify") != "classify" and "weights" in model:
@@ -91,7 +93,9 @@ def _headless(stage: Mapping[str, Any], task: Any) -> list[str]:
         problems.append(": a model that answers in words has its own head; leave head_init and head out")
     if kind and kind.trains and "personal" == kind.classifier != kind.representation:
         problems.append(f".method: {stage['method']} gives clients heads of their own, and there are none; use fedavg")
-    elif kind and task == "generate" and ("personal" in (kind.representation, kind.classifier) or kind.twin):
+    elif (
+        kind and task == "generate" and ("personal" in (kind.representation, kind.classifier, kind.lora_b) or kind.twin)
+    ):
         problems.append(f".method: {stage['method']} makes personal models, which task = 'generate' does not test yet")
     if kind and task == "generate" and not kind.trains:
         problems.append(f".method: {stage['method']} computes a head, and a model that generates has none; use fedavg")
@@ -167,7 +171,7 @@ def _unlike(stage: Mapping[str, Any], kind: type[Any], train: Any, tasks: bool) 
     """What a method does not do, by what it says of itself; problems begin with the key they are about."""
     method, problems = stage["method"], []
     body, head = kind.representation, kind.classifier
-    personal = "personal" in (body, head)
+    personal = "personal" in (body, head, kind.lora_b)
     if head == "frozen" and train == "all":
         problems.append(f".train: {method}'s head stays as it is; use 'body'")
     if head == "frozen" and train == "head" and stage.get("head") != "mlp":
@@ -175,7 +179,7 @@ def _unlike(stage: Mapping[str, Any], kind: type[Any], train: Any, tasks: bool) 
             f".train: {method} trains what is below the head; with 'head' alone, set head to 'mlp', whose hidden "
             "layers are what is below"
         )
-    if personal and body != head and train == "body":
+    if "personal" in (body, head) and body != head and train == "body":
         problems.append(f".train: {method} trains a head too; use 'all'")
     if kind.pooled and {"clients_per_round", "participation"} & stage.keys():
         problems.append(f": {method} has no clients to sample from")
@@ -191,15 +195,34 @@ def _unlike(stage: Mapping[str, Any], kind: type[Any], train: Any, tasks: bool) 
         problems.append(f".patience: {method}'s first rounds train other parameters, and it has to reach the last ones")
     if stage.get("momentum") and kind.plain_sgd:
         problems.append(f".momentum: {method} is defined for plain local SGD; leave it 0")
-    if stage.get("freeze_a") and (train != "lora" or kind.phased):
+    both = kind.phased or kind.lora_b or kind.products
+    if stage.get("freeze_a") and (train != "lora" or both):
         problems.append(
-            f".freeze_a: {'the factors of slora both change' if kind.phased else 'A is a factor of a lora'}; "
-            f"leave it out{'' if kind.phased else ', or set train to lora'}"
+            f".freeze_a: {f'the factors of {method} both change' if both else 'A is a factor of a lora'}; "
+            f"leave it out{'' if both else ', or set train to lora'}"
         )
+    ranks, rank = stage.get("ranks"), stage.get("rank", 8)
+    more = [each for each in ranks if isinstance(each, int)] if isinstance(ranks, list | tuple) else []
+    if isinstance(rank, int) and max(more, default=0) > rank:
+        problems.append(f".ranks: {max(more)} is more than the server's {rank}; set rank to it, or more")
+    if stage.get("probe_rounds") and "probe_rounds" in kind.model_fields:
+        problems += [f".{problem}" for problem in _unprobed(stage)]
     if stage.get("optimiser") == "adamw" and (kind.plain_sgd or kind.sgd_only):
         problems.append(f".optimiser: {method} is defined for local SGD; use 'sgd'")
     elif stage.get("optimiser") == "adamw" and stage.get("momentum"):
         problems.append(".momentum: adamw has its own; leave it out")
+    return problems
+
+
+def _unprobed(stage: Mapping[str, Any]) -> list[str]:
+    """What does not go with a rate that is measured."""
+    problems, rounds = [], stage.get("rounds", 100)
+    if "lr" not in stage:
+        problems.append("lr: with probe_rounds it is a share of the rate that is measured; give it, such as 0.3")
+    if stage.get("beta2") is not None:
+        problems.append("beta2: it makes the rate independent of the slopes, and probe_rounds measures it; use one")
+    if isinstance(rounds, int) and rounds <= stage["probe_rounds"]:
+        problems.append(f"probe_rounds: all of the {rounds} rounds would measure and none would step; use fewer")
     return problems
 
 
@@ -326,6 +349,9 @@ def _unprotected(stage: Mapping[str, Any], kind: type[Any], tasks: bool) -> list
         elif others and key != "compress":
             verb = "hides" if key == "privacy" else "limits"
             problems.append(f"{key}: {method} sends {others[0]!r}, too, and nothing {verb} that; use another method")
+    if kind.products:
+        asked = [key for key in ("combine", "max_norm", "privacy") if given[key]]
+        problems += [f"{key}: {method} also adds up the products of clients' factors; use fedavg" for key in asked]
     if robust["combine"] and "update" in kind.accumulates.values():
         problems.append(f"combine: what {method}'s clients accumulate adds up to the mean of the updates; use 'mean'")
     if robust["combine"] and stage["hide_task"]:
@@ -337,7 +363,7 @@ def _unprotected(stage: Mapping[str, Any], kind: type[Any], tasks: bool) -> list
             f"privacy: {method}'s server adds up the updates of all rounds, and with them their noise; use another "
             "method"
         )
-    if kind.twin or "personal" in (kind.representation, kind.classifier):
+    if kind.twin or "personal" in (kind.representation, kind.classifier, kind.lora_b):
         problems.append(f"privacy: {method} leaves a model with each client that nothing hides; use another method")
     if robust["combine"]:
         problems.append("combine: privacy hides a client in a sum; use 'mean'")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import ceil
+from math import ceil, sqrt
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
@@ -65,6 +65,8 @@ class StageKeys(Table):
     """Of what is trained below the last linear layer: backbone, module, hidden layers."""
     classifier: ClassVar[Role] = "shared"
     """Of the last linear layer, where it is trained."""
+    lora_b: ClassVar[Role | None] = None
+    """Of LoRA's factors B A, that of B where it is another than that of the rest."""
     sends: ClassVar[tuple[str, ...]] = ("update",)
     """What a client sends, one array per shared parameter each."""
     numbers: ClassVar[tuple[str, ...]] = ()
@@ -77,6 +79,8 @@ class StageKeys(Table):
     """Whether the method is defined for local SGD without momentum only."""
     sgd_only: ClassVar[bool] = False
     """Whether the method counts on steps that are gradients times a rate, with momentum or without."""
+    products: ClassVar[bool] = False
+    """Whether the server adds up the products of clients' LoRA factors, too."""
     phased: ClassVar[bool] = False
     """Whether its first rounds train other parameters than its last, below a module of its own."""
     method: str
@@ -197,7 +201,8 @@ class OptimiserKeys(StageKeys):
         module: Role = self.representation if train in MODULES else "frozen"
         hidden: Role = "frozen" if train == "body" else self.representation
         head: Role = "frozen" if train == "body" else self.classifier
-        return Plan(body, module, hidden, head, body if norm_statistics == "aggregate" else "frozen")
+        statistics: Role = body if norm_statistics == "aggregate" else "frozen"
+        return Plan(body, module, hidden, head, statistics, lora_b=self.lora_b)
 
 
 class SGDKeys(OptimiserKeys):
@@ -239,6 +244,8 @@ class RoundKeys(SamplingKeys, OptimiserKeys):
     """Of LoRA's updates."""
     alpha_lora: PositiveFloat = 16.0
     """LoRA's updates are scaled by alpha_lora / rank."""
+    rslora: bool = False
+    """rsLoRA (Kalajdzievski, 2023): updates are scaled by alpha_lora / √rank, and larger ranks learn as fast."""
     freeze_a: bool = False
     """FFA-LoRA (Sun et al., ICLR 2024): of LoRA's factors B A, A stays as it was drawn, so that the mean of clients'
     factors is the mean of their updates, and half as much travels."""
@@ -260,8 +267,15 @@ class RoundKeys(SamplingKeys, OptimiserKeys):
             self.train
         )
         values = {key: getattr(self, key) for key in (*keys, "blocks")} if keys else {}
+        if self.train == "lora":
+            values["rslora"] = self.rslora or None  # None: not told, as with files from before
         # As they are read back from a file, where there are no tuples.
         return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
+
+    @property
+    def lora_scale(self) -> float:
+        """What B A is multiplied by."""
+        return self.alpha_lora / (sqrt(self.rank) if self.rslora else self.rank)
 
 
 class Plain(StageKeys):

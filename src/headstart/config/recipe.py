@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -101,12 +103,24 @@ class Data(Table):
     label_column: str | Annotated[tuple[str, ...], Field(strict=False, min_length=1)] | None = None
     """The column of the label; several columns for targets of several numbers or labels."""
     client_column: str | None = None
+    """The column that names the client of an example; without [data.partition], the kind is then "natural"."""
     domain_column: str | None = None
     train_examples: PositiveInt | None = None
     """Keep a class-balanced random part of the training split."""
     test_examples: PositiveInt | None = None
     test_fraction: float = Field(default=0.2, gt=0, lt=1)
     """Share held out for the test where the data come without a test split."""
+    split_seed: NonNegativeInt | None = None
+    """What the examples held out for the test are drawn from; None: the seed of the run, so that another seed is tested
+    on other examples."""
+    separator: Annotated[str, Field(min_length=1, max_length=1)] | None = None
+    """Between the fields of a CSV file; None: a comma, in a .tsv a tab."""
+    encoding: str | None = None
+    """Of a CSV file; None: UTF-8."""
+    skip_unreadable: bool = False
+    """Leave out images that cannot be read and rows with missing or too many fields; otherwise they are an error."""
+    strict: bool = False
+    """Refuse data with warnings: labels alike but for case or spaces, classes without examples, files not read."""
     classes: Annotated[tuple[int | str, ...], Field(strict=False, min_length=1)] | None = None
     """Keep only these classes, by number or name, numbered in this order; of targets that are no classes, the names of
     all of them."""
@@ -134,19 +148,27 @@ class Model(Table):
     resize: Literal["squash"] | PositiveInt = "squash"
     """"squash" to a square; a number: the shorter side to so many pixels, then a centre crop."""
     image_size: PositiveInt | None = None
+    pixel_range: Annotated[tuple[float, float], Field(strict=False)] | None = None
+    """Of grey images of 16 or 32 bits, or of floats: the values that are black and white; None: 0 and 65,535, and
+    images of more bits are refused."""
     pooling: Literal["auto", "cls", "mean", "last"] = "auto"
     """What becomes of a transformer's hidden states: the first token's, their mean, the last token's; "auto": as its
     folder says, or the first, and the last in a causal model."""
     max_tokens: PositiveInt = 128
     task: Literal["classify", "choose", "generate"] = "classify"
     """"classify": a head on features. "choose": a language model says which of the label words follows the prompt, or
-    stands at its mask. "generate": a causal model learns to go on from prompts as the completions in the data do.
+    stands at its mask. "generate": it learns to go on from prompts as the completions in the data do.
     Of the last two, nothing but the model is trained."""
     prompt: str | None = None
     """With {text} where the text goes, and {second} for the second text of a pair: "Review: {text}\\nSentiment:" before
     the words of a causal or sequence-to-sequence model, "{text} It was {mask}." around those of a masked one."""
     label_words: Annotated[tuple[str, ...], Field(strict=False)] | None = None
     """The word, or words, that stand for each class, in the order of the classes."""
+    samples: NonNegativeInt = 10
+    """With task = "generate": test prompts that are completed before and after each stage, for the report and
+    `samples.csv`; exact match and ROUGE-L are over them."""
+    max_new_tokens: PositiveInt = 64
+    """The most tokens of such a completion."""
 
 
 class Recipe(Table):
@@ -172,7 +194,7 @@ class Recipe(Table):
         if cls._stages != dict(STAGES):  # a method was registered since
             cls.model_rebuild(force=True)
             cls._stages = dict(STAGES)
-        table = _on_features(table)
+        table = _by_columns(_on_features(table))
         problems = contradictions(table)
         try:
             recipe = cls.model_validate(table)
@@ -233,6 +255,27 @@ def read_table(path: Path | str, settings: Sequence[str] = ()) -> dict[str, Any]
     problems = [problem for setting in settings if (problem := _apply(table, setting))]
     if problems:
         raise RecipeError(problems)
+    return _beside(table, Path(path).parent)
+
+
+def _beside(table: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """The table with paths that lie beside the recipe, where they are not there from where the command runs."""
+    names = import_module("headstart.data.catalog").KNOWN  # a name that is known is no path
+
+    def found(value: Any) -> Any:
+        if isinstance(value, list):  # of a sweep
+            return [found(each) for each in value]
+        if not isinstance(value, str) or value in names or os.path.exists(os.path.expanduser(value)):
+            return value
+        return str(folder / value) if os.path.exists(folder / value) else value
+
+    tasks, model = table.get("tasks"), table.get("model")
+    for part in [table.get("data"), *(tasks if isinstance(tasks, list) else ())]:
+        if isinstance(part, dict) and "dataset" in part:
+            part["dataset"] = found(part["dataset"])
+    for key, value in list(model.items()) if isinstance(model, dict) else ():
+        if key in ("backbone", "weights") and ("/" in str(value) or Path(str(value)).suffix):
+            table["model"][key] = found(value)
     return table
 
 
@@ -267,6 +310,23 @@ def _on_features(table: Mapping[str, Any]) -> Mapping[str, Any]:
         heads = {key: "head" for key, default in usual.items() if default in ("all", "body")}
         changed.append({**heads, **stage} if isinstance(stage, dict) else stage)
     return {**table, "stages": changed}
+
+
+def dealt_by_columns(data: Any) -> Any:
+    """A table of data that names a column of clients, or of domains, is dealt out by it unless it says otherwise."""
+    if not isinstance(data, dict) or "partition" in data:
+        return data
+    kinds = {"client_column": "natural", "domain_column": "domains"}
+    kind = next((kind for column, kind in kinds.items() if data.get(column) is not None), None)
+    return {**data, "partition": {"kind": kind}} if kind else data
+
+
+def _by_columns(table: Mapping[str, Any]) -> Mapping[str, Any]:
+    tasks = table.get("tasks")
+    changed = {"data": dealt_by_columns(table["data"])} if "data" in table else {}
+    if isinstance(tasks, list):
+        changed["tasks"] = [dealt_by_columns(task) for task in tasks]
+    return {**table, **changed}
 
 
 def _settings(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:

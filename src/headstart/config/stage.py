@@ -108,6 +108,12 @@ class TrainingStage(RoundKeys, SGDKeys):
     local_steps: PositiveInt | None = None
     optimiser: Literal["sgd", "adamw"] = "sgd"
     """Of the clients' steps. AdamW's moments start anew in every round, and its weight decay is no part of the loss."""
+    micro_batch: PositiveInt | None = None
+    """Where a backbone or module trains, the gradient of a batch is added up over so many examples at a time: the same
+    steps in less memory."""
+    checkpoint_gradients: bool = False
+    """A transformer's blocks are computed again on the way back instead of kept: the same steps, in less memory and
+    a third more time."""
     hide_task: bool = False
     """With several tasks, a client sends zeros for those that are not its own, and receives them all: the server does
     not learn its task from what it sends."""
@@ -170,6 +176,8 @@ class LocalStage(Plain, SGDKeys):
     local_epochs: ClassVar[int] = 1
     local_steps: ClassVar[None] = None
     optimiser: ClassVar[Literal["sgd"]] = "sgd"
+    micro_batch: ClassVar[None] = None
+    checkpoint_gradients: ClassVar[bool] = False
     schedule: ClassVar[Literal["constant"]] = "constant"
     warmup_rounds: ClassVar[int] = 0
     weighting: ClassVar[Literal["uniform"]] = "uniform"

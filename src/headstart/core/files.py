@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import io
 import json
 import os
@@ -10,8 +11,13 @@ import re
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
+BINARY = getattr(os, "O_BINARY", 0)
+"""For `os.open`: on Windows, bytes as they are."""
+_OPENS_FOLDERS = os.name != "nt"
+_SEEKING = Lock()  # of threads, where a system cannot read at a place without moving there
 _TEMPORARY = ".headstart-"  # how the name of a file begins that is not whole yet
 # What a spreadsheet computes, and what it looks like once it does not; apostrophes that were there before stay.
 _FORMULA, _ESCAPED = re.compile(r"'*[=+\-@\t\r]"), re.compile(r"'+[=+\-@\t\r]")
@@ -40,7 +46,12 @@ def write_atomically(path: Path, write: Callable[[Path], object], private: bool 
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names of a folder's files durable: a rename is lost with the power before that."""
+    """Make the names of a folder's files durable: a rename is lost with the power before that.
+
+    Windows opens no folders, and its file system keeps a journal of names.
+    """
+    if not _OPENS_FOLDERS:
+        return
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -48,10 +59,16 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
+def sha256(path: Path) -> str:
+    """The SHA-256 of a file's bytes, in hexadecimal digits."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
 def append_text(path: Path, text: str) -> None:
     """Append to a file, durably; a crash may leave a part of ``text``."""
     new = not path.exists()
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | BINARY, 0o666)
     try:
         data = memoryview(text.encode())
         while len(data):  # a nearly full disk takes a part
@@ -61,6 +78,28 @@ def append_text(path: Path, text: str) -> None:
         os.close(handle)
     if new:
         sync_folder(path.parent)
+
+
+def read_at(handle: int, count: int, place: int) -> bytes:
+    """So many bytes of an open file, from a place on."""
+    if hasattr(os, "pread"):
+        return os.pread(handle, count, place)
+    with _SEEKING:
+        os.lseek(handle, place, os.SEEK_SET)
+        return os.read(handle, count)
+
+
+def write_at(handle: int, data: bytes, place: int) -> None:
+    """Write all of the bytes into an open file, from a place on."""
+    rest = memoryview(data)
+    while len(rest):  # a nearly full disk takes a part
+        if hasattr(os, "pwrite"):
+            written = os.pwrite(handle, rest, place)
+        else:
+            with _SEEKING:
+                os.lseek(handle, place, os.SEEK_SET)
+                written = os.write(handle, rest)
+        rest, place = rest[written:], place + written
 
 
 def temporaries(folder: Path) -> list[Path]:

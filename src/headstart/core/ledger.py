@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-import resource
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -122,9 +121,14 @@ class Ledger:
 
 
 def peak_memory() -> int:
-    """Peak resident bytes of this process. Linux's own figure, where there is one, does not count the parent's."""
+    """Peak resident bytes of this process, 0 where the system does not say (Windows). Linux's own figure, where there
+    is one, does not count the parent's."""
     try:
         status = Path("/proc/self/status").read_text(encoding="ascii")
         return 1024 * int(re.search(r"VmHWM:\s+(\d+)", status)[1])  # type: ignore[index]
     except (OSError, TypeError):
+        try:
+            import resource
+        except ImportError:
+            return 0
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import ceil
+from math import ceil, sqrt
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,14 @@ SHOWN = (
     "local_accuracy_worst_tenth",
 )  # fmt: skip
 """Metrics of a model that are shown of every stage, as far as it has them."""
+
+
+def wilson_interval(share: float, count: int, deviations: float = 1.959964) -> tuple[float, float]:
+    """Where a share that was measured on so many examples lies with 95 % confidence (Wilson, JASA 1927)."""
+    squared = deviations**2 / count
+    centre = (share + squared / 2) / (1 + squared)
+    half = deviations / (1 + squared) * sqrt(share * (1 - share) / count + squared / (4 * count))
+    return max(0.0, centre - half), min(1.0, centre + half)
 
 
 def class_shapes(n_classes: int) -> dict[str, tuple[int, ...]]:

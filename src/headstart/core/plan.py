@@ -30,6 +30,8 @@ class Plan:
     statistics: Role
     still: frozenset[str] = frozenset()
     """Parts that are personal and do not train: each client's own is loaded, and stays as it is."""
+    lora_b: Role | None = None
+    """Of LoRA's factors B A, the role of B where it is another than that of the module."""
 
     @property
     def changes_features(self) -> bool:
@@ -38,6 +40,8 @@ class Plan:
 
     def role(self, name: str) -> Role:
         """The role of a parameter by its name."""
+        if self.lora_b is not None and ".lora_B." in name:
+            return self.lora_b
         role: Role = getattr(self, part_of(name))
         return role
 

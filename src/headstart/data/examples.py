@@ -13,10 +13,12 @@ import numpy.typing as npt
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from headstart.core.target import Target
-from headstart.errors import HeadstartError
+from headstart.data.dicom import dicom_image, is_dicom
+from headstart.errors import HeadstartError, listed
 
 Ints = npt.NDArray[np.int64]
 Kind = Literal["image", "text", "features"]
+_ANY_RANGE = (0.0, 1.0)  # which values are black and white is the model's to say, and does not make a file unreadable
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,7 +82,7 @@ class Examples:
         digest = hashlib.blake2b(self.kind.encode(), digest_size=16)
         for start in range(0, len(self), 1024):
             for value in self.raw(start, start + 1024):
-                data = _bytes_of(value)
+                data = bytes_of(value)
                 digest.update(len(data).to_bytes(8, "little"))
                 digest.update(data)
         return digest.hexdigest()
@@ -119,6 +121,8 @@ class Dataset:
     domains: tuple[str, ...] = ()
     target: Target = "classes"
     """What is learned; where it is no class, ``classes`` are the names of the q targets."""
+    notes: tuple[str, ...] = ()
+    """What is odd about the data, a sentence each."""
 
     @property
     def kind(self) -> Kind:
@@ -126,30 +130,64 @@ class Dataset:
         return self.train.kind
 
 
-def decode_image(value: Any, where: str) -> Image.Image:
+def decode_image(value: Any, where: str, pixel_range: tuple[float, float] | None = None) -> Image.Image:
     """`upright` of a Hugging Face image record or an array [H, W] or [H, W, 3]; a damaged image is an error."""
     if isinstance(value, np.ndarray):
-        return upright(Image.fromarray(value))
+        return upright(Image.fromarray(value), pixel_range)
     try:
+        if (value["bytes"] is None and str(value["path"]).lower().endswith(".dcm")) or is_dicom(value["bytes"] or b""):
+            return dicom_image(bytes_of(value))
         with Image.open(io.BytesIO(value["bytes"]) if value["bytes"] is not None else value["path"]) as image:
-            return upright(image)
+            return upright(image, pixel_range)
     except Exception as error:  # every format's decoder raises what it likes
         name = f" ({value['path']})" if value.get("path") else ""
         reason = "no known format" if isinstance(error, UnidentifiedImageError) else error
         raise HeadstartError(f"{where}{name} is not a readable image: {reason}; replace it or remove it") from None
 
 
+def unreadable(examples: Examples, pixel_range: tuple[float, float] | None) -> dict[int, str]:
+    """Images that cannot be read: their positions, and why."""
+    found: dict[int, str] = {}
+    for start in range(0, len(examples), 256):
+        for place, value in enumerate(examples.raw(start, start + 256), start):
+            try:
+                decode_image(value, f"example {place}", pixel_range)
+            except HeadstartError as error:
+                found[place] = str(error)
+    return found
+
+
+def readable(dataset: Dataset) -> Dataset:
+    """The data set without the images that cannot be read, and a note of them."""
+    notes, parts = [], {}
+    for split in ("train", "validation", "test"):
+        examples = getattr(dataset, split)
+        if examples is not None and (bad := unreadable(examples, _ANY_RANGE)):
+            parts[split] = examples.take(np.setdiff1d(np.arange(len(examples)), list(bad)))
+            notes.append(f"{split}: {len(bad)} images cannot be read, and are left out: {listed(bad.values())}")
+    return replace(dataset, notes=(*dataset.notes, *notes), **parts)
+
+
 # Exports show this function as it is written here: it must not need anything but numpy and Pillow.
-def upright(image: Image.Image) -> Image.Image:
-    """The image turned as its EXIF data say, in RGB; grey of 16 bits in "F", from 0 to 255 and not rounded."""
+def upright(image: Image.Image, pixel_range: tuple[float, float] | None = None) -> Image.Image:
+    """The image turned as its EXIF data say, in RGB; grey of 16 bits in "F", from 0 to 255 and not rounded.
+
+    pixel_range: the values of grey of more than 8 bits that are black and white.
+    """
     # Pillow's "I" is 16 bits too where the format has no more; its conversion to RGB would cut values off at 255.
     wide = image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM"))
     bits = getattr(image, "tag_v2", {}).get(258, (16,))[0]  # a TIFF may have 12
     image = ImageOps.exif_transpose(image)
+    if pixel_range and (wide or image.mode in ("I", "F")):
+        black, white = pixel_range
+        shades = (np.asarray(image, np.float64) - black) * (255 / (white - black))
+        return Image.fromarray(np.clip(shades, 0, 255).astype(np.float32))
     if wide:
         return Image.fromarray(np.asarray(image, np.float32) / np.float32((2**bits - 1) / 255))
     if image.mode in ("I", "F"):
-        raise ValueError("grey of 32 bits does not say which value is white; save it with 8 or 16 bits")
+        raise ValueError(
+            "grey of 32 bits does not say which value is white; set model.pixel_range, or save 8 or 16 bits"
+        )
     return image.convert("RGB")
 
 
@@ -186,7 +224,8 @@ def _rank_within(groups: Ints) -> Ints:
     return rank
 
 
-def _bytes_of(value: Any) -> bytes:
+def bytes_of(value: Any) -> bytes:
+    """What makes an undecoded input the same as another."""
     if isinstance(value, np.ndarray):
         return str(value.shape).encode() + value.tobytes()
     if isinstance(value, dict):

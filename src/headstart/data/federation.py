@@ -72,7 +72,7 @@ class Federation:
     def silo(cls, recipe: Recipe, path: str, name: str, task: str = "") -> Federation:
         """One client with its own data; task: which one is its own, where the recipe has several."""
         number = recipe.task_number(task)
-        dataset = load_silo(_data_of(recipe)[number], path, recipe.seed)
+        dataset = load_silo(_data_of(recipe)[number], path, recipe.seed, recipe.model.task == "generate")
         return cls(dataset, np.zeros(len(dataset.train), np.int64), None, (name,), (recipe.task_names[number],))
 
     @classmethod
@@ -95,12 +95,14 @@ class Federation:
         source, none = np.zeros((0, dim), np.float32), np.zeros(0, np.int64)
         parts = []
         for data, task in zip(_data_of(recipe), recipe.task_names, strict=True):
-            classes, target = tuple(map(str, data.classes or ())), data.target or "classes"
+            generates = recipe.model.task == "generate"
+            classes = ("text",) if generates else tuple(map(str, data.classes or ()))
+            target = data.target or "classes"
             values = None if target == "classes" else np.zeros((0, len(classes)))
             nothing = Examples(kind, source, (), none, none, targets=values)
             dataset = Dataset("the clients' own data", classes, nothing, nothing, target=target)
             if test is not None:
-                dataset = load_silo(data, _of_task(test, task) if recipe.tasks else test, recipe.seed)
+                dataset = load_silo(data, _of_task(test, task) if recipe.tasks else test, recipe.seed, generates)
             parts.append(cls(dataset, np.full(len(dataset.train), UNUSED), None, ()))
         whole = cls._joined(parts, list(recipe.task_names)) if recipe.tasks else parts[0]
         return replace(whole, names=names, members=members, remote_sizes=sizes)

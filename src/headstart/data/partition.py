@@ -19,8 +19,9 @@ def partition(examples: Examples, n_classes: int, how: Partition, seed: int) -> 
     labels = examples.labels
     clients = getattr(how, "clients", None)
     if clients is not None and clients > len(labels):
+        default = "" if "clients" in how.model_fields_set else " (the default)"
         raise HeadstartError(
-            f"data.partition.clients = {clients}: there are only {len(labels)} training examples; "
+            f"data.partition.clients = {clients}{default}: there are only {len(labels)} training examples; "
             f"at most {len(labels)} clients can have one each"
         )
     match how:

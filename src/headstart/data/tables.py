@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import glob
 import logging
-import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,29 +18,26 @@ import numpy.typing as npt
 from headstart.config.recipe import Data
 from headstart.core.target import Target
 from headstart.data.catalog import Known
+from headstart.data.csv_files import csv_settings
 from headstart.data.examples import Dataset, Examples, Ints, Kind, check_labels, codes, numbered, read_targets
-from headstart.errors import HeadstartError, first_line
+from headstart.data.folders import described, image_files, image_roots, image_tables, is_image, split_of
+from headstart.errors import HeadstartError, first_line, listed
 
 Tables = dict[str, Any]
 
-_SPLIT_NAMES = {
-    "train": ("train", "training"),
-    "validation": ("validation", "valid", "val", "dev"),
-    "test": ("test", "testing"),
-}
 FORMATS = {".parquet": "parquet", ".csv": "csv", ".tsv": "csv", ".jsonl": "json", ".json": "json"}
-IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm"}
 _COMPLETIONS = (("prompt", "completion"), "messages", ("question", "answer"), ("instruction", "output"))
-_USUAL = Known("image", 0, ("image", "img", "text", "sentence"), ("label", "labels", "class"))
+_PATHS = ("file_name", "path", "file", "filename", "image_path")
+_USUAL = Known("image", 0, ("image", "img", "text", "sentence", *_PATHS), ("label", "labels", "class"))
 
 
-def local_tables(path: Path) -> Tables:
+def local_tables(path: Path, data: Data, notes: list[str]) -> Tables:
     """Tables by split from a file, a folder of split files, or a folder of images by class."""
     files = sorted(path.iterdir()) if path.is_dir() else [path]
     splits: dict[str, list[Path]] = {}
     for file in files:
         if file.suffix.lower() in FORMATS and not file.name.startswith("."):
-            splits.setdefault(_split_of(file.stem) if path.is_dir() else "train", []).append(file)
+            splits.setdefault(split_of(file.stem) if path.is_dir() else "train", []).append(file)
     for split, parts in splits.items():
         if len({part.suffix.lower() for part in parts}) > 1:
             names = ", ".join(part.name for part in parts)
@@ -50,9 +46,11 @@ def local_tables(path: Path) -> Tables:
         with _quiet():
             if splits:
                 # One by one: a test split may have no labels, and so other columns than the training split.
-                return {split: _read(parts) for split, parts in splits.items()}
-            if path.is_dir() and any(file.suffix.lower() in IMAGE_SUFFIXES for file in path.rglob("*")):
-                return dict(datasets.load_dataset("imagefolder", data_files=_image_folders(path), drop_labels=False))
+                return {split: _read(parts, data, notes) for split, parts in splits.items()}
+            if path.is_dir() and image_files(path):
+                return _of_folders(path, data, notes)
+    except HeadstartError:
+        raise
     except Exception as error:  # the readers raise many kinds; all mean that the files are not what they should be
         reason = " ".join(str(error.__cause__ or error).split()) or type(error).__name__
         raise HeadstartError(
@@ -81,19 +79,25 @@ def hub_tables(name: str, known: Known | None) -> Tables:
         raise HeadstartError(f"cannot fetch {repository} from the hub: {first_line(error)}; or {place}") from None
 
 
-def from_tables(data: Data, known: Known | None, tables: Tables) -> Dataset:
+def from_tables(data: Data, known: Known | None, tables: Tables, notes: list[str]) -> Dataset:
     """A data set from tables by split; without a labelled test split, `test` is empty and is to be cut from `train`."""
     known = known or _USUAL
     columns = tables.get("train", next(iter(tables.values()))).column_names
     inputs = _column(data.input_column, known.inputs, columns, "input")
     label = _column(data.label_column, known.labels, columns, "label")
+    named_client = known.client or ("client" if data.partition.kind == "natural" else None)
     tables = _labelled_splits(tables, label)
+    if data.skip_unreadable:
+        ids = (data.client_column or named_client, data.domain_column or known.domain)
+        tables = {split: _complete(table, (*inputs, *label, *ids), split, notes) for split, table in tables.items()}
     found = _targets(tables, label, data.target)
     if found is None:
         classes, labels = _labels(tables, label[0])
     else:
         classes, labels = label, {split: np.zeros(len(table), np.int64) for split, table in tables.items()}
-    clients, client_names = _ids(tables, data.client_column, known.client, "client")
+    clients, client_names = _ids(tables, data.client_column, named_client, "client")
+    if not client_names and data.client_column is None and "client" in columns:
+        notes.append("the data name clients, in 'client'; set data.client_column = 'client' to deal examples out by it")
     domains, domain_names = _ids(tables, data.domain_column, known.domain, "domain")
     is_image = _are_images(tables, inputs)
     splits = {}
@@ -111,14 +115,17 @@ def from_tables(data: Data, known: Known | None, tables: Tables) -> Dataset:
     train = splits["train"]
     test = splits.get("test", train.take(np.zeros(0, np.int64)))
     target = found[0] if found else "classes"
-    return Dataset(data.dataset, classes, train, test, splits.get("validation"), client_names, domain_names, target)
+    validation = splits.get("validation")
+    return Dataset(
+        data.dataset, classes, train, test, validation, client_names, domain_names, target, tuple(notes)
+    )  # fmt: skip
 
 
 def of_completions(data: Data, tables: Tables) -> Dataset:
     """Prompts with their completions, or chats whose last message is the completion, by split; all of one class."""
     columns = tables.get("train", next(iter(tables.values()))).column_names
     inputs = _column(data.input_column, _COMPLETIONS, columns, "input")
-    tables = {_split_of(name): table for name, table in tables.items()}
+    tables = {split_of(name): table for name, table in tables.items()}
     tables = {"train": tables.pop(next(iter(tables)))} if len(tables) == 1 else tables
     if "train" not in tables:
         raise HeadstartError(f"there is no training split, only {' and '.join(tables)}; name one file train")
@@ -144,36 +151,31 @@ def of_completions(data: Data, tables: Tables) -> Dataset:
     return Dataset(data.dataset, ("text",), train, test, splits.get("validation"), client_names, domain_names)
 
 
-def _split_in(name: str) -> str | None:
-    """The split that a name speaks of: ``train``, ``test-00000-of-00001``, ``birds_val``."""
-    words = re.split(r"[\W_]+", name.lower())
-    return next((split for word in words for split, names in _SPLIT_NAMES.items() if word in names), None)
-
-
-def _split_of(name: str) -> str:
-    """The split of a file or table; a name that says nothing is training."""
-    return _split_in(name) or "train"
-
-
-def _read(files: Sequence[Path]) -> Any:
-    """The table in files of one kind."""
+def _read(files: Sequence[Path], data: Data, notes: list[str]) -> Any:
+    """The table in files of one kind; columns of paths are images, and lie where their file does."""
     suffix = files[0].suffix.lower()
-    extra = {"sep": "\t"} if suffix == ".tsv" else {}
+    extra = csv_settings(files, data, notes) if FORMATS[suffix] == "csv" else {}
     names = [glob.escape(str(file)) for file in files]
-    return datasets.load_dataset(FORMATS[suffix], data_files=names, split="train", **extra)
+    table = datasets.load_dataset(FORMATS[suffix], data_files=names, split="train", **extra)
+    wanted = data.input_column if isinstance(data.input_column, str) else None
+    for name in [wanted] if wanted else ("image", "img", *_PATHS):
+        feature = table.features.get(name)
+        if isinstance(feature, datasets.Value) and "string" in feature.dtype and is_image(str(table[0][name])):
+            return described(table, name, files[0].parent, data.skip_unreadable, notes)
+    return table
 
 
-def _image_folders(path: Path) -> dict[str, list[str]]:
-    """Patterns of image files by split: folders named after splits, or else all of it, for a class may be a train."""
-    folders = [folder for folder in sorted(path.iterdir()) if folder.is_dir() and not folder.name.startswith(".")]
-    named = [folder for folder in folders if _split_in(folder.name)]
-    by_class = all(file.is_dir() or file.suffix.lower() not in IMAGE_SUFFIXES for f in named for file in f.iterdir())
-    splits: dict[str, list[str]] = {}
-    for folder in named if named and (by_class or named == folders) else [path]:
-        splits.setdefault(_split_of(folder.name) if folder != path else "train", []).append(
-            f"{glob.escape(str(folder))}/**"
-        )
-    return splits
+def _of_folders(path: Path, data: Data, notes: list[str]) -> Tables:
+    """Tables of a folder of images; where the folders of all splits have a file `metadata`, that says what they are."""
+    roots = image_roots(path)
+    files = {split: [file for folder in folders for file in _metadata(folder)] for split, folders in roots.items()}
+    if all(files.values()):
+        return {split: _read(parts, data, notes) for split, parts in files.items()}
+    return image_tables(roots, notes)
+
+
+def _metadata(folder: Path) -> list[Path]:
+    return [file for file in sorted(folder.iterdir()) if file.stem == "metadata" and file.suffix.lower() in FORMATS]
 
 
 def _targets(
@@ -204,7 +206,7 @@ def _labelled_splits(tables: Tables, labels: tuple[str, ...]) -> Tables:
         if not isinstance(table.features[label], datasets.ClassLabel | datasets.Value):
             raise HeadstartError(f"labels in {label!r} are {table.features[label]}; give text or whole numbers")
         if not set(table.unique(label)) <= {-1, None}:
-            splits.setdefault(_split_of(name), table)
+            splits.setdefault(split_of(name), table)
     if not splits:
         raise HeadstartError(f"no example has a label in column {label!r}")
     if "train" not in splits:
@@ -306,11 +308,32 @@ def _class_names(table: Any, column: str) -> tuple[str, ...]:
     return tuple(str(name) for name in getattr(table.features[column], "names", None) or ())
 
 
+def _missing(table: Any, column: str) -> Ints:
+    """Rows where a column has no value."""
+    return np.flatnonzero(table.data.column(column).is_null().to_numpy())
+
+
 def _refuse_missing(tables: Tables, column: str) -> None:
-    for split, table in tables.items():
-        missing = np.flatnonzero(table.data.column(column).is_null().to_numpy())
-        if len(missing):
-            raise HeadstartError(f"{split}: {len(missing)} examples have no {column!r}, the first at row {missing[0]}")
+    missing = {split: rows for split, table in tables.items() if len(rows := _missing(table, column))}
+    if missing:
+        told = [
+            f"{split}: {len(rows)} examples have no {column!r}, in row {listed(rows)}"
+            for split, rows in missing.items()
+        ]
+        raise HeadstartError(f"{'; '.join(told)}; data.skip_unreadable = true leaves them out")
+
+
+def _complete(table: Any, columns: Iterable[str | None], split: str, notes: list[str]) -> Any:
+    """The rows of a table that have a value in all of these columns."""
+    there = [column for column in dict.fromkeys(columns) if column in table.column_names]
+    missing = np.unique(np.concatenate([_missing(table, str(column)) for column in there]))
+    if not len(missing):
+        return table
+    names = ", ".join(map(str, there))
+    notes.append(
+        f"{split}: {len(missing)} of {len(table)} rows lack one of {names}, and are left out: {listed(missing)}"
+    )
+    return table.select(np.setdiff1d(np.arange(len(table)), missing))
 
 
 def _keep(examples: Examples, classes: tuple[str, ...], only: tuple[str, ...]) -> Examples:

@@ -63,7 +63,8 @@ def check_server(folder: Path, recipe: Recipe, host: str, port: int) -> None:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise HeadstartError(f"{folder} is in use: name a folder that is empty or does not exist yet")
     tables = {"data": recipe.data} if recipe.data else {f"tasks.{n}": task for n, task in enumerate(recipe.tasks)}
-    if unnamed := [f"{place}.classes" for place, data in tables.items() if data.classes is None]:
+    unnamed = [f"{place}.classes" for place, data in tables.items() if data.classes is None]
+    if unnamed and recipe.model.task != "generate":
         raise HeadstartError(
             f"{', '.join(unnamed)}: name the classes, since nodes that hold their own data number them by it"
         )

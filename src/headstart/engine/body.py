@@ -117,10 +117,10 @@ class Body:
         return self.backbone is not None and self.backbone.task == "generate"
 
     def cut(self) -> int:
-        """How many training examples of a backbone that completes prompts have more tokens than it reads."""
-        from headstart.backbones.completions import CompletionTransform
+        """How many training examples of a backbone that answers in words have more tokens than it reads."""
+        from headstart.backbones.transforms import TextTransform
 
-        if self.backbone is None or not isinstance(self.backbone.transform, CompletionTransform):
+        if not self.fixed_head or self.backbone is None or not isinstance(self.backbone.transform, TextTransform):
             return 0
         transform, examples = self.backbone.transform, self._dataset.train
         return sum(transform.is_cut(each, f"example {n}") for n, each in enumerate(examples.raw(0, len(examples))))

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from headstart.core.files import sync_folder
+from headstart.core.files import BINARY, read_at, sync_folder, write_at
 from headstart.core.statistics import Ints
 
 Values = npt.NDArray[np.float32]
@@ -58,7 +58,7 @@ class ClientStates:
             folder.mkdir(parents=True, exist_ok=True)
             sync_folder(folder.parent)
         for file, record in self._records.items():
-            self._files[file] = os.open(folder / file, os.O_RDWR | os.O_CREAT, 0o666)
+            self._files[file] = os.open(folder / file, os.O_RDWR | os.O_CREAT | BINARY, 0o666)
             os.ftruncate(self._files[file], 2 * n_clients * record)
         if self._files:
             sync_folder(folder)
@@ -84,7 +84,7 @@ class ClientStates:
         for row, client in enumerate(clients.tolist()):
             if (slot := int(self.slots[client])) >= 0:
                 file, place = self._place(name, slot, client)
-                found = os.pread(file, 4 * int(np.prod(shape, dtype=np.int64)), place)
+                found = read_at(file, 4 * int(np.prod(shape, dtype=np.int64)), place)
                 values[row] = np.frombuffer(found, np.float32).reshape(shape)
         return values
 
@@ -92,10 +92,7 @@ class ClientStates:
         """What a client wants to keep from this round on."""
         for name, values in kept.items():
             file, place = self._place(name, self._other(client), client)
-            data = memoryview(np.ascontiguousarray(values, np.float32).tobytes())
-            while len(data):  # a nearly full disk takes a part
-                written = os.pwrite(file, data, place)
-                data, place = data[written:], place + written
+            write_at(file, np.ascontiguousarray(values, np.float32).tobytes(), place)
         if kept:
             self._changed.add(client)
 

@@ -109,6 +109,12 @@ class NodeStage:
             return self.figures.encode(0, 0, np.zeros(0), nothing, survivors)
         changes = not isinstance(self.source, np.ndarray)
         features = self.body.embedded("test") if changes else self.body.features("test")
+        if self.body.generates:  # a token of a completion counts as an example, none of which is right
+            totals, tokens = features.astype(np.float64).T
+            losses = np.repeat(totals / tokens, tokens.astype(np.int64))
+            tally = tally_classes(np.zeros((len(losses), 1)), np.zeros(len(losses), np.int64))
+            tally["classes"][2], tally["bins"][:] = 0, 0
+            return self.figures.encode(len(losses), 0, losses, tally, survivors)
         scores, labels = head.scores(features), dataset.test.labels
         known = np.isfinite(scores[np.arange(len(labels)), labels])
         losses = -log_softmax(scores[known], axis=1)[np.arange(int(known.sum())), labels[known]]

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -79,13 +80,13 @@ def _save_body(model: Model, merge: bool, folder: Path) -> str:
 
     backbone, module = model.body.backbone, model.body.module
     if backbone is None:
-        return _readme(model, [], [])
+        return _readme(model, [], ["import numpy as np"], use=_use_features(model, f"np.zeros((1, {model.width}))"))
     core: Any = backbone.core
     if merge:
         _merge(core)
         module = None
     table = model.recipe.model.model_dump(mode="json", exclude_none=True)
-    files, code = [], []
+    files, code, use = [], [], []
     is_lora = module is not None and module.kind == "lora"
     if isinstance(core, PreTrainedModel):
         auto = model.auto
@@ -99,6 +100,7 @@ def _save_body(model: Model, merge: bool, folder: Path) -> str:
         if not model.speaks and (module is None or is_lora) and not backbone.by_batch:
             files.append(_save_whole(model, folder / "base" if is_lora else folder, "base/" if is_lora else ""))
             code += _whole_code(model.kind, is_lora)
+            use = _use_whole(model, is_lora)
         if module is not None and is_lora:
             _save_adapter(module, auto if model.speaks else None, model.kind, folder)
             files.append("`adapter_config.json, adapter_model.safetensors`: the LoRA, for peft")
@@ -111,13 +113,51 @@ def _save_body(model: Model, merge: bool, folder: Path) -> str:
         files.append("`model.safetensors`: the body, to be named as model.weights in a recipe")
     if not code:
         code = ["from headstart.backbones import load_backbone", "from headstart.config.recipe import Model"]
-        code.append(f"body = load_backbone(Model.model_validate({table!r})).body")
+        code += [f"backbone = load_backbone(Model.model_validate({table!r}))", "body = backbone.body"]
+        if module is None:
+            given = '"a text of yours"' if model.kind == "text" else "np.zeros((64, 64, 3), np.uint8)"
+            made = f"body(*backbone.transform.collate([backbone.transform({given}, 'an input')])).numpy()"
+            code, use = [*code, "import numpy as np"], _use_features(model, made)
     if module is not None:
         arrays = {**module.values[0], **{f"head.{name}": array for name, array in model.head.arrays().items()}}
         facts = {"module": json.dumps({"kind": module.kind, **module.settings})}
         save_file(arrays, folder / "module.safetensors", metadata=facts)
         files.append(f"`module.safetensors`: the {module.kind} and the head, for headstart predict RUN INPUTS --module")
-    return _readme(model, files, code, table)
+    return _readme(model, files, code, table, use)
+
+
+_SAID = {
+    "classes": "[classes[label] for label in {}.argmax(1)]",
+    "regression": "[dict(zip(classes, row)) for row in {}.tolist()]",
+    "multilabel": "[[name for name, score in zip(classes, row) if score > 0] for row in {}]",
+}
+"""What scores [n, C] mean, as Python."""
+
+
+def _use_features(model: Model, features: str) -> list[str]:
+    """Lines that predict from features [n, d]."""
+    return [f"features = {features}  # yours", f"print({_SAID[model.target].format('head.scores(features)')})"]
+
+
+def _use_whole(model: Model, is_lora: bool) -> list[str]:
+    """Lines that predict with the whole model: of a text, or of an image as the run has read it."""
+    if model.kind == "text" and not is_lora:
+        return ['print(classify("a text of yours"))']
+    last = f"print({_SAID[model.target].format('model(**batch).logits')})"
+    if model.kind == "text":
+        load = f'tokenizer = AutoTokenizer.from_pretrained("{"base" if is_lora else "."}")'
+        read = 'batch = tokenizer("a text of yours", truncation=True, return_tensors="pt")'
+        return ["from transformers import AutoTokenizer", load, read, last]
+    body: Any = model.body.backbone.body if model.body.backbone else None
+    size = model.body.backbone.transform.size if model.body.backbone else 0  # type: ignore[union-attr]
+    factor, shift = ([round(float(value), 6) for value in each.flatten()] for each in (body.factor, body.shift))
+    return [
+        "import torch",
+        f"pixels = torch.zeros(1, {size}, {size}, 3)  # yours: an RGB image of this size, from 0 to 255",
+        f"pixels = (pixels * torch.tensor({factor}) - torch.tensor({shift})).permute(0, 3, 1, 2)",
+        'batch = {"pixel_values": pixels}',
+        last,
+    ]
 
 
 # As `transformers` calls them: its pipelines then take no softmax of what is none.
@@ -197,8 +237,14 @@ def _pooling(model: Model) -> str:
     return pooling if isinstance(pooling, str) else ""
 
 
-def _readme(model: Model, files: list[str], code: list[str], table: dict[str, Any] | None = None) -> str:
-    """What is in the folder, code that loads it, and the model as a table of a recipe."""
+def _readme(
+    model: Model,
+    files: list[str],
+    code: list[str],
+    table: dict[str, Any] | None = None,
+    use: Sequence[str] = (),
+) -> str:
+    """What is in the folder, code that loads it and predicts with it, and the model as a table of a recipe."""
     backbone, width = model.body.backbone, model.width
     reads = f"features [{width}] as they are in the data"
     if backbone is not None:
@@ -231,6 +277,7 @@ def _readme(model: Model, files: list[str], code: list[str], table: dict[str, An
         "from headstart.heads import LinearHead",
         'head = LinearHead.load(Path("head.safetensors"))',
         'classes = json.loads(Path("classes.json").read_text(encoding="utf-8"))',
+        *use,
         "```",
         "",
         f"`head.scores(features)` is [n, C]; the features are {reads}.{_SCORES[model.target]}",
@@ -298,8 +345,10 @@ def _save_adapter(module: Module, speaks: str | None, kind: str, folder: Path) -
     config = LoraConfig(
         r=module.settings["rank"],
         lora_alpha=scale,
+        use_rslora=bool(module.settings.get("rslora")),
         target_modules=sorted({name.partition(".lora_")[0] for name in module.values[0]}),
-        base_model_name_or_path="body" if speaks else "base",
+        # Not a bare name: from elsewhere that would be one of the hub's.
+        base_model_name_or_path="./body" if speaks else "./base",
         auto_mapping={"base_model_class": speaks or _AUTO[kind], "parent_library": "transformers"},
         inference_mode=True,
     )

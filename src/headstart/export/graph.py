@@ -267,10 +267,13 @@ def _about_images(body: Any, transform: ImageTransform) -> str:
         how = f"its shorter side brought to {max(transform.resize, size)} pixels, then the middle cut out"
     factor, shift = (", ".join(f"{value:.6g}" for value in each.flatten()) for each in (body.factor, body.shift))
     order = "blue, green, red" if body.bgr else "red, green, blue"
+    grey = "is divided by 257"
+    if transform.pixel_range:
+        grey = "or more goes from {:g}, black, to {:g}, white".format(*transform.pixel_range)
     return f"""\
 - `images` [n, {size}, {size}, 3], float32: pixels from 0 to 255 that are not rounded, rows from the top, the channels \
 red, green, blue.
-- An image is turned as its EXIF data say; grey of 16 bits is divided by 257, and grey is all three channels.
+- An image is turned as its EXIF data say; grey of 16 bits {grey}, and grey is all three channels.
 - Each image is resized with bilinear interpolation (antialiased where it shrinks): {how}.
 - The graph itself then normalises: by channel ({order}), pixel · ({factor}) − ({shift})."""
 
@@ -283,7 +286,7 @@ def _image_code(transform: ImageTransform) -> str:
 
 
 def inputs(paths):
-    images = [upright(Image.open(path)) for path in paths]
+    images = [upright(Image.open(path), {transform.pixel_range!r}) for path in paths]
     return {{"images": np.stack([pixels(image, {transform.size}, {transform.resize!r}) for image in images])}}"""
 
 

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from headstart.config.recipe import Data
 from headstart.data import KNOWN
 from headstart.data.examples import Examples, Kind
-from headstart.data.tables import IMAGE_SUFFIXES
+from headstart.data.folders import image_files
 from headstart.errors import HeadstartError
 
 _KINDS: Mapping[str, Kind] = {".txt": "text", ".csv": "text", ".npz": "features"}
@@ -59,10 +59,7 @@ def read(paths: Sequence[Path], kind: Kind, data: Data, width: int) -> tuple[lis
 
 def _images(path: Path) -> list[Path]:
     """An image file, or all of a folder and those inside it, sorted."""
-    if not path.is_dir():
-        return [path]
-    files = (file for file in path.rglob("*") if file.suffix.lower() in IMAGE_SUFFIXES)
-    return sorted(file for file in files if not file.name.startswith("."))
+    return image_files(path) if path.is_dir() else [path]
 
 
 def _texts(path: Path, data: Data) -> list[Any]:

@@ -23,6 +23,8 @@ from headstart.methods import scaffold
 from headstart.methods import fednova
 from headstart.methods import centralised
 from headstart.methods import slora
+from headstart.methods import exact_lora
+from headstart.methods import fedsa_lora
 from headstart.methods import fedyolo
 from headstart.methods import fedbabu
 from headstart.methods import fedper

@@ -132,6 +132,8 @@ class Method(ABC, Generic[State]):
     """Names and shapes of what stays with a client from one of its rounds to the next."""
     accumulates: Mapping[str, str] = MappingProxyType({})
     """Kinds of client state that add up what was sent of a block."""
+    folds: bool = False
+    """Whether weights of the backbone change that no client trains."""
     memory_per_client: int = 0
     """Bytes that one more client of a cohort takes, beyond its features."""
 
@@ -174,6 +176,10 @@ class Method(ABC, Generic[State]):
 
     def check(self, message: Message) -> None:
         """Server: `MessageError` where no client sends such an update, beyond what the channel checks."""
+
+    def counted(self, arrays: Arrays) -> Arrays:
+        """Server: of a client's update, what is added up; all of it, as it is."""
+        return arrays
 
     def personal_params(self, read: ReadState, task: int = 0) -> Mapping[str, npt.NDArray[np.float32]]:
         """The personal parameters of each client [M, …] by name, from its client state."""

@@ -5,17 +5,19 @@ its loss along the directions of the seed, g_k = (L_k(θ + εz) − L_k(θ − �
 batch of them. Travels up: one scalar per direction. The mean over the clients, weighted by all their examples, is the
 slope of the pooled loss, or an unbiased estimate of it, whoever holds what; everybody then takes the same step θ ← θ −
 η Σ_p g_p z_p / P. The server needs no weights, and the run is its log of seeds and scalars: whoever has the log and the
-pre-trained weights has the model.
+pre-trained weights has the model. Momentum, Adam's second moment and a rate that is measured are functions of the log,
+and so they change nothing of that.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import math
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt
 
 from headstart.config.stage import ZerothOrderStage
 from headstart.core.message import Message
@@ -33,6 +35,7 @@ from headstart.solvers.objective import learning_rate
 
 # A slope that would need a loss to change by so much over the probe is no slope.
 _ABSURD = 200.0
+_TINY = 1e-12
 
 
 class FedMeZOStage(ZerothOrderStage):
@@ -42,6 +45,15 @@ class FedMeZOStage(ZerothOrderStage):
     method: Literal["fedmezo"]
     batch_size: PositiveInt | Literal["full"] = "full"
     """Examples of each client that a round looks at: all of them, or so many."""
+    probe_rounds: NonNegativeInt = 0
+    """In so many rounds at first, clients send how their loss bends along the directions in the place of its slope, and
+    nothing moves. The rate is then lr · P / h, h the root mean square of that curvature: at lr = 1 a step along a slope
+    without noise goes as far as a quadratic falls; batches ask for less, such as 0.3."""
+    momentum: float = Field(default=0.0, ge=0, lt=1)
+    """Of the steps. Every client holds the velocity, as large as what is trained."""
+    beta2: float | None = Field(default=None, ge=0, lt=1)
+    """Slopes are divided by the root of a running mean of their squares, as in Adam: ``lr`` is then how far a parameter
+    moves in a step, about, however steep the loss."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +73,43 @@ class Log:
         return Message({"seeds": self.seeds[first:], "slopes": self.slopes[first:]}, {**scalars, "first": first})
 
 
+@dataclass
+class _Pace:
+    """How far the steps of a log go, from what the log has said so far."""
+
+    stage: FedMeZOStage
+    bends: list[float] = field(default_factory=list)
+    """Of the rounds that measured how the loss bends, the mean of the squares over directions."""
+    square: float = 0.0
+    """A running mean of the squares of slopes."""
+
+    @property
+    def unit(self) -> float:
+        """What the stage's learning rate is a multiple of: 1, or P / h, h the measured curvature."""
+        if not self.bends:
+            return 1.0
+        # The root mean square is no less than the mean, tr H, in which directions that bend down cancel others; and
+        # what is rounded in a loss can only make it larger.
+        curvature = 2 / self.stage.epsilon * math.sqrt(np.mean(self.bends))
+        return self.stage.num_directions / max(curvature, _TINY)
+
+    def rate(self, number: int, slopes: npt.NDArray[np.float32]) -> float:
+        """The rate of step ``number`` (from 0), which has these slopes [P]; 0 where they measure how the loss bends."""
+        if number < self.stage.probe_rounds:
+            self.bends.append(_mean_square(slopes))
+            return 0.0
+        rate = learning_rate(self.stage, number) * self.unit
+        if self.stage.beta2 is None:
+            return rate
+        beta, steps = self.stage.beta2, number + 1 - self.stage.probe_rounds
+        self.square = beta * self.square + (1 - beta) * _mean_square(slopes)
+        return rate / max(math.sqrt(self.square / (1 - beta**steps)), _TINY)
+
+
+def _mean_square(values: npt.NDArray[np.float32]) -> float:
+    return float(np.square(values.astype(np.float64)).mean())
+
+
 class FedMeZO(Method[Log]):
     """Two forward passes per direction on the clients; a mean of scalars on the server."""
 
@@ -76,8 +125,8 @@ class FedMeZO(Method[Log]):
         self.blocks = {"slopes": (stage.num_directions,)}
         self.network = Network(context.model, tensors(head_start(stage, context)), stage, self.plan)
         self.probes = ZerothOrder(self.network, stage.epsilon)
-        self._taken = 0
-        """Steps of the log that the weights have taken."""
+        self._taken, self._pace = 0, _Pace(stage)
+        """Steps of the log that the weights have taken, and how far the next one goes."""
         self._start = {name: parameter.detach().clone() for name, parameter in self.network.trained.items()}
 
     # ------------------------------------------------------------------------------------------------ on the server
@@ -108,6 +157,11 @@ class FedMeZO(Method[Log]):
         """The whole log."""
         return state.message()
 
+    def selected(self, state: Log) -> dict[str, float]:
+        """The rate that the curvatures gave."""
+        measured = [_mean_square(slopes) for slopes in state.slopes[: self.stage.probe_rounds]]
+        return {"lr": self.stage.lr * _Pace(self.stage, measured).unit} if measured else {}
+
     def load(self, message: Message, task: int = 0, personal: Arrays | None = None) -> LinearHead:
         """Take the steps of the log; the head after them."""
         self._follow(0, Log.of(message))
@@ -128,14 +182,12 @@ class FedMeZO(Method[Log]):
         rows, count = self._rows(cohort, received.round), len(cohort.clients)
         place = np.searchsorted(cohort.clients, cohort.owners[rows])
         seen, seed = np.bincount(place, minlength=count), int(received.scalars["seed"])
-        slopes = np.stack(
-            [
-                np.bincount(place, self.probes.slopes(cohort, rows, seed, number), count) / seen
-                for number in range(self.stage.num_directions)
-            ],
-            axis=1,
-        ).astype(np.float32)
-        passes = 2 * self.stage.num_directions * seen
+        measures = received.round < self.stage.probe_rounds
+        along = self.probes.bends if measures else self.probes.slopes
+        directions = range(self.stage.num_directions)
+        found = [np.bincount(place, along(cohort, rows, seed, number), count) / seen for number in directions]
+        slopes = np.stack(found, axis=1).astype(np.float32)
+        passes = (3 if measures else 2) * self.stage.num_directions * seen
         if not self.plan.changes_features:  # the backbone is passed once, and the head is nothing beside it
             passes = np.where(cohort.new, cohort.sizes, 0)
         return ClientResult({"slopes": Params({"": slopes})}, passes, {"examples": cohort.sizes})
@@ -156,12 +208,14 @@ class FedMeZO(Method[Log]):
         they have taken more."""
         if first + len(log.seeds) < self._taken:
             self.network.load(self._start)
-            self._taken = 0
+            self.probes.rest()
+            self._taken, self._pace = 0, _Pace(self.stage)
         if first > self._taken:
             raise MessageError(f"the log starts at step {first}, and the weights have taken {self._taken}")
         for number in range(self._taken, first + len(log.seeds)):
-            rate = learning_rate(self.stage, number)
-            self.probes.step(int(log.seeds[number - first]), log.slopes[number - first], rate, self.stage.weight_decay)
+            seed, slopes = int(log.seeds[number - first]), log.slopes[number - first]
+            if rate := self._pace.rate(number, slopes):
+                self.probes.step(seed, slopes, rate, self.stage.weight_decay, self.stage.momentum)
             self._taken = number + 1
 
 

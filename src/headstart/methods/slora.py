@@ -118,7 +118,7 @@ class SLoRA(Method[SLoRAState]):
         """LoRA's factors of every matrix: the best approximation of its change of that rank."""
         from headstart.modules.mask import entries
 
-        scale, found = self.stage.alpha_lora / self.stage.rank, Params()
+        scale, found = self.stage.lora_scale, Params()
         shapes = self.tuning.shapes
         for number, name in enumerate(self.mask.parameters):
             left_name, right_name = (f"module.{name}.lora_{side}.weight" for side in "BA")

@@ -40,7 +40,7 @@ class Attached:
 def attach(kind: str, backbone: Backbone, settings: Mapping[str, Any], seed: int) -> Attached:
     """Put a new module on the body; its parameters depend on the seed alone, and its outputs are the body's own.
 
-    settings: rank, alpha_lora and targets of LoRA, the bottleneck of adapters, the number of tokens of prompts.
+    settings: rank, alpha_lora, rslora and targets of LoRA, the bottleneck of adapters, the number of tokens of prompts.
     ``blocks`` puts the module on so many of the last blocks; None, or nothing, on all.
     """
     blocks = blocks_of(backbone.core)
@@ -53,7 +53,8 @@ def attach(kind: str, backbone: Backbone, settings: Mapping[str, Any], seed: int
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         if kind == "lora":
-            parameters, detach = lora(backbone.core, targets, settings["rank"], settings["alpha_lora"])
+            sizes = settings["rank"], settings["alpha_lora"], bool(settings.get("rslora"))
+            parameters, detach = lora(backbone.core, targets, *sizes)
         elif kind == "mask":
             parameters, detach = masks(backbone.body, backbone.core, targets, settings["density"], seed)
         elif kind == "adapter":

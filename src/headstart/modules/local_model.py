@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from headstart.backbones import Backbone
+from headstart.errors import HeadstartError
 from headstart.modules.attach import Attached, attach, plain_parameters, plain_state
 
 
@@ -74,6 +75,17 @@ class LocalModel:
         wanted = set(names)
         for name, parameter in parameters.items():
             parameter.requires_grad_(name in wanted)
+
+    def checkpoint_gradients(self, on: bool) -> None:
+        """Whether a transformer's blocks are computed again for their gradients instead of kept."""
+        core: Any = self.backbone.core if self.backbone else None
+        can = getattr(core, "supports_gradient_checkpointing", False)
+        if on and not can:
+            raise HeadstartError("checkpoint_gradients: no blocks of the backbone can be computed again; leave it out")
+        if on:
+            core.gradient_checkpointing_enable({"use_reentrant": False})
+        elif can and any(getattr(module, "gradient_checkpointing", False) for module in core.modules()):
+            core.gradient_checkpointing_disable()
 
     # ------------------------------------------------------------------------------------------------------------ mode
 

@@ -10,12 +10,12 @@ from torch import nn
 from headstart.modules.blocks import Detachable
 
 
-def lora(core: nn.Module, targets: list[str], rank: int, alpha: float) -> Detachable:
-    """W + alpha/rank · B A on every target, B zero at first."""
+def lora(core: nn.Module, targets: list[str], rank: int, alpha: float, rslora: bool = False) -> Detachable:
+    """W + alpha/rank · B A on every target, or with alpha/√rank (rsLoRA), B zero at first."""
     from peft import LoraConfig, LoraModel  # only where it is used: it takes a second to import
 
     scale: Any = alpha  # peft divides it by the rank, and a fraction is as good as a whole number
-    config = LoraConfig(r=rank, lora_alpha=scale, target_modules=targets, lora_dropout=0.0, bias="none")
+    config = LoraConfig(r=rank, lora_alpha=scale, use_rslora=rslora, target_modules=targets, bias="none")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "fan_in_fan_out")  # it finds out by itself which way a layer multiplies
         tuner = LoraModel(core, {"default": config}, "default")

@@ -141,7 +141,8 @@ class RunDirectory:
         """Remove what a run made that ended before its first checkpoint."""
         if not self.path.is_dir():
             return
-        for name in ("recipe.toml", "metrics.jsonl", "clients.csv", "rounds.csv", "holdings.csv", "confusion.csv"):
+        tables = ("clients", "rounds", "holdings", "confusion", "samples")
+        for name in ("recipe.toml", "metrics.jsonl", *(f"{table}.csv" for table in tables)):
             (self.path / name).unlink(missing_ok=True)
         for folder in ("model", "checkpoint"):
             shutil.rmtree(self.path / folder, ignore_errors=True)
@@ -330,6 +331,14 @@ class RunDirectory:
         named = [(classes[pair // len(classes)], classes[pair % len(classes)]) for pair in pairs]
         rows = [[stage, label, answer, count] for (label, answer), count in zip(named, found, strict=True)]
         self._write_stage("confusion.csv", ["stage", "class", "taken for", "examples"], stage, rows)
+
+    def write_samples(self, stage: int, round: int, rows: Sequence[Sequence[str]]) -> None:
+        """Prompts with the completions in the data and the model's after a round, as rows of `samples.csv`."""
+        path = self.path / "samples.csv"
+        there = read_csv(path)[1:] if path.exists() else []
+        before = [row for row in there if (int(row[0]), int(row[1])) < (stage, round)]
+        columns = ["stage", "round", "prompt", "reference", "completion"]
+        write_text(path, csv_text([columns, *before, *([stage, round, *row] for row in rows)]))
 
     def _write_stage(self, name: str, columns: list[str], stage: int, rows: list[list[Any]]) -> None:
         """Put the rows of a stage after those of earlier stages; those that an interrupted run left behind go."""

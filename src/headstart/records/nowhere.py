@@ -45,4 +45,4 @@ class NoDirectory:
         """Nothing is written."""
 
     log = log_round = save_checkpoint = collect_best = save_model = save_log = save_statistics = _ignore
-    write_clients = write_holdings = write_confusion = save_final = finish = _ignore
+    write_clients = write_holdings = write_confusion = write_samples = save_final = finish = _ignore

@@ -73,6 +73,16 @@ class Record:
         names = list(dict.fromkeys(row["class"] for row in last)) + [row["taken for"] for row in last]
         return _matrix(last, "class", "taken for", tuple(dict.fromkeys(names)))
 
+    def samples(self) -> list[dict[str, str]]:
+        """Prompts with the completions of the data, of the first model and, as "after", of the last."""
+        rows = self._rows("samples.csv")
+
+        def like(end: dict[str, str]) -> list[dict[str, str]]:
+            return [row for row in rows if (row["stage"], row["round"]) == (end["stage"], end["round"])]
+
+        pairs = zip(like(rows[0]), like(rows[-1]), strict=False) if rows else ()
+        return [{**first, "after": last["completion"]} for first, last in pairs]
+
     def client_accuracy(self) -> dict[str, float]:
         """The accuracy of each client that has one, after the last stage that was finished."""
         rows = self._rows("clients.csv")

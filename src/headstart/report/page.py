@@ -123,7 +123,7 @@ def report_body(records: Sequence[Record]) -> str:
         parts.append(_formulas(records))
     parts += [_remarks(groups), _privacy(records), _clients(groups)]
     if len(records) == 1:
-        parts += [_holdings(records[0].holdings()), _confusion(records[0].confusion())]
+        parts += [_holdings(records[0].holdings()), _confusion(records[0].confusion()), _samples(records[0].samples())]
     parts += [_left_out(records), *map(_recipe, (group.runs[0] for group in groups)), _versions(records)]
     return "\n".join(part for part in parts if part)
 
@@ -251,6 +251,13 @@ def _confusion(confusion: Matrix | None) -> str:
         f"<h2>Mistakes</h2><div class='figures'><figure class='half'>{picture}</figure>"
         f"<div><p class='soft'>The most frequent</p>{table}</div></div>"
     )
+
+
+def _samples(samples: Sequence[Mapping[str, str]]) -> str:
+    if not samples:
+        return ""
+    rows = [[each[name] for name in ("prompt", "reference", "completion", "after")] for each in samples]
+    return "<h2>Completions</h2>" + html_table(("prompt", "in the data", "before", "after"), rows)
 
 
 def _left_out(records: Sequence[Record]) -> str:

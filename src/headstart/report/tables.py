@@ -83,6 +83,9 @@ def quality(stage: Mapping[str, Any]) -> str | None:
     """The metrics of a stage beside the one in its table, in one line."""
     first = "accuracy" if stage.get("r2") is None else "r2"
     said = []
+    if "accuracy_interval" in stage:
+        low, high = (f"{100 * bound:.1f}" for bound in stage["accuracy_interval"])
+        said.append(f"of {stage['test_examples']:,} examples (95 % confidence: {low} to {high} %)")
     for name in [name for name in SHOWN if name != first and stage.get(name) is not None]:
         what, _, unit = _METRICS[name].partition(", ")
         said.append(f"{what} {metric_cell(name, [stage])}{f' {unit}' if unit else ''}")
@@ -117,6 +120,9 @@ def remarks(stage: dict[str, Any]) -> list[str]:
     if "perplexity" in stage:
         own = f"; {_plain(stage, 'local_perplexity')} over clients" if stage.get("local_perplexity_mean") else ""
         found.append(f"perplexity of completions {stage['perplexity']:.2f}{own}")
+    if stage.get("rouge_l") is not None:
+        exact, rouge = stage["exact_match"], stage["rouge_l"]
+        found.append(f"exact match {exact:.2f} and ROUGE-L {rouge:.2f} of sampled completions")
     if "forgetting_ratio" in stage:
         found.append(
             f"on the whole {_split(stage)} split: {100 * stage['initial_whole_accuracy']:.2f} % at first, "

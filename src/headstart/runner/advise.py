@@ -18,7 +18,7 @@ import numpy as np
 from headstart.channel.accounting import noise_multiplier
 from headstart.channel.accounting import spent as epsilon_of
 from headstart.channel.channel import channel_of
-from headstart.config.recipe import Data, Recipe, read_table
+from headstart.config.recipe import Data, Recipe, dealt_by_columns, read_table
 from headstart.core.metrics import SHOWN
 from headstart.core.progress import progress
 from headstart.core.statistics import Features, Ints
@@ -34,7 +34,7 @@ from headstart.runner.run_recipe import run_federation
 from headstart.solvers.cohort import Cohort
 
 CLOSED_FORMS = ("fedncm", "fedcof", "fed3r")
-_BACKBONES = {"features": "features", "image": "efficientnet-lite0", "text": "all-MiniLM-L6-v2"}
+BACKBONES = {"features": "features", "image": "efficientnet-lite0", "text": "all-MiniLM-L6-v2"}
 _EXAMPLES = {"features": 20_000, "image": 2_000, "text": 2_000}
 _FEWEST = 40  # of which 6 are held out for choosing and 6 for the figures
 _ROUNDS, _PER_ROUND, _RATES = 30, 10, (0.01, 0.1, 1.0)
@@ -150,10 +150,11 @@ def _table_of(source: str, clients: int | None) -> tuple[dict[str, Any], list[st
         table = {key: value for key, value in read_table(source).items() if key != "stages"}
         data = table.get("data")
         if clients is not None and isinstance(data, dict):
-            table["data"] = {**data, "partition": {**data.get("partition", {"kind": "dirichlet"}), "clients": clients}}
+            given = dealt_by_columns(data).get("partition", {"kind": "dirichlet"})
+            table["data"] = {**data, "partition": {**given, "clients": clients}}
         return table, []
     dataset = load_dataset(Data(dataset=source))
-    backbone = _BACKBONES[dataset.kind]
+    backbone = BACKBONES[dataset.kind]
     notes = [] if backbone == "features" else [f"the backbone is assumed to be {backbone}; a recipe can name another"]
     more = {} if clients is None else {"clients": clients}
     if dataset.clients:

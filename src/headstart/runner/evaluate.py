@@ -21,6 +21,7 @@ from headstart.core.metrics import (
     tally_targets,
     target_metrics,
 )
+from headstart.core.progress import progress
 from headstart.core.statistics import Features, Floats, Ints, summarise
 from headstart.core.target import Target
 from headstart.data import Examples, Federation
@@ -112,6 +113,21 @@ def evaluate_completions(features: Features, owners: Ints | None, clients: int) 
         with np.errstate(invalid="ignore"):
             by_client = np.exp(sums[0] / np.where(sums[1] > 0, sums[1], np.nan))
     return Evaluation(None, loss, perplexity=float(np.exp(loss)), client_perplexity=by_client)
+
+
+def sampled(body: Body, examples: Examples, max_new_tokens: int) -> list[tuple[str, str, str]]:
+    """Of each example: the prompt, the completion in the data, and the model's own as it is now, greedy."""
+    from headstart.backbones.completions import CompletionTransform, Sampling, complete
+
+    backbone, found = body.backbone, []
+    assert backbone is not None
+    assert isinstance(backbone.transform, CompletionTransform)
+    with progress("completing test prompts", len(examples)) as advance:
+        for number, value in enumerate(examples.raw(0, len(examples))):
+            shown, prompt, meant = backbone.transform.parts(value, f"test example {number}")
+            found.append((shown, meant, complete(backbone, prompt, Sampling(max_new_tokens)).strip()))
+            advance(1)
+    return found
 
 
 def evaluate_each(scorers: Iterable[Scorer], labels: Ints, owners: Ints | None, counts: Ints) -> Evaluation:
@@ -225,8 +241,11 @@ class Evaluator(Protocol):
 class NodeEvaluator:
     """Asks clients that hold their own data how good a model is there."""
 
-    def __init__(self, federation: Federation, method: Method[Any], clients: FlowerClients) -> None:
-        self.federation, self.method, self.clients = federation, method, clients
+    def __init__(
+        self, federation: Federation, method: Method[Any], clients: FlowerClients, generates: bool = False
+    ) -> None:
+        """generates: whether what nodes tell is of the tokens of completions."""
+        self.federation, self.method, self.clients, self.generates = federation, method, clients, generates
 
     def __call__(self, state: Any, split: str) -> tuple[Evaluation, dict[str, Evaluation]]:
         """On the clients' test examples, whichever they are."""
@@ -234,8 +253,15 @@ class NodeEvaluator:
         tested = self.clients.evaluate([self.method.model(state, task) for task in tasks])
         by_client = np.full(self.federation.n_clients, np.nan)
         for client, tally in (pair for one in tested for pair in one.each.items()):
-            examples, right = tally["figures"][:2]
+            examples, right, known, loss = tally["figures"]
             by_client[client] = right / examples if examples else np.nan
+            if self.generates:
+                by_client[client] = np.exp(loss / known) if known else np.nan
+        if self.generates:
+            _, each, _ = self.clients.judged(0, tested[0].total)
+            perplexity = None if each is None else float(np.exp(each))
+            about = Evaluation(None, each, nbytes=tested[0].nbytes, perplexity=perplexity, client_perplexity=by_client)
+            return about, {self.federation.tasks[0]: about}
         if self.federation.dataset.target == "regression":
             by_client = np.full_like(by_client, np.nan)
         found = {}

@@ -18,7 +18,7 @@ from headstart.engine.client import ClientRuntime
 from headstart.methods.base import ALONE
 from headstart.runner.dry_run import dry_run
 from headstart.runner.dry_stage import Bill
-from headstart.runner.run_recipe import Run, check_recipe
+from headstart.runner.run_recipe import Run, check_federation
 from headstart.runner.run_stage import StageRun
 from headstart.solvers.cohort import Cohort
 
@@ -120,7 +120,7 @@ def _finite(value: Any) -> Any:
 def make_plan(recipe: Recipe, fleet: Fleet) -> Plan:
     """What a recipe costs with its own data's clients here, and with a fleet's."""
     federation = Federation.of(recipe)
-    check_recipe(recipe, federation)
+    check_federation(recipe, federation)
     run, stages = dry_run(recipe, federation)
     speed = Speed.of(run, [stage for stage, _ in stages])
     clients = fleet.clients or federation.n_clients

@@ -5,11 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
+
 from headstart.core.message import Message
 from headstart.core.state import pack, unpack
+from headstart.core.texts import exact_match, rouge_l
+from headstart.data import Examples
 from headstart.methods.personalise import PersonaliseStage
 from headstart.records import Checkpoint, StageCheckpoint
-from headstart.runner.evaluate import Evaluation, similarity
+from headstart.runner.evaluate import Evaluation, sampled, similarity
 
 if TYPE_CHECKING:
     from headstart.runner.run_stage import StageRun
@@ -81,6 +85,8 @@ class Observers:
         if not self._is_evaluated:
             return
         found = self._measure(state)
+        if found.perplexity is not None and found.nbytes is None:  # it is here, and so are the prompts
+            self._sample()
         if self.stage.validates:
             self._validate(state)
         if self._is_last:
@@ -100,6 +106,20 @@ class Observers:
                 evaluator.personalised(cast(PersonaliseStage, settings), state, self.record.done, found, metrics)
             )
         return found
+
+    def _sample(self) -> None:
+        """What the model, which has just been evaluated, completes some test prompts with: at first and at the end."""
+        metrics, stage, recipe = self.record.metrics, self.stage, self.stage.run.recipe.model
+        for name in ("exact_match", "rouge_l"):
+            metrics.pop(name, None)
+        if not recipe.samples or not (self._is_last or not self.record.done):
+            return
+        examples: Examples = getattr(stage.run.federation.dataset, self.settings.eval_split)
+        some = examples.take(np.arange(min(recipe.samples, len(examples))))
+        rows = sampled(stage.run.body, some, recipe.max_new_tokens)
+        self.directory.write_samples(stage.number, self.record.done, rows)
+        metrics["exact_match"] = sum(exact_match(said, meant) for _, meant, said in rows) / len(rows)
+        metrics["rouge_l"] = sum(rouge_l(said, meant) for _, meant, said in rows) / len(rows)
 
     def _validate(self, state: Any) -> None:
         """Whether this is the best round so far, on the validation split."""

@@ -82,7 +82,7 @@ def run_federation(
 
     states: where the states of clients of this machine are; in the run directory, where that is None and there is one.
     """
-    check_recipe(recipe, federation)
+    check_federation(recipe, federation)
     directory: RunDirectory | NoDirectory = NoDirectory()
     if out is not None:
         directory = RunDirectory.reopen(out, recipe) if resume else RunDirectory.create(out, recipe)
@@ -125,7 +125,7 @@ def _known(recipe: Recipe, federation: Federation, directory: RunDirectory | NoD
     return replace(federation, remote_sizes=sizes, members=members)
 
 
-def check_recipe(recipe: Recipe, federation: Federation) -> None:
+def check_federation(recipe: Recipe, federation: Federation) -> None:
     """What a recipe asks for and its data do not have."""
     for number, stage in enumerate(recipe.stages):
         if federation.dataset.validation is None:
@@ -142,8 +142,6 @@ def check_recipe(recipe: Recipe, federation: Federation) -> None:
                 f"stages.{number}.method: {stage.method} learns classes, and the targets of the data are "
                 f"{'numbers' if target == 'regression' else 'labels'} ({target}); use fed3r"
             )
-        if federation.remote_sizes is not None and recipe.model.task == "generate":
-            raise HeadstartError("model.task: nodes that hold their own data do not test 'generate' yet; use 'choose'")
         if federation.remote_sizes is not None:
             _check_remote(number, stage, federation.n_clients)
             if target == "multilabel" and not stage.protected:

@@ -15,6 +15,7 @@ from headstart.channel.figures import FiguresChannel
 from headstart.core.files import secret
 from headstart.core.ledger import Ledger
 from headstart.core.message import Array, Scalar
+from headstart.core.metrics import wilson_interval
 from headstart.core.plan import part_of
 from headstart.core.seeds import Secret, Seed, extended
 from headstart.core.state import pack, unpack
@@ -275,7 +276,7 @@ class StageRun:
                 self.number, "" if self.method.personal else ", and the server was given no test data",
             )  # fmt: skip
         clients: FlowerClients = self.clients  # type: ignore[assignment]
-        return NodeEvaluator(federation, self.method, clients)
+        return NodeEvaluator(federation, self.method, clients, self.run.body.generates)
 
     # -------------------------------------------------------------------------------------------------- what it leaves
 
@@ -303,6 +304,7 @@ class StageRun:
                 "eval_split": settings.eval_split,
                 **({"keep": "best"} if settings.keep == "best" else {}),
                 **self.record.metrics,
+                **self._certainty(),
                 **{name: value for name, value in self.record.best.items() if name.startswith("best_")},
                 **ledger.totals(),
                 "published_bytes": cost.bytes,
@@ -315,6 +317,16 @@ class StageRun:
             }
         )
         self.run.spent = {name: round(self.run.spent[name] + cost, 3) for name, cost in ledger.totals().items()}
+
+    def _certainty(self) -> dict[str, Any]:
+        """How many examples the accuracy was measured on, and its 95 % confidence interval; where they are here."""
+        accuracy, tested = (
+            self.record.metrics.get("accuracy"),
+            getattr(self.federation.dataset, self.settings.eval_split),
+        )
+        if accuracy is None or not len(tested):
+            return {}
+        return {"test_examples": len(tested), "accuracy_interval": wilson_interval(accuracy, len(tested))}
 
     def privacy(self) -> dict[str, Any]:
         """What the rounds so far and the tests on nodes have spent, where they guarantee anything."""
@@ -344,7 +356,7 @@ class StageRun:
             values.append(run.body.module_values())
         version, body = None, self.begin.body
         if changes:
-            trained = self.plan.body == "shared"
+            trained = self.plan.body == "shared" or self.method.folds
             version = run.body.keep(self.number, self.settings.norm_statistics, values[::-1], trained)
             body = self.number
         run.models.append(StageModel(tuple(heads[::-1]), body, self.states if self.states.shapes else None))

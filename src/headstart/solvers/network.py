@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from headstart.backbones import moved, run_body, some, unused
+from headstart.backbones import moved, run_body, some, taken, unused
 from headstart.config.stage import Rounds, Training
 from headstart.core.params import Params
 from headstart.core.plan import Plan
@@ -47,6 +47,7 @@ class Network:
                 raise HeadstartError(f"no parameter of {self.backbone.name} has a gradient; set train to 'head'")
             self.trained = {name: each for name, each in self.trained.items() if name not in frozen}
         model.require_gradients(self.parameters, self.trained)
+        model.checkpoint_gradients(getattr(stage, "checkpoint_gradients", False))
         norms = model.norms()
         counts = {name: norm.num_batches_tracked for name, norm in norms.items()}
         self._counts = {name: count for name, count in counts.items() if count is not None}
@@ -124,7 +125,7 @@ class BodySolver:
                 if stage.augment == "flip" and network.backbone.kind == "image":
                     inputs = flipped(inputs, rng.random(len(rows)) < 0.5)
                 labels = torch.from_numpy(cohort.labels[rows]).to(network.device)
-                steps.take(network.losses(inputs, labels, "mean"))
+                steps.take(inputs, labels)
         below = any(not name.startswith("head.") for name in steps.moving)
         return LocalResult(
             Params({name: parameter.detach().cpu()[None] for name, parameter in network.trained.items()}),
@@ -163,9 +164,21 @@ class _Steps:
         """The client's part of a stack, in the order of the parameters; empty where there is none."""
         return [] if stack is None else [stack[name][0].to(self.network.device, copy=True) for name in self.moving]
 
-    def take(self, loss: Tensor) -> None:
+    def _gradient(self, inputs: tuple[Tensor, ...], labels: Tensor) -> list[Tensor]:
+        """The gradient of a batch's mean loss, at once or added up over parts of it."""
+        size = self.stage.micro_batch or len(labels)
+        if size >= len(labels):
+            return _gradients(self.network.losses(inputs, labels, "mean"), self.moving)
+        total: list[Tensor] = []
+        for part in torch.arange(len(labels)).split(size):
+            loss = self.network.losses(taken(inputs, part), labels[part]).sum() / len(labels)
+            found = _gradients(loss, self.moving)
+            total = [a + b for a, b in zip(total, found, strict=True)] if total else found
+        return total
+
+    def take(self, inputs: tuple[Tensor, ...], labels: Tensor) -> None:
         """A step along the gradient of a batch's loss, or the inner step of a pair."""
-        gradients, model = _gradients(loss, self.moving), self.network.model
+        gradients, model = self._gradient(inputs, labels), self.network.model
         with torch.no_grad():
             gradients = self._with_terms(self._clipped(gradients))
             if self.inner_lr is not None and not self.origin:

@@ -1,13 +1,14 @@
 """Zeroth-order tuning: the slope of the loss along a direction, from two forward passes, and a step along it.
 
 No second model and no gradient: a layer's parameters are perturbed when its turn in the forward pass comes and are
-back, bit for bit, when it is over. Beyond inference this needs the memory of the largest layer.
+back, bit for bit, when it is over. Beyond inference this needs the memory of the largest layer, and of the directions
+where they are small.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,8 @@ from headstart.solvers.directions import direction
 from headstart.solvers.network import Network
 from headstart.solvers.objective import LocalResult, Objective, learning_rate
 
+# Bytes of directions that are kept between two passes.
+_ROOM = 64 << 20
 # Examples in a forward pass: as many as stay small beside the weights, since the direction is drawn anew for each pass.
 # Of completions, every token is weighed against the whole vocabulary.
 BATCHES = {"image": 32, "text": 256, "completions": 16, "features": 8192}
@@ -52,6 +55,11 @@ class ZerothOrder:
     def __init__(self, network: Network, epsilon: float) -> None:
         self.network, self.epsilon = network, epsilon
         self._names = {id(parameter): name for name, parameter in network.trained.items()}
+        self._velocity: dict[str, Tensor] = {}
+        self._seed, self._drawn = -1, dict[tuple[int, str], Tensor]()
+        """The directions of the last seed, by number and name, where there is room for all of them."""
+        size = sum(parameter.numel() for parameter in network.trained.values())
+        self._has_room = 4 * size * network.stage.num_directions <= _ROOM  # type: ignore[union-attr]
         if network.backbone:
             self._check(network.backbone)
 
@@ -71,36 +79,72 @@ class ZerothOrder:
                 "with gradients, such as fedavg"
             )
 
-    @torch.inference_mode()
     def slopes(self, cohort: Cohort, rows: Ints, seed: int, number: int) -> npt.NDArray[np.float64]:
         """(L(θ + εz) − L(θ − εz)) / 2ε of each example [n]; rows: [n] positions in the cohort's examples."""
+        return self._combined(cohort, rows, (seed, number), {1: 1, -1: -1}) / (2 * self.epsilon)
+
+    def bends(self, cohort: Cohort, rows: Ints, seed: int, number: int) -> npt.NDArray[np.float64]:
+        """(L(θ + εz) − 2 L(θ) + L(θ − εz)) / 2ε of each example [n]: times 2/ε, the curvature along z."""
+        return self._combined(cohort, rows, (seed, number), {1: 1, -1: 1, 0: -2}) / (2 * self.epsilon)
+
+    @torch.inference_mode()
+    def _combined(
+        self, cohort: Cohort, rows: Ints, which: tuple[int, int], factors: Mapping[int, int]
+    ) -> npt.NDArray[np.float64]:
+        """Σ factor · L(θ + sign · εz) of each example [n]; which: the seed and the number of the direction."""
         self.network.model.set_mode(False, "freeze")
         order = rows if isinstance(cohort.source, np.ndarray) else rows[cohort.inputs.by_length(cohort.rows[rows])]
         kind = self.network.backbone.kind if self.network.backbone else "features"
         size = BATCHES["completions" if self.network.generates else kind]
         groups = np.split(order, range(size, len(order), size))
-        difference = np.zeros(len(cohort.rows))
+        total = np.zeros(len(cohort.rows))
         for group, batch in zip(groups, _batches(cohort, groups), strict=True):
             labels = torch.from_numpy(cohort.labels[group]).to(self.network.device)
-            for sign in (1, -1):
-                with self._perturbed(seed, number, sign * self.epsilon):
+            for sign, factor in factors.items():
+                with self._perturbed(*which, sign * self.epsilon) if sign else nullcontext():
                     losses = self.network.losses(batch, labels)
-                difference[group] += sign * losses.double().cpu().numpy()
-        return np.asarray(difference[rows] / (2 * self.epsilon))
+                total[group] += factor * losses.double().cpu().numpy()
+        return total[rows]
 
     @torch.no_grad()
-    def step(self, seed: int, slopes: npt.NDArray[np.float32], rate: float, decay: float = 0.0) -> None:
-        """θ ← θ − η (Σ_p g_p z_p / P + decay · θ), in float32 operations that round the same everywhere."""
+    def step(
+        self, seed: int, slopes: npt.NDArray[np.float32], rate: float, decay: float = 0.0, momentum: float = 0.0
+    ) -> None:
+        """v ← momentum · v + η Σ_p g_p z_p / P; θ ← θ − v − η · decay · θ, in float32, rounded alike everywhere."""
         for name, parameter in self.network.trained.items():
             if decay:
                 self.network.model.subtract(parameter, parameter * np.float32(rate * decay).item())
+            velocity = self._velocity.get(name)
+            if momentum:
+                self._velocity[name] = velocity = (
+                    torch.zeros_like(parameter) if velocity is None else velocity.mul_(np.float32(momentum).item())
+                )
             for number, slope in enumerate(slopes):
                 factor = np.float32(rate * float(slope) / len(slopes)).item()
-                self.network.model.subtract(parameter, self._direction(seed, number, name, parameter).mul_(factor))
+                change = self._direction(seed, number, name, parameter).mul_(factor)
+                if velocity is None:
+                    self.network.model.subtract(parameter, change)
+                else:
+                    velocity.add_(change)
+            if velocity is not None:
+                self.network.model.subtract(parameter, velocity)
+
+    def rest(self) -> None:
+        """Forget the velocity of earlier steps."""
+        self._velocity.clear()
 
     def _direction(self, seed: int, number: int, name: str, parameter: Tensor) -> Tensor:
-        values = direction(seed, number, name, parameter.numel())
-        return torch.from_numpy(values).view(parameter.shape).to(parameter.device)
+        """A copy to work with; drawn once for all batches, both signs and the step where there is room."""
+        if seed != self._seed:
+            self._seed, self._drawn = seed, {}
+        found = self._drawn.get((number, name))
+        if found is None:
+            values = direction(seed, number, name, parameter.numel())
+            found = torch.from_numpy(values).view(parameter.shape).to(parameter.device)
+            if not self._has_room:
+                return found
+            self._drawn[number, name] = found
+        return found.clone()
 
     @contextmanager
     def _perturbed(self, seed: int, number: int, epsilon: float) -> Iterator[set[int]]:

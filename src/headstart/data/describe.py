@@ -1,0 +1,122 @@
+"""What some data are, before anything is learned from them: sizes, modes, lengths, duplicates, unreadable images."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from headstart.core.progress import progress
+from headstart.data.examples import Dataset, Examples, bytes_of, decode_image
+from headstart.errors import HeadstartError, listed
+
+_BLOCK = 256
+_DARK = 64  # of 255
+
+
+@dataclass(frozen=True)
+class Description:
+    """Warnings are what a person should look at; facts are what there is; problems are what a run would refuse."""
+
+    facts: tuple[str, ...]
+    warnings: tuple[str, ...]
+    problems: tuple[str, ...]
+
+
+def describe(dataset: Dataset, pixel_range: tuple[float, float] | None = None) -> Description:
+    """Look at every example once; pixel_range: as in [model]."""
+    seen: dict[bytes, list[tuple[str, int]]] = defaultdict(list)
+    facts, problems = Counter[str](), list[str]()
+    sizes: list[tuple[int, ...]] = []
+    brightest: float | None = None  # of grey of more than 8 bits
+    splits = {split: getattr(dataset, split) for split in ("train", "validation", "test")}
+    splits = {split: examples for split, examples in splits.items() if examples is not None}
+    with progress(f"examples of {dataset.name}", sum(map(len, splits.values()))) as advance:
+        for split, examples in splits.items():
+            for place, value in _values(examples):
+                seen[hashlib.blake2b(bytes_of(value), digest_size=16).digest()].append((split, place))
+                advance(1)
+                if dataset.kind == "image":
+                    try:
+                        image = decode_image(value, f"{split}: example {place}", pixel_range)
+                        mode, size = _mode(value)
+                    except HeadstartError as error:
+                        problems.append(str(error))
+                        continue
+                    facts[mode] += 1
+                    if image.mode == "F" and mode != "DICOM":
+                        brightest = max(brightest or 0.0, float(np.asarray(image).max()))
+                    sizes.append(size)
+                elif dataset.kind == "text":
+                    sizes.append((sum(map(len, [value] if isinstance(value, str) else map(str, value))),))
+    labels = {split: examples.labels for split, examples in splits.items()}
+    warnings = [*_warnings(dataset, seen, sizes, labels)]
+    if brightest is not None and brightest < _DARK and pixel_range is None:
+        most = round(brightest * 257)
+        warnings.append(
+            f"grey of 16 bits goes up to {most:,} of 65,535 and is nearly black; set model.pixel_range = [0, {most}]"
+        )
+    return Description(_facts(dataset, sizes, facts), tuple(warnings), tuple(problems))
+
+
+def _values(examples: Examples) -> Iterator[tuple[int, Any]]:
+    for start in range(0, len(examples), _BLOCK):
+        yield from enumerate(examples.raw(start, start + _BLOCK), start)
+
+
+def _mode(value: Any) -> tuple[str, tuple[int, int]]:
+    """What Pillow says of a file before it is decoded."""
+    if isinstance(value, np.ndarray):
+        return "array", (value.shape[1], value.shape[0])
+    if str(value["path"]).lower().endswith(".dcm"):
+        return "DICOM", decode_image(value, "").size
+    with Image.open(io.BytesIO(value["bytes"]) if value["bytes"] is not None else value["path"]) as image:
+        return f"{image.format} {image.mode}", image.size
+
+
+def _facts(dataset: Dataset, sizes: list[tuple[int, ...]], modes: Counter[str]) -> tuple[str, ...]:
+    if dataset.kind == "features":
+        return (f"features of length {dataset.train.features().shape[1]}",)
+    if not sizes:
+        return ()
+    if dataset.kind == "text":
+        lengths = [size[0] for size in sizes]
+        middle = int(np.median(lengths))
+        return (f"texts of {min(lengths):,} to {max(lengths):,} characters, half of them up to {middle:,}",)
+    common, count = Counter(sizes).most_common(1)[0]
+    width, height = zip(*sizes, strict=True)
+    shapes = f"{common[0]} × {common[1]} pixels"
+    if count < len(sizes):
+        shapes = f"{min(width)} × {min(height)} to {max(width)} × {max(height)} pixels, most often {shapes} ({count:,})"
+    return f"images of {shapes}", "modes: " + ", ".join(f"{mode} ({n:,})" for mode, n in modes.most_common())
+
+
+def _warnings(
+    dataset: Dataset,
+    seen: dict[bytes, list[tuple[str, int]]],
+    sizes: list[tuple[int, ...]],
+    labels: dict[str, Any],
+) -> Iterator[str]:
+    """Examples that are there twice, and texts without a character."""
+    repeated = [places for places in seen.values() if len(places) > 1]
+    leaked = [places for places in repeated if {split for split, _ in places} >= {"train", "test"}]
+    if leaked:
+        tested = sum(split == "test" for places in leaked for split, _ in places)
+        where = listed((f"{split} {place}" for split, place in leaked[0]), 4)
+        yield f"{tested:,} test examples are in the training split, too, the first as {where}: accuracy is too high"
+    within = sum(len(places) - 1 for places in repeated) - sum(len(places) - 1 for places in leaked)
+    if within > 0:
+        yield f"{within:,} examples are copies of another of their split"
+    if dataset.target == "classes":
+        torn = [places for places in repeated if len({int(labels[split][place]) for split, place in places}) > 1]
+        if torn:
+            where = listed((f"{s} {p} as {dataset.classes[labels[s][p]]}" for s, p in torn[0]), 4)
+            yield f"{len(torn):,} examples have several labels, the first: {where}"
+    if dataset.kind == "text" and (empty := sum(size[0] == 0 for size in sizes)):
+        yield f"{empty:,} texts are empty"

@@ -1,0 +1,138 @@
+"""Folders of images as tables: by class, by client and class, or with a file `metadata` that says what each one is."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import datasets
+from datasets.packaged_modules.imagefolder.imagefolder import IMAGE_EXTENSIONS
+
+from headstart.errors import HeadstartError, listed
+
+IMAGE_SUFFIXES = frozenset(IMAGE_EXTENSIONS) | ({".dcm"} if find_spec("pydicom") else frozenset())
+_SPLIT_NAMES = {
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "val", "dev"),
+    "test": ("test", "testing"),
+}
+_MISSED = {
+    ".dcm": "pip install 'headstart[dicom]' reads DICOM",
+    ".heic": "save them as JPEG or PNG",
+    ".heif": "save them as JPEG or PNG",
+}
+
+
+def is_image(file: Path | str) -> bool:
+    """Whether a file's name ends as that of an image that can be read."""
+    return os.path.splitext(file)[1].lower() in IMAGE_SUFFIXES
+
+
+def image_files(folder: Path) -> list[Path]:
+    """All images of a folder and those inside it, in the order of their paths; hidden ones are not seen."""
+    return [file for file in _files(folder) if is_image(file)]
+
+
+def _split_in(name: str) -> str | None:
+    """The split that a name speaks of: ``train``, ``test-00000-of-00001``, ``birds_val``."""
+    words = re.split(r"[\W_]+", name.lower())
+    return next((split for word in words for split, names in _SPLIT_NAMES.items() if word in names), None)
+
+
+def split_of(name: str) -> str:
+    """The split of a file or table; a name that says nothing is training."""
+    return _split_in(name) or "train"
+
+
+def image_roots(path: Path) -> dict[str, list[Path]]:
+    """The folders of images by split: those named after splits, or else all of it, for a class may be a train."""
+    folders = [folder for folder in sorted(path.iterdir()) if folder.is_dir() and not folder.name.startswith(".")]
+    named = [folder for folder in folders if _split_in(folder.name)]
+    by_class = all(file.is_dir() or not is_image(file) for folder in named for file in folder.iterdir())
+    roots: dict[str, list[Path]] = {}
+    for folder in named if named and (by_class or named == folders) else [path]:
+        roots.setdefault(split_of(folder.name) if folder != path else "train", []).append(folder)
+    return roots
+
+
+def image_tables(roots: Mapping[str, Sequence[Path]], notes: list[str]) -> dict[str, Any]:
+    """Tables by split of the images below some folders: `image`, `label`, the folder that an image lies in, and
+    `client`, the folder above that, where every image lies in two.
+
+    What is odd about the folders is added to the notes.
+    """
+    found = {split: [(root, file) for root in folders for file in _files(root)] for split, folders in roots.items()}
+    _note_skipped([file for files in found.values() for _, file in files], notes)
+    images = {split: [pair for pair in files if is_image(pair[1])] for split, files in found.items()}
+    everywhere = [pair for pairs in images.values() for pair in pairs]
+    _note_folders({root for root, _ in everywhere}, everywhere, notes)
+    depths = {len(file.relative_to(root).parts) for root, file in everywhere}
+    names = sorted({file.parent.name for _, file in everywhere})
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=names)})
+    if depths == {3}:
+        features["client"] = datasets.Value("string")
+    tables = {}
+    for split, pairs in images.items():
+        columns = {"image": [str(file) for _, file in pairs], "label": [file.parent.name for _, file in pairs]}
+        if "client" in features:
+            columns["client"] = [file.relative_to(root).parts[0] for root, file in pairs]
+        tables[split] = datasets.Dataset.from_dict(columns, features=features)
+    return tables
+
+
+def described(table: Any, column: str, folder: Path, skip: bool, notes: list[str]) -> Any:
+    """The table with a column of paths, relative to a folder, as images; those that are not there are listed."""
+    paths = [str(folder / os.path.expanduser(str(value))) for value in table[column]]
+    absent = [row for row, path in enumerate(paths) if not os.path.isfile(path)]
+    if absent:
+        names = listed(table[row][column] for row in absent)
+        told = f"{column!r}: {len(absent)} of {len(paths)} files are not there: {names}"
+        if not skip:
+            raise HeadstartError(f"{told}; paths are relative to {folder}. data.skip_unreadable = true leaves them out")
+        notes.append(f"{told}; they are left out")
+        kept = sorted(set(range(len(paths))) - set(absent))
+        table, paths = table.select(kept), [paths[row] for row in kept]
+    table = table.remove_columns([column])
+    return table.add_column(column, paths).cast_column(column, datasets.Image())
+
+
+def _files(folder: Path) -> list[Path]:
+    """All files below a folder but hidden ones, in the order of their paths."""
+    found: list[Path] = []
+    for place, folders, files in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith((".", "__"))]
+        found += [Path(place, name) for name in files if not name.startswith((".", "__"))]
+    return sorted(found, key=lambda file: file.as_posix())
+
+
+def _note_skipped(files: Iterable[Path], notes: list[str]) -> None:
+    others = [file for file in files if not is_image(file)]
+    counts = Counter(file.suffix.lower() for file in others)
+    if counts:
+        kinds = listed(f"{count} {suffix or 'without an ending'}" for suffix, count in sorted(counts.items()))
+        fixes = "".join(f"; {fix}" for fix in dict.fromkeys(_MISSED[each] for each in counts if each in _MISSED))
+        notes.append(f"{len(others)} files are not read as images ({kinds}), the first {others[0]}{fixes}")
+
+
+def _note_folders(roots: Iterable[Path], images: Sequence[tuple[Path, Path]], notes: list[str]) -> None:
+    """Folders without images, and images deeper than others."""
+    within = {file.parent for _, file in images}
+    above = {folder for each in within for folder in each.parents}
+    for root in sorted(roots):
+        empty = [folder.name for folder in sorted(root.iterdir()) if folder.is_dir() and folder not in within | above]
+        if empty := [name for name in empty if not name.startswith((".", "__"))]:
+            notes.append(
+                f"{listed(empty)}: no image in {'this folder' if len(empty) == 1 else 'these folders'}: no class"
+            )
+    depth: Callable[[tuple[Path, Path]], int] = lambda pair: len(pair[1].relative_to(pair[0]).parts)  # noqa: E731
+    depths = Counter(map(depth, images))
+    if len(depths) > 1:
+        usual = depths.most_common(1)[0][0]
+        odd = Counter(str(file.parent.relative_to(root)) for root, file in images if depth((root, file)) != usual)
+        places = listed(f"{place} ({count})" for place, count in sorted(odd.items()))
+        notes.append(f"images lie at several depths, and the folder that an image lies in is its class: {places}")

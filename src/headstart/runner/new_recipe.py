@@ -1,0 +1,151 @@
+"""A commented recipe for some data, from a look at them."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import datasets
+import tomli_w
+
+from headstart.config.recipe import Data, Recipe
+from headstart.data import Dataset, load_dataset
+from headstart.data.csv_files import guess_csv
+from headstart.data.folders import is_image
+from headstart.data.tables import FORMATS, local_tables
+from headstart.errors import HeadstartError, nearest_path
+from headstart.runner.advise import BACKBONES
+
+_LABELS = ("label", "labels", "class", "target", "category", "diagnosis", "y")
+_CLIENTS = (
+    "client", "client_id", "hospital", "hospital_id", "site", "site_id", "center", "centre", "institution", "clinic",
+    "user", "user_id", "writer_id", "patient", "patient_id", "subject", "device",
+)  # fmt: skip
+_INPUTS = ("image", "img", "file_name", "path", "file", "filename", "image_path", "text", "sentence")
+_EACH = 20  # training examples that a client is given, where the data name no clients
+_FEW = 10  # clients: a covariance from so few means is worth little
+
+
+@dataclass(frozen=True)
+class NewRecipe:
+    """The text of a recipe, and what was seen, in a sentence."""
+
+    text: str
+    seen: str
+
+
+def new_recipe(path: Path, shown: str, name: str) -> NewRecipe:
+    """A recipe for the data in a file or folder; shown: the path as the recipe is to name it."""
+    if not path.exists():
+        raise HeadstartError(f"{path}: {nearest_path(str(path))}")
+    keys = {} if path.suffix.lower() == ".npz" else _keys(path)
+    alone = {"partition": {"kind": "iid", "clients": 1}} if "client_column" not in keys else {"partition": _NATURAL}
+    dataset = load_dataset(Data.model_validate({"dataset": str(path), "split_seed": 0, **keys, **alone}))
+    clients = len(dataset.clients)
+    how: Mapping[str, Any] = _NATURAL if clients else _dealt(dataset)
+    count = clients or how["clients"]
+    text = _text(name, {"dataset": shown, **keys}, how, dataset, count)
+    Recipe.parse(tomllib.loads(text))  # what is written can be run
+    things = "features" if dataset.kind == "features" else f"{dataset.kind}s"
+    learned = f"{len(dataset.classes)} classes" if dataset.target == "classes" else f"targets ({dataset.target})"
+    held = f"{clients} clients" if clients else f"no clients: the recipe deals them out to {count}"
+    return NewRecipe(text, f"{len(dataset.train) + len(dataset.test):,} {things}, {learned}, {held}")
+
+
+_NATURAL: Mapping[str, Any] = {"kind": "natural", "test": "follow"}
+
+
+def _keys(path: Path) -> dict[str, str]:
+    """The keys of [data] that say how files are written, and which column is what."""
+    files = [path] if path.is_file() else sorted(path.iterdir())
+    tables = [file for file in files if FORMATS.get(file.suffix.lower()) == "csv" and not file.name.startswith(".")]
+    keys: dict[str, str] = guess_csv(tables[0]) if tables else {}
+    found = local_tables(path, Data.model_validate({"dataset": str(path), **keys}), [])
+    table = found.get("train", next(iter(found.values())))
+    columns = {column: table.features[column] for column in table.column_names}
+    client = _first(_CLIENTS, columns)
+    label = _first(_LABELS, columns) or _fewest(table, [column for column in columns if column != client])
+    others = [column for column in columns if column not in (client, label)]
+    given = _first(_INPUTS, others) or _longest(table, others)
+    if label is None or given is None:
+        raise HeadstartError(
+            f"{path}: which column is the input, and which the label? The columns are {', '.join(columns)}; name them "
+            "image or text, and label, or write a recipe with data.input_column and data.label_column"
+        )
+    usual = {"input_column": (given, _INPUTS), "label_column": (label, ("label", "labels", "class"))}
+    keys |= {key: name for key, (name, known) in usual.items() if name not in known}
+    return keys | ({"client_column": client} if client else {})
+
+
+def _first(names: Iterable[str], columns: Iterable[str]) -> str | None:
+    """The first of these names that a column has, whatever its case."""
+    there = {column.lower(): column for column in columns}
+    return next((there[name] for name in names if name in there), None)
+
+
+def _fewest(table: Any, columns: Iterable[str]) -> str | None:
+    """The column with the fewest values, if there are few of them beside the rows."""
+    plain = [
+        column
+        for column in columns
+        if isinstance(table.features[column], datasets.ClassLabel | datasets.Value)
+        and not re.match("float|double|binary", getattr(table.features[column], "dtype", ""))
+    ]
+    sizes = {column: len(table.unique(column)) for column in plain}
+    few = {column: size for column, size in sizes.items() if 2 <= size <= max(2, len(table) // 5)}
+    return min(few, key=few.__getitem__) if few else None
+
+
+def _longest(table: Any, columns: Iterable[str]) -> str | None:
+    """The column of images, of their paths, or else of the longest texts."""
+    lengths = {}
+    for column in columns:
+        feature = table.features[column]
+        if isinstance(feature, datasets.Image):
+            return column
+        if isinstance(feature, datasets.Value) and "string" in feature.dtype:
+            values = [str(value or "") for value in table[:200][column]]
+            lengths[column] = float("inf") if is_image(values[0]) else sum(map(len, values))
+    return max(lengths, key=lengths.__getitem__) if lengths else None
+
+
+def _dealt(dataset: Dataset) -> dict[str, Any]:
+    """A partition for data that name no clients."""
+    clients = max(2, min(10, len(dataset.train) // _EACH))
+    if dataset.target != "classes":
+        return {"kind": "iid", "clients": clients}
+    return {"kind": "dirichlet", "clients": clients, "alpha": 0.5, "leftovers": "assign"}
+
+
+def _text(name: str, keys: Mapping[str, str], how: Mapping[str, Any], dataset: Dataset, clients: int) -> str:
+    natural = how["kind"] == "natural"
+    why = "the clients that the data name" if natural else "the data name no clients: data.client_column names a column"
+    method = "fedcof" if dataset.target == "classes" and clients >= _FEW else "fed3r"
+    reason = {
+        "fedcof": "class means and counts of each client, in one round",
+        "fed3r": "second moments of each client, in one round"
+        + ("; with few clients it is more accurate than fedcof" if dataset.target == "classes" else ""),
+    }[method]
+    return f"""\
+# headstart check FILE shows what is wrong with this recipe and odd about its data; headstart run FILE runs it.
+{tomli_w.dumps({"name": name})}seed = 0
+
+[data]  # a path is relative to where the command runs, or to this file
+{tomli_w.dumps(dict(keys))}test_fraction = 0.2    # held out for the test, where the data have no test split
+split_seed = 0         # the same test examples whatever the seed of the run
+# strict = true          # refuse data with warnings: labels alike but for case, classes without examples
+# skip_unreadable = true # leave out what cannot be read, instead of stopping
+
+[data.partition]  # {why}
+{tomli_w.dumps(dict(how))}
+[model]
+backbone = "{BACKBONES[dataset.kind]}"  # headstart backbones lists others
+
+[[stages]]
+method = "{method}"  # {reason}
+# headstart advise FILE measures which method suits these data; headstart methods lists them all
+"""

@@ -1,0 +1,80 @@
+"""Nodes that hold prompts and completions of their own: the model and the perplexity of a run in process."""
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("flwr")
+
+from flwr.supercore.task_identity import TaskIdentity
+
+from headstart.config.recipe import Recipe
+from headstart.core.files import write_text
+from headstart.runner import run
+from tests.backbones.test_language import folder_of
+from tests.engine.test_node import Grid, assert_same_models, serve
+from tests.runner.test_choose import lines
+from tests.runner.test_generate import PAIRS
+
+NAMES = ("a", "b", "c")
+
+
+@pytest.fixture(autouse=True)
+def task(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_task_id", "_run_id", "_node_id"):
+        monkeypatch.setattr(TaskIdentity, name, 1)
+
+
+class Folders(Grid):
+    """Every node has a folder with training and test examples."""
+
+    def data(self, name: str) -> Path:
+        return self.silos / name
+
+
+def write_pairs(folder: Path, name: str, rows: list[dict[str, str]]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    write_text(folder / f"{name}.jsonl", "\n".join(map(json.dumps, rows)))
+
+
+@pytest.mark.parametrize("secure", [False, True])
+@pytest.mark.parametrize(
+    "stage",
+    [
+        {"method": "fedavg", "train": "lora", "rank": 2, "lr": 0.3, "batch_size": 4},
+        {"method": "fedmezo", "train": "norms", "lr": 0.01, "batch_size": 3},
+    ],
+    ids=["fedavg", "fedmezo"],
+)
+def test_nodes_learn_to_complete_as_clients_in_process_do(stage: dict[str, Any], secure: bool, tmp_path: Path) -> None:
+    folder_of(tmp_path / "model")
+    for split, count in (("train", 24), ("test", 9)):
+        pairs = [{"prompt": p, "completion": c} for p, c in (PAIRS * 5)[:count]]
+        mine = {name: pairs[place::3] for place, name in enumerate(NAMES)}
+        for name, rows in mine.items():
+            write_pairs(tmp_path / "silos" / name, split, rows)
+        write_pairs(tmp_path / "all", split, [row | {"who": name} for name, rows in mine.items() for row in rows])
+    here = {"client_column": "who", "partition": {"kind": "natural", "test": "follow"}}
+    table = {
+        "data": {"dataset": str(tmp_path / "all"), **here},
+        "model": {"backbone": str(tmp_path / "model"), "task": "generate", "samples": 0},
+        "stages": [stage | {"rounds": 2, "secure": secure, "weighting": "uniform"}],
+    }
+    run(Recipe.parse(table), tmp_path / "here")
+    there = Recipe.parse(table | {"data": {"dataset": "x"}})
+    serve(Folders(there, tmp_path / "silos", tmp_path / "state", None, NAMES), tmp_path / "there")
+    assert_same_models(tmp_path / "here", tmp_path / "there", 1)
+    ours, theirs = lines(tmp_path / "here"), lines(tmp_path / "there")
+    assert [line["round"] for line in theirs] == [1, 2]  # nodes are asked after rounds
+    for one, other in zip(ours[1:], theirs, strict=True):
+        assert other["perplexity"] == pytest.approx(one["perplexity"], rel=1e-5)
+        assert other["accuracy"] is None
+    if not secure:  # a sum does not tell whose test went how
+        both = []
+        for name in ("here", "there"):
+            with (tmp_path / name / "clients.csv").open() as file:
+                both.append([float(row["perplexity"]) for row in csv.DictReader(file)])
+        assert both[0] == pytest.approx(both[1], rel=1e-4)

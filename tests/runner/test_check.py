@@ -1,0 +1,210 @@
+"""headstart check: every mistake in one pass, and what the data are; headstart new: a recipe from a look at them."""
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from headstart.config.recipe import Recipe
+from headstart.data import Federation
+from headstart.data.describe import describe
+from headstart.runner import run
+from headstart.runner.check import check
+from tests.command import Command
+
+pytestmark = pytest.mark.usefixtures("no_report")
+
+
+def recipe(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path
+
+
+def features(path: Path, copies: int = 0, **arrays: Any) -> Path:
+    """60 examples of 3 classes, a third of them for the test; the first test examples are training examples again."""
+    rng, y = np.random.default_rng(0), np.arange(60) % 3
+    X, split = np.eye(3)[y] + rng.normal(0, 0.3, (60, 3)), np.repeat([0, 2], [40, 20])
+    X[40 : 40 + copies], y[40 : 40 + copies] = X[:copies], y[:copies]
+    np.savez(path, X=X, y=y, split=split, **arrays)
+    return path
+
+
+def test_every_mistake_in_one_pass(tmp_path: Path) -> None:
+    features(tmp_path / "measured.npz")
+    path = recipe(
+        tmp_path / "r.toml",
+        """
+        nmae = "typo"
+        [data]
+        dataset = "mesured.npz"
+        [model]
+        backbone = "resnet18"
+        weights = "missing.safetensors"
+        [[stages]]
+        method = "fedcoff"
+        """,
+    )
+    found = "\n".join(check(path).problems)
+    for sentence in (
+        "nmae: unknown key; did you mean 'name'?",
+        "'fedcoff' is not known; did you mean 'fedcof'?",
+        "data.dataset: 'mesured.npz' is neither a known name nor an existing path; it is not there",
+        "model.weights: there is no file missing.safetensors",
+    ):
+        assert sentence in found
+    assert len(check(path).problems) == 4
+
+
+def test_a_recipe_that_is_no_toml_and_one_that_is_right(tmp_path: Path) -> None:
+    assert "is not valid TOML" in check(recipe(tmp_path / "a.toml", "[data")).problems[0]
+    features(tmp_path / "a.npz")
+    text = f"""
+        [data]
+        dataset = "{tmp_path / "a.npz"}"
+        partition = {{kind = "iid", clients = 4}}
+        [model]
+        backbone = "features"
+        [[stages]]
+        method = "fedcof"
+        """
+    assert check(recipe(tmp_path / "b.toml", text)).problems == []
+    assert check(tmp_path / "b.toml", ['model.backbone="all-MiniLM-L6-v2"']).problems == [
+        'model.backbone: all-MiniLM-L6-v2 reads texts, and the data are features; set it to "features"'
+    ]
+    missing = check(tmp_path / "b.toml", ["stages.0.eval_split=validation"]).problems
+    assert missing == ["stages.0.eval_split: the data have no validation split; use 'test'"]
+
+
+def test_examples_that_are_tested_and_learned(tmp_path: Path) -> None:
+    def warnings(copies: int) -> tuple[str, ...]:
+        table = {
+            "dataset": str(features(tmp_path / f"{copies}.npz", copies)),
+            "partition": {"kind": "iid", "clients": 2},
+        }
+        model = {"backbone": "features"}
+        found = Federation.of(Recipe.parse({"data": table, "model": model, "stages": [{"method": "fed3r"}]}))
+        return describe(found.dataset).warnings
+
+    assert warnings(0) == ()
+    (said,) = warnings(7)
+    assert said.startswith("7 test examples are in the training split, too, the first as train 0, test 0")
+
+
+def test_copies_and_labels_that_differ(tmp_path: Path) -> None:
+    lines = ["text,label", *(f"word {n},{'ab'[n % 2]}" for n in range(20)), "word 0,b", "word 2,a"]
+    (tmp_path / "train.csv").write_text("\n".join(lines))
+    (tmp_path / "test.csv").write_text("text,label\nx,a\ny,b\n")
+    table = {"dataset": str(tmp_path), "partition": {"kind": "iid", "clients": 2}}
+    federation = Federation.of(Recipe.parse({"data": table, "stages": [{"method": "fed3r"}]}))
+    found = describe(federation.dataset)
+    assert found.warnings == (
+        "2 examples are copies of another of their split",
+        "1 examples have several labels, the first: train 0 as a, train 20 as b",
+    )
+    assert found.facts == ("texts of 1 to 7 characters, half of them up to 6",)
+
+
+def photos(root: Path) -> Path:
+    rng = np.random.default_rng(0)
+    for hospital in ("north", "south"):
+        for name in ("cat", "dog"):
+            for number in range(6):
+                (root / hospital / name).mkdir(parents=True, exist_ok=True)
+                image = Image.fromarray(rng.integers(0, 255, (8, 8 + number % 2), dtype=np.uint8))
+                image.convert("RGB" if name == "cat" else "L").save(root / hospital / name / f"{number}.png")
+    return root
+
+
+def test_images_and_unreadable_ones(tmp_path: Path, command: Command) -> None:
+    root = photos(tmp_path / "photos")
+    (root / "north" / "cat" / "x.png").write_bytes(b"junk")
+    (root / "south" / "dog" / "y.jpg").write_bytes(b"junk")
+    recipe(tmp_path / "r.toml", '[data]\ndataset = "photos"\nclient_column = "client"\n[[stages]]\nmethod = "fed3r"\n')
+    said = command("check", "r.toml", cwd=tmp_path)
+    assert said.returncode == 2
+    assert "2 problems, all of them found in one pass" in said.stderr
+    assert "x.png) is not a readable image" in said.stderr
+    assert "y.jpg) is not a readable image" in said.stderr
+    said = command("check", "r.toml", "--set", "data.skip_unreadable=true", cwd=tmp_path)
+    assert said.returncode == 0, said.stderr
+    assert "images of 8 × 8 to 9 × 8 pixels, most often 8 × 8 pixels (12)" in said.stdout
+    assert "modes: PNG RGB (12), PNG L (12)" in said.stdout
+    assert "2 clients with 10 to 10 training examples" in said.stdout
+    assert "r.toml: can be run" in said.stdout
+
+
+def test_images_that_are_nearly_black(tmp_path: Path) -> None:
+    for number in range(8):
+        (tmp_path / "scans" / "ab"[number % 2]).mkdir(parents=True, exist_ok=True)
+        scan = np.full((4, 4), 500 * number, np.uint16)
+        Image.fromarray(scan).save(tmp_path / "scans" / "ab"[number % 2] / f"{number}.png")
+    text = f'[data]\ndataset = "{tmp_path / "scans"}"\npartition = {{kind = "iid", clients = 2}}\n'
+    path = recipe(
+        tmp_path / "r.toml", text + '[model]\nbackbone = "conv4"\nweights = "random"\n[[stages]]\nmethod="fed3r"'
+    )
+    said = "grey of 16 bits goes up to 3,500 of 65,535 and is nearly black; set model.pixel_range = [0, 3500]"
+    assert check(path).federations["data"][1].warnings == (said,)
+    assert check(path, ["model.pixel_range=[0, 4095]"]).federations["data"][1].warnings == ()
+    assert "they are the same" in check(path, ["model.pixel_range=[1, 1]"]).problems[0]
+
+
+# --------------------------------------------------------------------------------------------------------------- new
+
+
+def made(command: Command, data: Path, cwd: Path) -> dict[str, Any]:
+    said = command("new", data, cwd=cwd)
+    assert said.returncode == 0, said.stderr
+    text = (cwd / "recipe.toml").read_text()
+    (cwd / "recipe.toml").unlink()
+    table = tomllib.loads(text)
+    Recipe.parse(table)
+    assert table["data"]["split_seed"] == 0
+    return table
+
+
+def test_a_recipe_for_photos_by_hospital(tmp_path: Path, command: Command) -> None:
+    photos(tmp_path / "photos")
+    table = made(command, Path("photos"), tmp_path)
+    assert table["name"] == "photos"
+    assert table["data"]["dataset"] == "photos"
+    assert table["data"]["client_column"] == "client"
+    assert table["data"]["partition"]["kind"] == "natural"
+    assert table["model"]["backbone"] == "efficientnet-lite0"
+    assert [stage["method"] for stage in table["stages"]] == ["fed3r"]  # two clients
+
+
+def test_a_recipe_for_a_table_from_a_spreadsheet(tmp_path: Path, command: Command) -> None:
+    rows = [f"Befund über {n} Zeilen;{'ja' if n % 3 else 'nein'};Klinik {n % 12};{n * 7}" for n in range(120)]
+    (tmp_path / "Befunde 2024.csv").write_bytes("\n".join(["Befund;Auffällig;Hospital;Nr", *rows]).encode("cp1252"))
+    table = made(command, Path("Befunde 2024.csv"), tmp_path)
+    assert table["name"] == "Befunde-2024"
+    data = table["data"]
+    assert (data["encoding"], data["separator"]) == ("cp1252", ";")
+    assert (data["input_column"], data["label_column"], data["client_column"]) == ("Befund", "Auffällig", "Hospital")
+    assert table["model"]["backbone"] == "all-MiniLM-L6-v2"
+    assert table["stages"][0]["method"] == "fedcof"  # twelve clients
+
+
+def test_a_recipe_for_features_runs(tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    features(tmp_path / "a.npz")
+    table = made(command, Path("a.npz"), tmp_path)
+    assert table["data"]["partition"]["kind"] == "dirichlet"
+    assert table["model"]["backbone"] == "features"
+    monkeypatch.chdir(tmp_path)
+    assert run(Recipe.parse(table)).summary["accuracy"] > 0.5
+    features(tmp_path / "b.npz", client=np.arange(60) % 12)
+    assert made(command, Path("b.npz"), tmp_path)["data"]["partition"]["kind"] == "natural"
+
+
+def test_new_refuses(tmp_path: Path, command: Command) -> None:
+    features(tmp_path / "a.npz")
+    assert "did you mean 'a.npz'?" in command("new", "b.npz", cwd=tmp_path).stderr
+    (tmp_path / "recipe.toml").write_text("precious")
+    said = command("new", "a.npz", cwd=tmp_path)
+    assert (said.returncode, "already exists" in said.stderr) == (2, True)
+    (tmp_path / "c.csv").write_text("a,b\n" + "\n".join(f"{n}.5,{n}" for n in range(9)))
+    said = command("new", "c.csv", "--out", "c.toml", cwd=tmp_path)
+    assert (said.returncode, "which column is the input, and which the label?" in said.stderr) == (2, True)
