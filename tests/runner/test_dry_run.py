@@ -60,7 +60,7 @@ CHANNELS: dict[str, dict[str, Any]] = {
     "int8": LOCAL | {"method": "scaffold", "compress": "int8"},
     "secure": LOCAL | {"method": "fedavg", "secure": True},
     "groups": LOCAL | {"method": "scaffold", "secure": True, "secure_group": 3, "clients_per_round": 7},
-    "norm": LOCAL | {"method": "fednova", "max_norm": 0.5},
+    "norm": LOCAL | {"method": "fedprox", "max_norm": 0.5},
     "median": LOCAL | {"method": "fedavg", "combine": "median"},
     "noise": LOCAL | {"method": "fedavg", **HIDDEN},
     "own-noise": LOCAL | {"method": "fedavg", "weighting": "uniform", "privacy": {"epsilon": 5.0, "noise": "client"}},

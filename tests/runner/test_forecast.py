@@ -33,7 +33,8 @@ def test_a_plan_for_three_times_the_clients_is_within_a_tenth_of_a_run_with_them
 
 def test_a_round_takes_what_links_and_arithmetic_take_by_hand() -> None:
     fleet = Fleet(clients=10**6, uplink=1e6, downlink=8e6, availability=0.1, server_link=1e10)
-    recipe = digits(8, TRAINED | {"participation": None, "clients_per_round": 1000})
+    stage = {name: value for name, value in TRAINED.items() if name != "participation"}
+    recipe = digits(8, stage | {"clients_per_round": 1000})
     (planned,) = make_plan(recipe, fleet).stages
     # [10, 64] and [10] in float32, and a header; both ways, for each of 6 rounds of 1000 clients.
     values = 4 * (10 * 64 + 10)

@@ -109,7 +109,7 @@ def _rows(stages: Sequence[Forecast]) -> Iterator[list[str]]:
     yield ["rounds", *(f"{each.rounds:,}" for each in stages), "the recipe, and the number of clients"]
     yield ["clients of a round", *(f"{each.per_round:,}" for each in stages), "participation or clients_per_round"]
     yield ["a client sends", *sent("client_up"), "messages by their layout, on average over those asked"]
-    yield ["most of one client", *sent("client_up_most"), "the client with most classes or rounds"]
+    yield ["most of one client", *sent("client_up_most"), "the client with the largest messages"]
     yield ["a client receives", *sent("client_down"), "requests, and once what earlier stages made"]
     yield ["all clients send", *sent("bytes_up"), "rounds × clients × a message"]
     yield ["all clients receive", *sent("bytes_down"), "rounds × clients × a request"]

@@ -50,8 +50,8 @@ class DryClosedForm(DryStage):
 
     def __init__(self, *given: Any) -> None:
         self._requests: dict[tuple[int, ...], int] = {}
-        self._messages: dict[int, Ints] = {}
-        """Bytes [K] of each client's statistics, by pass."""
+        self._messages: dict[int, tuple[Ints, Ints]] = {}
+        """By pass: bytes [K] of each client's statistics, and the examples [K] behind them."""
         super().__init__(*given)
 
     @property
@@ -90,20 +90,18 @@ class DryClosedForm(DryStage):
 
     def _up(self, round: int, drawn: Ints, new: Any) -> tuple[Ints, Ints]:
         """By the rows that each client has."""
-        privacy = self.stage.privacy
-        hidden = privacy is not None and privacy.from_server  # how many examples clients have
-        passes = np.where(new & (not hidden), self.federation.sizes[drawn], 0)
-        if self.stage.secure:
-            return np.full(len(drawn), self._vector(round)), passes
-        number = self._pass(round)
+        number, privacy = self._pass(round), self.stage.privacy
         if number not in self._messages:
             rows, examples = self._rows(number)
             nbytes = np.zeros(self.federation.n_clients, np.int64)
             for task, channel in enumerate(self._channels(number)):
                 mine = self.federation.clients_of(task)
                 nbytes[mine] = channel.nbytes(rows[mine], examples[mine])
-            self._messages[number] = nbytes
-        return self._messages[number][drawn], passes
+            self._messages[number] = nbytes, examples
+        nbytes, examples = self._messages[number]
+        hidden = privacy is not None and privacy.from_server  # how many examples clients have
+        passes = np.where(new & (not hidden), examples[drawn], 0)
+        return np.full(len(drawn), self._vector(round)) if self.stage.secure else nbytes[drawn], passes
 
     def _rows(self, number: int) -> tuple[Ints, Ints]:
         """Rows [K] that each client sends in a pass, and the examples [K] behind them."""

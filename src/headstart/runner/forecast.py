@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -161,7 +161,9 @@ def forecast(bill: Bill, clients: int, fleet: Fleet, flops: float) -> Forecast:
     passes += (ledger.forward_passes.sum() - bill.first_passes.sum()) / asked * turns
     state = bill.state + bill.state_per_client * (seen - replied)
     saved = state + _SAVED * everybody
-    most = ledger.bytes_up.max() * max(1.0, turns / max(seen, 1) / (asked / replied)) if here else 0.0
+    most = float((ledger.bytes_up / np.maximum(bill.asked, 1)).max() * turns / seen)
+    if clients == here:  # then who is drawn how often is known
+        most = float(ledger.bytes_up.max())
     parts = {
         "the clients' downlinks": 8 * down / turns / fleet.downlink,
         "the clients' arithmetic": passes / turns * flops / fleet.flops,
@@ -260,7 +262,7 @@ class Speed:
         flops, per_pass = _forward(run)
         return cls(flops, per_pass, tuple(_per_example(stage) for stage in stages), run)
 
-    def seconds(self, stages: list[tuple[StageRun, Bill]]) -> float:
+    def seconds(self, stages: Sequence[tuple[StageRun, Bill]]) -> float:
         """Of a simulation of all stages in this process, tests included, reading the recipe's data not."""
         dataset = self.run.federation.dataset
         total = self.per_pass * (len(dataset.train) + len(dataset.test))
