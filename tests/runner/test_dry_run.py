@@ -131,6 +131,7 @@ def test_modules_and_seeds_are_charged_to_the_byte_and_the_pass(
     stages = [
         lora | {"method": "slora", "rounds": 3, "priming": 0.4},
         lora | {"method": "fedmezo", "rounds": 4, "start": "pretrained"},
+        *(lora | {"method": name, "start": "pretrained"} for name in ("fedex-lora", "flexlora", "fedsa-lora")),
         lora | {"method": "distmezo", "local_steps": 2, "num_directions": 2, "start": "pretrained"},
     ]
     assert_same(images(tiny(tmp_path, "vit"), *stages), monkeypatch)
