@@ -2,6 +2,8 @@
 
     python -m benchmarks.heads extract [NAME …]    features, once: HEADSTART_DATA/features-NAME.npz
     python -m benchmarks heads                     the tables and the picture, of the features that are there
+    python -m benchmarks.heads tables [NAME …]     the tables of these alone
+    python -m benchmarks.heads picture             four or five clients of each alone, and the picture
 
 Of a name that ends in "-sites", every image is seen through one of five devices (as it is, dark, blurred, of low
 contrast, grey), drawn at random and kept: clients belong to one device each, and the test has all five. PACS has four
@@ -12,6 +14,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -174,14 +177,17 @@ def measured(name: str, clients: int, seeds: int = SEEDS) -> tuple[int, dict[str
     return len(np.unique(owners[0])), found
 
 
-def main() -> None:
+def main(names: Iterable[str] = SETS, few: bool = False) -> None:
     os.environ.setdefault("HEADSTART_DATA", str(SHARED / "data"))
     pictures = {}
     for chosen in (True, False):
-        rows = []
-        for name in [name for name in SETS if file_of(name).exists() and (name in CHOSEN_ON) == chosen]:
+        rows: list[tuple[Any, ...]] = []
+        for name in [name for name in names if file_of(name).exists() and (name in CHOSEN_ON) == chosen]:
             domains = int(features(name)["domain"].max()) + 1
-            for clients in (domains, 5 * domains, 100, 1000) if domains > 1 else CLIENTS:
+            several = (domains, 5 * domains, 100, 1000) if domains > 1 else CLIENTS
+            for clients in (4, 5) if few else several:
+                if clients not in several:
+                    continue
                 if clients > (features(name)["split"] == 0).sum() // 4:
                     continue
                 holding, found = measured(name, clients)
@@ -195,29 +201,35 @@ def main() -> None:
         if key in pictures:
             cells = [(title, f"{mb:.3f}", f"{score:.1f}") for title, (score, mb, _) in pictures[key].items()]
             show(f"Bytes against accuracy: {key[0]}, {key[1]} clients", ("head", "MB up", "accuracy"), cells)
-    draw({key: found for key, found in pictures.items() if key[1] in (4, 5)})
+    if names is SETS:
+        draw({key: found for key, found in pictures.items() if key[1] in (4, 5)})
 
 
 def draw(pictures: dict[tuple[str, int], dict[str, tuple[float, float, float]]]) -> None:
     """Accuracy against megabytes, a panel for each data set."""
-    figure = Figure(figsize=(4 * min(3, len(pictures)), 3.2 * -(-len(pictures) // 3)), layout="constrained")
-    axes = np.atleast_1d(figure.subplots(-(-len(pictures) // 3), min(3, len(pictures)))).ravel()
+    columns = min(4, len(pictures))
+    figure = Figure(figsize=(3.2 * columns, 2.8 * -(-len(pictures) // columns) + 0.5), layout="constrained")
+    axes = np.atleast_1d(figure.subplots(-(-len(pictures) // columns), columns)).ravel()
+    for axis in axes[len(pictures) :]:
+        axis.remove()
     for axis, ((name, clients), found) in zip(axes, pictures.items(), strict=False):
         told = [found[title] for title in ("auto", "rank 4", "rank 16", "rank 64") if title in found]
         axis.plot([mb for _, mb, _ in told], [score for score, _, _ in told], color="0.6", zorder=1)
         for title, (score, mb, _) in found.items():
-            if title == "trace":  # as many bytes as "auto"
-                continue
-            axis.scatter(mb, score, s=24, zorder=2)
-            below = title in ("FedCOF", "diagonal", "Fed3R")
-            axis.annotate(title, (mb, score), (3, -9 if below else 3), textcoords="offset points", fontsize=7)
-        axis.set(xscale="log", xlabel="MB up", ylabel="accuracy, %", title=f"{name}, {clients} clients")
+            if title != "trace":  # as many bytes as "auto"
+                axis.scatter(mb, score, s=24, zorder=2, label=title)
+        axis.set(xscale="log", xlabel="MB up", ylabel="accuracy, %")
+        axis.set_title(f"{name}, {clients} clients", fontsize=9)
         axis.xaxis.set_minor_formatter(NullFormatter())
         axis.xaxis.set_major_formatter(FormatStrFormatter("%g"))
-        axis.margins(0.15, 0.1)
+        axis.margins(0.1, 0.1)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(HEADS) - 1)
     write_atomically(PLOT, lambda temporary: figure.savefig(temporary, dpi=100, facecolor="white"))
 
 
 if __name__ == "__main__":
-    for name in sys.argv[2:] or SETS:
-        extract(name)
+    if sys.argv[1] in ("tables", "picture"):
+        main(sys.argv[2:] or SETS, sys.argv[1] == "picture")
+    else:
+        for name in sys.argv[2:] or SETS:
+            extract(name)

@@ -32,8 +32,12 @@ PROMPTS: dict[str, tuple[str, list[str]]] = {
     "trec": ("{text}\nThe answer is a", ["abbreviation", "entity", "description", "human", "location", "number"]),
     "mnli": ("{text}\nQuestion: {second} Yes, maybe or no?\nAnswer:", ["Yes", "Maybe", "No"]),
 }
-LORA = {"train": "lora", "blocks": 4, "targets": "all-linear"}
-ZEROTH = {"method": "fedmezo", "rounds": 200, "probe_rounds": 8, "lr": 0.5, "batch_size": 4, "evaluate_every": 50}
+LORA = {"train": "lora", "blocks": 2, "targets": "all-linear"}
+# A frozen, slopes divided by their root mean square: what descended fastest of a few tries on 128 examples of TREC.
+ZEROTH = {
+    "method": "fedmezo", "freeze_a": True, "epsilon": 1e-2, "beta2": 0.9, "schedule": "cosine", "batch_size": 4,
+    "lr": 0.08, "rounds": 160, "evaluate_every": 40,
+}  # fmt: skip
 STAGES: dict[str, dict[str, Any]] = {
     "fedmezo": LORA | ZEROTH,
     "fedavg": LORA
@@ -133,7 +137,7 @@ def main(arguments: tuple[str, ...] = ()) -> None:
         for row in rows(each, method, degree)
     ]
     columns = ("data", "method", "α", "round", "accuracy, %", "loss", "MB")
-    show(f"SmolLM2-135M, LoRA in the last 4 blocks, {TRAIN} examples, {CLIENTS} clients, {TEST} tests", columns, found)
+    show(f"SmolLM2-135M, LoRA in the last 2 blocks, {TRAIN} examples, {CLIENTS} clients, {TEST} tests", columns, found)
     if not arguments:
         costs()
 

@@ -71,7 +71,8 @@ def hashes(recipe: Recipe, out: Path) -> dict[str, str]:
     runner.run(recipe, out)
     found = {name: data for name, data in contents(out).items() if name.startswith(LEFT)}
     summary = json.loads(found["summary.json"])
-    del summary["versions"]
+    for name in ("versions", "started", "ended", "total_seconds"):
+        del summary[name]
     found["summary.json"] = json.dumps(summary, sort_keys=True).encode()
     return {name: hashlib.sha256(data).hexdigest()[:16] for name, data in found.items()}
 

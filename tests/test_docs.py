@@ -74,8 +74,8 @@ TEXTS = {
 }  # fmt: skip
 TAILS = ("", ", said one critic", " this year", " in the north", " again", " at last", ", it seems", " on monday")
 DEPLOYMENT = {  # lines of a deployment, and the tests that run what they name
-    "superlink.sh": "deploy/test_deployment.py", "nodes.sh": "deploy/test_deploy.py",
-    "run.sh": "deploy/test_deployment.py",
+    "superlink.sh": "deploy/processes.py", "nodes.sh": "deploy/test_deploy.py",
+    "run.sh": "deploy/processes.py",
 }  # fmt: skip
 
 
@@ -193,6 +193,7 @@ def furnish(cwd: Path, images: list[Image.Image], labels: np.ndarray) -> None:
         {"prompt": text, "completion": f" {label}", "hospital": "abc"[n % 3]} for n, (text, label) in enumerate(rows)
     ]
     (cwd / "questions.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in asked))
+    (cwd / "my_methods.py").write_text("import headstart\n")
     (cwd / "notes.txt").write_text("".join(f"{text}\n" for text, _ in rows[:3]))
     X = np.stack([np.asarray(image, np.float32).reshape(7, 4, 7, 4).mean(axis=(1, 3)).ravel() for image in images])
     numbers = np.arange(len(X))

@@ -53,7 +53,7 @@ def test_loss_file_and_predictions_have_the_temperature_of_the_last_stage(
     assert np.abs(np.exp(expected) - np.exp(by_hand(head, X, 1))).max() > 0.01
     found = RunDirectory(tmp_path / "run").metrics()[-1]
     assert found["loss"] == pytest.approx(-expected[np.arange(len(X)), test.labels].mean(), rel=1e-4)
-    predicted = Model.of(tmp_path / "run").predict([npz(tmp_path / "x.npz", X)]).probabilities
+    predicted = Model.load(tmp_path / "run").predict([npz(tmp_path / "x.npz", X)]).probabilities
     np.testing.assert_allclose(predicted, np.exp(expected), atol=1e-4)
 
 
@@ -70,7 +70,7 @@ def test_the_next_stage_has_its_own_temperature(tmp_path: Path) -> None:
     assert load_file(tmp_path / "one" / "model" / "head.safetensors").keys() == {"weight", "bias"}
     own = {"method": "personalise", "update": "head", "epochs": 1, "temperature": 0.5}
     digits(tmp_path / "two", PROBE, own)
-    assert Model.of(tmp_path / "two", client="0").head.temperature == 0.5
+    assert Model.load(tmp_path / "two", client="0").head.temperature == 0.5
 
 
 def test_a_head_on_hidden_layers_has_a_temperature(tmp_path: Path) -> None:

@@ -83,6 +83,8 @@ def recipe_of(variant: str, **keys: Any) -> Recipe:
     """With the keys that the variant has: the oracle has no clients to draw, and who personalises is everybody."""
     if variant in ("centralised", *PERSONALISE):
         keys = {name: value for name, value in keys.items() if name != "clients_per_round"}
+    if "probe_rounds" in VARIANTS[variant] and "rounds" in keys:  # one at least steps
+        keys["probe_rounds"] = min(VARIANTS[variant]["probe_rounds"], keys["rounds"] - 1)
     if variant in PERSONALISE and "rounds" in keys:
         keys["epochs"] = keys.pop("rounds")
     partition = {"kind": "dirichlet", "clients": CLIENTS, "alpha": 0.2}

@@ -235,7 +235,7 @@ def test_openvino_agrees_with_torch_on_lite0() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is preferred")
 def test_openvino_is_used_for_convolutions_on_a_cpu(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     rows: list[int] = []
 
@@ -254,7 +254,7 @@ def test_openvino_is_used_for_convolutions_on_a_cpu(
     expected = convolution_features(backbone, examples)
     np.testing.assert_allclose(extract(backbone, examples), expected, atol=1e-5)
     assert rows == [32, 32, 8]  # the first batch twice: once beside torch
-    assert capsys.readouterr().err == ""
+    assert caplog.text == ""
     rows.clear()
     extract(backbone, pictures(40))
     extract(replace(backbone, key="not convolutional", convolutional=False), examples)
@@ -266,7 +266,7 @@ def test_openvino_is_used_for_convolutions_on_a_cpu(
     ("factor", "used"), [(1.0, True), (1.0005, True), (1.01, False), (0.0, False), (float("nan"), False)]
 )
 def test_openvino_that_differs_is_not_used(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], factor: float, used: bool
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, factor: float, used: bool
 ) -> None:
     def tampered(backbone: Backbone, batch: tuple[Tensor, ...]) -> Any:
         plain = torch_runner(backbone, torch.device("cpu"))
@@ -276,13 +276,11 @@ def test_openvino_that_differs_is_not_used(
     backbone, examples = convolution_backbone(), pictures(40)
     expected = convolution_features(backbone, examples) * (factor if used else 1.0)
     np.testing.assert_allclose(extract(backbone, examples), expected, rtol=1e-5, atol=1e-6)
-    message = capsys.readouterr().err
+    message = caplog.text
     assert ("OpenVINO differs from torch by" in message and "torch is used" in message) is not used
 
 
-def test_one_feature_that_differs_is_enough(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_feature_that_differs_is_enough(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     def tampered(backbone: Backbone, batch: tuple[Tensor, ...]) -> Any:
         plain = torch_runner(backbone, torch.device("cpu"))
 
@@ -296,20 +294,20 @@ def test_one_feature_that_differs_is_enough(
     monkeypatch.setattr(module, "openvino_runner", tampered)
     backbone, examples = convolution_backbone(), pictures(5)
     np.testing.assert_allclose(extract(backbone, examples), convolution_features(backbone, examples), atol=1e-6)
-    assert "OpenVINO differs from torch by 2.0e-03 on convolution; torch is used" in capsys.readouterr().err
+    assert "OpenVINO differs from torch by 2.0e-03 on convolution; torch is used" in caplog.text
 
 
 def test_torch_does_the_work_without_openvino(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setitem(sys.modules, "openvino", None)  # as if it were not installed
     backbone, examples = convolution_backbone(), pictures(5)
     np.testing.assert_allclose(extract(backbone, examples), convolution_features(backbone, examples), atol=1e-6)
-    assert capsys.readouterr().err == ""
+    assert caplog.text == ""
 
 
 def test_torch_does_the_work_where_openvino_cannot(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def convert(*_: Any, **__: Any) -> None:
         raise NotImplementedError("an operation it does not know")
@@ -317,7 +315,7 @@ def test_torch_does_the_work_where_openvino_cannot(
     monkeypatch.setattr(openvino, "convert_model", convert)
     backbone, examples = convolution_backbone(), pictures(5)
     np.testing.assert_allclose(extract(backbone, examples), convolution_features(backbone, examples), atol=1e-6)
-    assert "OpenVINO cannot run convolution (NotImplementedError); torch is used" in capsys.readouterr().err
+    assert "OpenVINO cannot run convolution (NotImplementedError); torch is used" in caplog.text
 
 
 # ---------------------------------------------------------------------------------------- a body that is still training

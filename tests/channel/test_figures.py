@@ -1,12 +1,14 @@
 """What nodes tell of a test: sums that some test has, and, with privacy, no more than the noise is accounted for."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from headstart.channel.figures import FiguresChannel
 from headstart.config.recipe import Recipe
 from headstart.core.message import Message
-from headstart.core.metrics import tally_classes
+from headstart.core.metrics import tally_classes, tally_targets
 from headstart.errors import MessageError
 
 SCORES = np.random.default_rng(0).standard_normal((40, 3))
@@ -55,6 +57,21 @@ def test_sums_that_no_test_has_are_refused(name: str, place: tuple[int, ...], va
     channel = channel_of()
     arrays = {key: array.copy() for key, array in told(channel).arrays.items()}
     channel.read(Message(arrays))
+    arrays[name][place] = value
+    with pytest.raises(MessageError, match="its figures make no sense"):
+        channel.read(Message(arrays))
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "value"),
+    [("ranks", (0, 1, 7), -1.0), ("ranks", (1, 0, 3), 50.0), ("outputs", (2, 1), 41.0), ("figures", (0,), 39.0)],
+)
+def test_ranks_that_no_test_has_are_refused(name: str, place: tuple[int, ...], value: float) -> None:
+    """The attack: one node that counts scores it has not, or fewer than none, moves everybody's ROC AUC."""
+    channel = replace(channel_of(), target="multilabel")
+    has = (LABELS[:, None] == np.arange(3)).astype(np.float64)
+    arrays = {key: array.copy() for key, array in tally_targets(SCORES, has, "multilabel").items()}
+    assert set(channel.read(channel.encode_targets(arrays))) == {"figures", "outputs", "ranks"}
     arrays[name][place] = value
     with pytest.raises(MessageError, match="its figures make no sense"):
         channel.read(Message(arrays))

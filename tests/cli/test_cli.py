@@ -76,7 +76,11 @@ def test_partition_draws_who_holds_which_class(recipe: Path, tmp_path: Path, com
     ("name", "words"),
     [
         ("methods", ["fedncm", "fed3r", "fedcof", "shrinkage = 'auto'", "beta1 = 0.9", "epsilon = 0.001"]),
-        ("methods fedavg", ["Local SGD, then the mean", "required", "Random horizontal flips"]),
+        ("methods fedavg", ["Local SGD, then the mean", "required", "Random horizontal flips", "a number > 0"]),
+        ("keys", ["data.partition.shards", "stages.privacy", "fedcof"]),
+        ("keys data", ["dataset", "required", "a number > 0 and < 1", "Keep a class-balanced"]),
+        ("keys data.partition.dirichlet", ["alpha", "0.1", "'report' or 'assign'"]),
+        ("keys model", ["backbone", "'efficientnet-lite0'", "'squash' or a whole number > 0"]),
         ("backbones", ["efficientnet-lite0", "1280", "all-MiniLM-L6-v2", "headstart[timm]"]),
         ("datasets", ["mnist-mini", "inaturalist-users-120k", "user_id", "uoft-cs/cifar10"]),
     ],
@@ -167,10 +171,11 @@ def test_ctrl_c_says_how_to_go_on_and_going_on_ends_where_it_would_have(recipe: 
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert "interrupted; continue with the same command and --out cut --resume" in said
+    assert "interrupted; continue with headstart run --resume --out cut" in said
     assert "Traceback" not in said
     assert not (tmp_path / "cut" / "summary.json").exists()
-    done = headstart("run", recipe, "--out", "cut", "--resume", cwd=tmp_path)
+    recipe.unlink()  # the run has its own
+    done = headstart("run", "--resume", "--out", "cut", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     heads = [(tmp_path / name / "model" / "head.safetensors").read_bytes() for name in ("whole", "cut")]
     assert heads[0] == heads[1]
@@ -197,3 +202,138 @@ def test_usage_errors_have_status_two(tmp_path: Path) -> None:
     assert headstart("run", cwd=tmp_path).returncode == 2
     assert headstart("fly", cwd=tmp_path).returncode == 2
     assert headstart("run", "absent.toml", cwd=tmp_path).returncode == 2
+
+
+def test_every_key_of_every_table_is_explained_and_required_ones_come_first() -> None:
+    from headstart.config.describe import keys_of, tables
+
+    for table in tables():
+        _, rows = keys_of(table)
+        assert not [row[0] for row in rows if not row[3]], table
+        assert not [row[0] for row in rows if not row[1]], table
+        needed = [row[2] == "required" for row in rows]
+        assert needed == sorted(needed, reverse=True), table
+
+
+def test_no_such_table(tmp_path: Path, command: Command) -> None:
+    done = command("keys", "data.partition.shard", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "did you mean 'data.partition.shards'" in done.stderr
+
+
+def test_the_schema_takes_recipes_and_refuses_mistakes(recipe: Path, tmp_path: Path, command: Command) -> None:
+    import tomllib
+
+    import jsonschema
+
+    done = command("schema", "--out", "recipe.schema.json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    schema = json.loads((tmp_path / "recipe.schema.json").read_text())
+    jsonschema.Draft202012Validator.check_schema(schema)
+    root = Path(__file__).parents[2]
+    published = json.loads((root / "docs/recipe.schema.json").read_text(encoding="utf-8"))
+    assert published == schema, "write it anew: headstart schema > docs/recipe.schema.json"
+    valid = jsonschema.Draft202012Validator(schema).is_valid
+    recipes = sorted((root / "recipes").glob("*.toml"))
+    for path in recipes:
+        text = path.read_text(encoding="utf-8")
+        assert text.startswith("#:schema ../docs/recipe.schema.json\n"), path
+        assert valid(tomllib.loads(text)), path
+    table = tomllib.loads(GOOD)
+    assert valid(table)
+    assert not valid({**table, "stages": [{"method": "fedcof", "shrinkag": 1.0}]})
+    assert not valid({**table, "stages": [{"method": "fedcov"}]})
+    assert not valid({**table, "sed": 3})
+    assert not valid({**table, "data": {"dataset": "digits", "partition": {"kind": "iid", "clients": 0}}})
+
+
+def test_a_key_is_unset(recipe: Path, tmp_path: Path, command: Command) -> None:
+    import tomllib
+
+    recipe.write_text(GOOD + "shrinkage = 0.5\n")
+    done = command("run", recipe, "--set", "stages.0.shrinkage=", "--out", "run", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    saved = tomllib.loads((tmp_path / "run" / "recipe.toml").read_text())
+    assert saved["stages"][0]["shrinkage"] == "auto"
+    done = command("run", recipe, "--set", "stages.0.shrinkag=", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "--set stages.0.shrinkag=: there is no such key to unset" in done.stderr
+
+
+def test_quiet_and_verbose(recipe: Path, tmp_path: Path, command: Command) -> None:
+    done = command("run", recipe, "--quiet", "--out", "quiet", cwd=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert "finished" in (tmp_path / "quiet" / "run.log").read_text()
+    done = command("run", recipe, "--verbose", "--out", "verbose", cwd=tmp_path)
+    assert done.returncode == 0
+    assert "stage 0, fedcof, round 1" in done.stderr
+    done = command("run", recipe, "--quiet", "--set", "seed=-1", cwd=tmp_path)
+    assert (done.returncode, "seed" in done.stderr) == (2, True)
+
+
+METHOD = """
+from typing import Literal
+import headstart
+from headstart.config.stage import ClosedFormStage
+from headstart.methods.fedncm import FedNCM, FedNCMStage
+
+class MineStage(FedNCMStage):
+    \"\"\"The nearest mean, once more.\"\"\"
+
+    method: Literal["mine"]
+
+headstart.register(MineStage, FedNCM)
+"""
+
+
+@pytest.mark.parametrize("name", ["my_methods", "my_methods.py"])
+def test_a_method_is_imported_and_its_report_needs_no_registration(name: str, recipe: Path, tmp_path: Path) -> None:
+    (tmp_path / "my_methods.py").write_text(METHOD)
+    change = ("--set", "stages.0.method=mine")
+    assert "'mine' is not known" in headstart("run", recipe, *change, cwd=tmp_path).stderr
+    done = headstart("run", recipe, *change, "--import", name, "--out", "run", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    done = headstart("report", "run", "--out", "page", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    page = (tmp_path / "page" / "report.html").read_text()
+    assert "mine" in page
+    done = headstart("methods", "mine", "--import", name, cwd=tmp_path)
+    assert "The nearest mean, once more" in done.stdout
+
+
+def test_a_module_that_does_not_import_is_a_sentence(recipe: Path, tmp_path: Path, command: Command) -> None:
+    (tmp_path / "broken.py").write_text("1 / 0\n")
+    for name, why in (("absent", "ModuleNotFoundError"), ("broken.py", "ZeroDivisionError: division by zero")):
+        done = command("run", recipe, "--import", name, cwd=tmp_path)
+        assert done.returncode == 2
+        assert f"--import {name}: {why}" in done.stderr
+
+
+def test_resume_without_a_recipe_needs_a_run(tmp_path: Path, command: Command) -> None:
+    for arguments, why in (
+        ([], "which recipe?"),
+        (["--resume"], "needs --out"),
+        (["--resume", "--out", "no"], "no run"),
+    ):
+        done = command("run", *arguments, cwd=tmp_path)
+        assert (done.returncode, why in done.stderr) == (2, True), done.stderr
+
+
+def test_a_shell_completes_commands_and_methods(tmp_path: Path) -> None:
+    import os
+
+    def completed(words: str) -> list[str]:
+        asked = {"_HEADSTART_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+        code = "import sys; sys.argv = ['headstart']; from headstart.cli import app; app(prog_name='headstart')"
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            env=os.environ | asked,
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        return done.stdout.split()
+
+    assert {"report", "reproduce", "replay"} <= {*completed("headstart re")}
+    assert completed("headstart methods fedc") == ["fedcof"]

@@ -8,9 +8,21 @@ from scipy.special import softmax
 from scipy.stats import binomtest
 from sklearn.datasets import load_digits
 from sklearn.linear_model import LogisticRegression
-from sklearn.metrics import balanced_accuracy_score, f1_score
+from sklearn.metrics import average_precision_score, balanced_accuracy_score, f1_score, roc_auc_score
 
-from headstart.core.metrics import BINS, added, class_metrics, spread, tally_classes, wilson_interval
+from headstart.core.metrics import (
+    BINS,
+    RANKS,
+    added,
+    class_metrics,
+    ranking_metrics,
+    spread,
+    tally_classes,
+    tally_targets,
+    target_metrics,
+    target_shapes,
+    wilson_interval,
+)
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +91,34 @@ def test_a_head_that_knows_no_class_is_confident_of_nothing() -> None:
     found = class_metrics(tally_classes(np.full((3, 2), -np.inf), np.array([0, 1, 1])))
     assert found["calibration_error"] is None
     assert class_metrics(tally_classes(np.zeros((0, 2)), np.zeros(0, np.int64))) == dict.fromkeys(found)
+
+
+def test_ranks_are_scikit_learns_of_scores_that_share_a_bin(judged: tuple[np.ndarray, np.ndarray]) -> None:
+    scores, labels = judged
+    has = (labels[:, None] == np.arange(10)).astype(np.float64)
+    tally = added([tally_targets(scores[part::3], has[part::3], "multilabel") for part in range(3)])
+    assert {name: array.shape for name, array in tally.items()} == target_shapes(10, "multilabel")
+    found = target_metrics(tally, "multilabel")
+    binned = np.floor(RANKS * (0.5 + np.arctan(scores) / np.pi))
+    assert found["roc_auc"] == pytest.approx(roc_auc_score(has, binned), abs=1e-12)
+    assert found["average_precision"] == pytest.approx(average_precision_score(has, binned), abs=1e-12)
+    exact = ranking_metrics(scores, has)
+    assert exact["roc_auc"] == pytest.approx(roc_auc_score(has, scores), abs=1e-12)
+    # Off by half the pairs that share a bin, at most.
+    with_label, without = tally["ranks"]
+    bound = ((with_label * without).sum(axis=1) / (2 * with_label.sum(axis=1) * without.sum(axis=1))).mean()
+    assert abs(found["roc_auc"] - exact["roc_auc"]) <= bound < 0.05  # type: ignore[operator]
+
+
+def test_ranks_by_hand() -> None:
+    """Scores −1, 0, 1 and 0 with labels no, yes, yes, no: the tie counts half, so 3.5 of 4 pairs are in order."""
+    found = target_metrics(
+        tally_targets(np.array([[-1.0], [0], [1], [0]]), np.array([[0.0], [1], [1], [0]]), "multilabel"), "multilabel"
+    )
+    assert found["roc_auc"] == 3.5 / 4
+    assert found["average_precision"] == pytest.approx(0.5 * 1 + 0.5 * 2 / 3)
+    one = target_metrics(tally_targets(np.ones((3, 1)), np.ones((3, 1)), "multilabel"), "multilabel")
+    assert (one["roc_auc"], one["average_precision"]) == (None, None)  # there are no pairs
 
 
 def test_the_worst_tenth_of_the_clients() -> None:

@@ -24,27 +24,27 @@ def silo(path: Path, labels: list[str], classes: list[Any]) -> list[int]:
 
 
 @pytest.mark.parametrize("alone", [False, True])
-def test_labels_that_are_not_named_are_counted(alone: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_labels_that_are_not_named_are_counted(alone: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     labels = ["cat"] * 6 + ["dog"] * 6 + ["bird"] * 11 + ["fox"] * 7
     data = Data(dataset=table(tmp_path / "animals.csv", labels), classes=("dog", "cat"))
     found = load_dataset(data, alone=alone)
     assert len(found.train) + len(found.test) == 12
-    said = capsys.readouterr().err
+    said = caplog.text
     assert "18 of 30 examples are left out: data.classes does not name bird (11), fox (7)" in said
 
 
-def test_many_labels_that_are_not_named_are_not_all_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_many_labels_that_are_not_named_are_not_all_listed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     labels = [f"{number:02}" for number in range(20) for _ in range(5)]
     load_dataset(Data(dataset=table(tmp_path / "many.csv", [f"c{each}" for each in labels]), classes=("c00", "c19")))
-    said = capsys.readouterr().err
+    said = caplog.text
     assert "90 of 100 examples" in said
     assert "c01 (5), " in said
     assert said.rstrip().endswith("and 8 more")
 
 
-def test_nothing_is_said_where_nothing_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_is_said_where_nothing_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert silo(tmp_path / "animals.csv", ["cat", "dog"] * 5, ["dog", "cat", "fox"]) == [5, 5, 0]
-    assert capsys.readouterr().err == ""
+    assert caplog.text == ""
 
 
 @pytest.mark.parametrize("odd", ["Cat", "CAT", "cat "])

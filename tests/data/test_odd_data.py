@@ -50,12 +50,12 @@ def per_class(dataset: Dataset, examples: Examples) -> dict[str, int]:
 # ---------------------------------------------------------------------------------------------------- labels and splits
 
 
-def test_labels_alike_but_for_case_or_spaces(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_labels_alike_but_for_case_or_spaces(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = table(tmp_path / "a.csv", ["pos"] * 6 + ["Pos"] * 5 + ["neg"] * 5 + ["po s"] * 5)
     dataset = load(path)
     assert len(dataset.classes) == 4
     said = "'Pos' (5), 'pos' (6) differ in case or spaces only, and are 2 classes; write them alike"
-    assert said in capsys.readouterr().err
+    assert said in caplog.text
     with pytest.raises(HeadstartError, match=r"data\.strict is set, and there are warnings:\n  - 'Pos' \(5\), 'pos'"):
         load(path, strict=True)
 
@@ -78,10 +78,10 @@ def test_a_class_that_only_the_test_has_is_named(tmp_path: Path) -> None:
     assert notes(tmp_path) == "no training example is of class c"
 
 
-def test_nothing_odd_nothing_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_odd_nothing_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     load(table(tmp_path / "a.csv", ["a", "b"] * 10), strict=True)
     load(folder(tmp_path / "photos", "cat", "dog"), strict=True)
-    assert capsys.readouterr().err == ""
+    assert caplog.text == ""
 
 
 def test_the_split_has_a_seed_of_its_own(tmp_path: Path) -> None:

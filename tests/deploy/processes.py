@@ -294,9 +294,10 @@ def recipe_of(folder: Path, *stages: dict[str, Any]) -> Recipe:
 
 
 def rows(out: Path) -> list[list[str]]:
-    """`clients.csv`, with the numbers by which the data call clients as names."""
+    """`clients.csv`, with the numbers by which the data call clients as names; without its last two columns, which need
+    every score or are added up in another order."""
     with (out / "clients.csv").open(newline="") as file:
-        return [[row[0], NODES[int(row[1])] if row[1].isdigit() else row[1], *row[2:]] for row in csv.reader(file)]
+        return [[row[0], NODES[int(row[1])] if row[1].isdigit() else row[1], *row[2:-2]] for row in csv.reader(file)]
 
 
 def summary_of(out: Path) -> dict[str, Any]:

@@ -56,7 +56,7 @@ ON_FEATURES: list[dict[str, Any]] = [
     {**LOCAL, "method": "fedavg", "share": 0.3},
     {"method": "personalise", "compute": "fedncm"},
 ]
-CLOCK = ("seconds", "peak_rss_bytes", "versions")
+CLOCK = ("seconds", "peak_rss_bytes", "versions", "started", "ended", "total_seconds")
 INTERRUPTED = """
 import sys
 from pathlib import Path

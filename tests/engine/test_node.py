@@ -187,8 +187,10 @@ def interrupt(evaluations: int) -> Callable[[dict[str, Any]], None]:
 
 
 def clients_of(out: Path) -> str:
-    """`clients.csv`, with the numbers by which the data call clients as names."""
-    return re.sub(r"(?m)^(\d+),(\d),", lambda row: f"{row[1]},{NAMES[int(row[2])]},", (out / "clients.csv").read_text())
+    """`clients.csv`, with the numbers by which the data call clients as names; without what needs every score, and what
+    is added up in another order: the area under the ROC curve, and calibration."""
+    text = re.sub(r"(?m),[^,\n]*,[^,\n]*$", "", (out / "clients.csv").read_text())
+    return re.sub(r"(?m)^(\d+),(\d),", lambda row: f"{row[1]},{NAMES[int(row[2])]},", text)
 
 
 # ------------------------------------------------------------------------------------------------- what a node may lose
@@ -818,6 +820,7 @@ def test_a_node_that_does_not_say_who_it_is_is_named_and_costs_no_time_once_it_i
     silos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("headstart.engine.grid._REPORT", 0.6)
+    monkeypatch.setattr("headstart.engine.grid._JOINING", 0.3)
     recipe = recipe_of(silos, {**LOCAL, "method": "fedavg", "rounds": 3, "evaluate_every": 1})
     grid: Any = Silent(recipe, silos, tmp_path / "state")
     nodes = Nodes(grid, recipe, {name: number for number, name in enumerate(NAMES)})

@@ -133,7 +133,7 @@ def test_a_masked_class_has_no_probability(tmp_path: Path) -> None:
     digits(tmp_path / "run", {"method": "fedncm", "clients_per_round": 1, "rounds": 1}, clients=5, alpha=0.5)
     masked = np.isneginf(load_file(tmp_path / "run" / "model" / "head.safetensors")["bias"])
     assert 0 < masked.sum() < 9
-    found = Model.of(tmp_path / "run").predict([npz(tmp_path / "x.npz", np.ones((3, 64)))])
+    found = Model.load(tmp_path / "run").predict([npz(tmp_path / "x.npz", np.ones((3, 64)))])
     assert (found.probabilities[:, masked] == 0).all()
     np.testing.assert_allclose(found.probabilities.sum(axis=1), 1)
 
@@ -155,7 +155,7 @@ def test_clients_predict_with_their_own_model(stages: list[dict[str, Any]], tmp_
         mine = test.take(np.flatnonzero(owners == number))
         if len(mine):
             path = npz(tmp_path / f"{number}.npz", mine.features())
-            found, same = (Model.of(tmp_path / "run", client=each) for each in (name, str(number)))
+            found, same = (Model.load(tmp_path / "run", client=each) for each in (name, str(number)))
             labels = found.predict([path]).labels
             np.testing.assert_array_equal(same.head.weight, found.head.weight)
             models.add(found.head.weight.tobytes())
@@ -166,8 +166,8 @@ def test_clients_predict_with_their_own_model(stages: list[dict[str, Any]], tmp_
 
 def test_a_client_that_has_nothing_of_its_own_has_everybodys_model(tmp_path: Path) -> None:
     result = digits(tmp_path / "run", {**FEDPER, "rounds": 1, "clients_per_round": 1})
-    common = Model.of(tmp_path / "run").head.weight
-    heads = [Model.of(tmp_path / "run", client=name).head.weight for name in result.federation.names]
+    common = Model.load(tmp_path / "run").head.weight
+    heads = [Model.load(tmp_path / "run", client=name).head.weight for name in result.federation.names]
     assert [np.array_equal(head, common) for head in heads].count(False) == 1
 
 
@@ -188,7 +188,7 @@ def test_a_client_has_its_own_body_with_its_statistics(norm_statistics: str, tmp
     right = []
     for number in range(2):
         mine = test.take(np.flatnonzero(owners == number))
-        model = Model.of(tmp_path / "run", client=str(number))
+        model = Model.load(tmp_path / "run", client=str(number))
         assert model.retrained
         assert model.body.backbone is not None
         assert any(each.training for each in model.body.backbone.body.modules()) == (norm_statistics == "batch")
@@ -223,7 +223,7 @@ def test_images_through_a_trained_body(tmp_path: Path) -> None:
     for number, pixels in enumerate(test.raw(0, len(test))):
         Image.fromarray(pixels).save(folder / f"{number:03}.png")
     (folder / "notes.md").write_text("not an image, and not looked at")
-    model = Model.of(tmp_path / "run")
+    model = Model.load(tmp_path / "run")
     found = model.predict([tmp_path / "images"])
     assert [Path(each).name for each in found.inputs] == [f"{number:03}.png" for number in range(40)]
     assert (found.labels == test.labels).mean() == pytest.approx(result.summary["accuracy"])
@@ -249,7 +249,7 @@ def test_texts_from_lines_and_tables(lora: Path, texts: Path, tmp_path: Path) ->
     (tmp_path / "a.txt").write_text("\n".join([*given[:2], "", *given[2:]]) + "\n")
     (tmp_path / "b.csv").write_text("\ufeffid,text\n" + "".join(f'{n},"{each}"\n' for n, each in enumerate(given)))
     (tmp_path / "c.csv").write_text("id,what they said\n" + "".join(f"{n},{each}\n" for n, each in enumerate(given)))
-    model = Model.of(lora)
+    model = Model.load(lora)
     found = model.predict([tmp_path / "a.txt", tmp_path / "b.csv", tmp_path / "c.csv"])
     assert found.inputs == given * 3
     assert (found.labels == np.tile(test.labels, 3)).mean() == pytest.approx(summary["accuracy"])
@@ -281,7 +281,7 @@ def test_pairs_of_texts(tmp_path: Path) -> None:
     test = result.federation.dataset.test
     lines = [f"{n},{two},{one}" for n, (one, two) in enumerate(test.raw(0, len(test)))]
     (tmp_path / "new.csv").write_text("\n".join(["id,two,one", *lines]))
-    built = Model.of(tmp_path / "run")
+    built = Model.load(tmp_path / "run")
     found = built.predict([tmp_path / "new.csv"])
     assert found.inputs == [" | ".join(pair) for pair in test.raw(0, len(test))]
     assert (found.labels == test.labels).mean() == pytest.approx(result.summary["accuracy"])
@@ -314,10 +314,10 @@ def test_several_tasks(
     test, found = federation.dataset.test, {}
     for number, task in enumerate(("topic", "mood")):
         mine = test.take(federation.examples_of(number, "test"))
-        scores = Model.of(two, task).scores(mine)
+        scores = Model.load(two, task).scores(mine)
         found[task] = (scores.argmax(axis=1) == mine.labels - federation.classes_of(number).start).mean()
         assert found[task] == pytest.approx(summary["stages"][0]["tasks"][task]["accuracy"])
-    assert Model.of(two, "mood").classes == ("0", "1", "2")
+    assert Model.load(two, "mood").classes == ("0", "1", "2")
     (tmp_path / "a.txt").write_text("a goal\n")
     for options, why in (
         ([], "several tasks: topic, mood; choose one with --task"),
@@ -334,30 +334,30 @@ def test_clients_of_several_tasks(tmp_path: Path, texts: Path, two: Path) -> Non
     run(Recipe.parse(table), tmp_path / "run")
     states = RunDirectory(tmp_path / "run").load_model(0)[0].states
     assert states is not None
-    model = Model.of(tmp_path / "run", client="mood/client-1")
+    model = Model.load(tmp_path / "run", client="mood/client-1")
     assert model.classes == ("0", "1", "2")
     np.testing.assert_array_equal(model.head.weight, states.read("personal.head.weight@mood", None, np.array([3]))[0])
     with pytest.raises(HeadstartError, match="its task is mood, not topic"):
-        Model.of(tmp_path / "run", task="topic", client="3")
+        Model.load(tmp_path / "run", task="topic", client="3")
 
 
 def test_the_module_of_another_run(lora: Path, two: Path, tmp_path: Path) -> None:
     """A module file put on the same backbone predicts as in its own run."""
     (tmp_path / "a.txt").write_text("\n".join(SPORT + FOOD))
     for task in ("topic", "mood"):
-        own, file = Model.of(two, task), two / "model" / f"module-{task}.safetensors"
-        elsewhere = Model.of(lora, module=file)
+        own, file = Model.load(two, task), two / "model" / f"module-{task}.safetensors"
+        elsewhere = Model.load(lora, module=file)
         assert elsewhere.classes == own.classes
         left, right = (model.predict([tmp_path / "a.txt"]).probabilities for model in (own, elsewhere))
         np.testing.assert_array_equal(left, right)
     shutil.copy(file, tmp_path / "moved.safetensors")
-    assert Model.of(lora, module=tmp_path / "moved.safetensors").classes == ("0", "1", "2")
+    assert Model.load(lora, module=tmp_path / "moved.safetensors").classes == ("0", "1", "2")
     with pytest.raises(HeadstartError, match="is no module with its head"):
-        Model.of(lora, module=lora / "model" / "head.safetensors")
+        Model.load(lora, module=lora / "model" / "head.safetensors")
     with pytest.raises(HeadstartError, match=r"cannot read .*absent"):
-        Model.of(lora, module=tmp_path / "absent.safetensors")
+        Model.load(lora, module=tmp_path / "absent.safetensors")
     with pytest.raises(HeadstartError, match="give one of the two"):
-        Model.of(lora, client="0", module=file)
+        Model.load(lora, client="0", module=file)
 
 
 def test_a_module_of_another_network(lora: Path, tmp_path: Path) -> None:
@@ -368,11 +368,11 @@ def test_a_module_of_another_network(lora: Path, tmp_path: Path) -> None:
     transformers.AutoTokenizer.from_pretrained(base_of(lora)).save_pretrained(tmp_path / "small")
     text_run(tmp_path / "run", lora.parent, {"method": "fedncm"}, backbone=str(tmp_path / "small"))
     with pytest.raises(HeadstartError, match=r"does not fit on .*small"):
-        Model.of(tmp_path / "run", module=lora / "model" / "module-default.safetensors")
+        Model.load(tmp_path / "run", module=lora / "model" / "module-default.safetensors")
 
 
 def base_of(run: Path) -> str:
-    model = Model.of(run)
+    model = Model.load(run)
     assert model.body.backbone is not None
     return str(model.body.backbone.core.name_or_path)
 
@@ -422,12 +422,12 @@ def test_an_unfinished_run_is_refused(tmp_path: Path) -> None:
     digits(tmp_path / "run", {"method": "fedncm"})
     (tmp_path / "run" / "summary.json").unlink()
     with pytest.raises(HeadstartError, match="not finished"):
-        Model.of(tmp_path / "run")
+        Model.load(tmp_path / "run")
 
 
 def test_images_are_not_for_a_text_model(lora: Path, tmp_path: Path) -> None:
     Image.new("RGB", (8, 8)).save(tmp_path / "image.png")
-    model = Model.of(lora)
+    model = Model.load(lora)
     for path in (tmp_path / "image.png", tmp_path):
         with pytest.raises(HeadstartError, match="the model reads texts"):
             model.predict([path])
@@ -462,7 +462,7 @@ def loaded(folder: Path) -> dict[str, Any]:
 def test_a_lora_as_peft_reads_it_and_merged(
     lora: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = Model.of(lora)
+    model = Model.load(lora)
     assert model.body.backbone is not None
     core, tokenizer = model.body.backbone.core, model.body.backbone.transform.tokenizer  # type: ignore[union-attr]
     ours, base = hidden(core, tokenizer), base_of(lora)
@@ -486,7 +486,7 @@ def test_a_lora_as_peft_reads_it_and_merged(
     np.testing.assert_array_equal(found["head"].weight, model.head.weight)
     # The folder is a backbone for another recipe, pooling included.
     text_run(tmp_path / "again", lora.parent, {"method": "fedncm"}, backbone=str(tmp_path / "merged" / "body"))
-    again = Model.of(tmp_path / "again")
+    again = Model.load(tmp_path / "again")
     (tmp_path / "a.txt").write_text("\n".join(SPORT))
     _, examples = again.read([tmp_path / "a.txt"])
     assert again.body.backbone is not None
@@ -500,7 +500,7 @@ def test_a_lora_as_peft_reads_it_and_merged(
 def test_a_lora_on_a_trained_body_brings_it_along(texts: Path, tmp_path: Path) -> None:
     body = {"method": "fedavg", "train": "all", "rounds": 1, "lr": 0.01}
     text_run(tmp_path / "run", texts, body, LORA)
-    model = Model.of(tmp_path / "run")
+    model = Model.load(tmp_path / "run")
     assert model.body.backbone is not None
     ours = hidden(model.body.backbone.core, tokenizer := model.body.backbone.transform.tokenizer)  # type: ignore[union-attr]
     assert "body/model.safetensors" in export(tmp_path / "run", tmp_path / "out")
@@ -516,8 +516,8 @@ def test_adapters_stay_modules(two: Path, lora: Path, tmp_path: Path) -> None:
     files = export(two, tmp_path / "out", task="mood")
     assert files == ["README.md", "classes.json", "head.safetensors", "module.safetensors"]
     (tmp_path / "a.txt").write_text("\n".join(SPORT))
-    left = Model.of(two, "mood").predict([tmp_path / "a.txt"])
-    right = Model.of(lora, module=tmp_path / "out" / "module.safetensors").predict([tmp_path / "a.txt"])
+    left = Model.load(two, "mood").predict([tmp_path / "a.txt"])
+    right = Model.load(lora, module=tmp_path / "out" / "module.safetensors").predict([tmp_path / "a.txt"])
     np.testing.assert_array_equal(left.probabilities, right.probabilities)
     assert left.classes == right.classes
 
@@ -538,7 +538,7 @@ def test_a_vision_transformer(tmp_path: Path) -> None:
         "stages": [{**LORA, "augment": "none"}],
     }  # fmt: skip
     run(Recipe.parse(table), tmp_path / "run")
-    model = Model.of(tmp_path / "run")
+    model = Model.load(tmp_path / "run")
     assert model.body.backbone is not None
     pixels = {"pixel_values": torch.rand(3, 3, 32, 32)}
     with torch.inference_mode():
@@ -582,7 +582,7 @@ def test_features_have_a_head_only(
     assert done == 0, said
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"README.md", "classes.json", "head.safetensors"}
     head = LinearHead.load(tmp_path / "out" / "head.safetensors")
-    np.testing.assert_array_equal(head.weight, Model.of(tmp_path / "run", client="2").head.weight)
+    np.testing.assert_array_equal(head.weight, Model.load(tmp_path / "run", client="2").head.weight)
     capsys.readouterr()
     assert loaded(tmp_path / "out")["classes"] == [str(number) for number in range(10)]
     zeros = head.scores(np.zeros((1, 64))).argmax()  # the example of the README

@@ -10,6 +10,8 @@ import pytest
 import transformers
 from PIL import Image
 from scipy.special import softmax
+from sklearn.datasets import load_digits
+from sklearn.linear_model import Ridge, RidgeClassifier
 
 from headstart.config.recipe import Recipe
 from headstart.errors import HeadstartError
@@ -66,7 +68,7 @@ def test_features(stage: dict[str, Any], form: Any, tmp_path: Path) -> None:
     graph = ["model.onnx"] if form == "onnx" else ["model.bin", "model.xml"]
     assert files == ["README.md", "classes.json", *graph]
     test = np.concatenate([test, np.zeros((1, 64), np.float32)])  # a vector without a direction is no NaN
-    agree(Model.of(tmp_path / "run"), npz(tmp_path / "x.npz", test), loaded(tmp_path / "out"), test)
+    agree(Model.load(tmp_path / "run"), npz(tmp_path / "x.npz", test), loaded(tmp_path / "out"), test)
 
 
 @formats
@@ -77,8 +79,10 @@ def test_a_client_has_a_graph_of_its_own(
     arguments = ["export", tmp_path / "run", "--out", tmp_path / "out", "--client", "client-2", "--format", form]
     done, said = headstart(monkeypatch, capsys, *arguments)
     assert (done, "README.md, classes.json, model." in said) == (0, True), said
-    found = agree(Model.of(tmp_path / "run", client="2"), npz(tmp_path / "x.npz", test), loaded(tmp_path / "out"), test)
-    everybodys = Model.of(tmp_path / "run").predict([tmp_path / "x.npz"]).probabilities
+    found = agree(
+        Model.load(tmp_path / "run", client="2"), npz(tmp_path / "x.npz", test), loaded(tmp_path / "out"), test
+    )
+    everybodys = Model.load(tmp_path / "run").predict([tmp_path / "x.npz"]).probabilities
     assert np.abs(found - everybodys).max() > 1e-3
     done, said = headstart(monkeypatch, capsys, *arguments)
     assert (done, "already used" in said) == (2, True)
@@ -87,7 +91,7 @@ def test_a_client_has_a_graph_of_its_own(
 @formats
 def test_a_masked_class_has_no_probability(form: Any, tmp_path: Path) -> None:
     digits(tmp_path / "run", {"method": "fedncm", "clients_per_round": 1, "rounds": 1}, clients=5, alpha=0.5)
-    model = Model.of(tmp_path / "run")
+    model = Model.load(tmp_path / "run")
     masked = np.isneginf(model.head.bias)
     assert 0 < masked.sum() < 9
     export(tmp_path / "run", tmp_path / "out", format=form)
@@ -100,6 +104,35 @@ def test_a_masked_class_has_no_probability(form: Any, tmp_path: Path) -> None:
         logits = names["graph"](names["inputs"](X))["logits"]
     assert np.isfinite(logits).all()
     np.testing.assert_allclose(softmax(logits[:, ~masked], axis=1), found[:, ~masked], atol=1e-6)
+
+
+@formats
+@pytest.mark.parametrize("kind", ["regression", "multilabel"])
+def test_numbers_and_labels_have_no_softmax(kind: str, form: Any, tmp_path: Path) -> None:
+    """What comes out is what scikit-learn's ridge regression of the same examples says."""
+    x, digit = load_digits(return_X_y=True)
+    x, train = x.astype(np.float32), np.arange(len(digit)) % 4 > 0
+    numbers = np.stack([100 * digit + 0.5, x[:, 20] - x[:, 30]], axis=1)
+    y = numbers if kind == "regression" else np.stack([digit % 2, digit > 4, digit == 0], axis=1)
+    np.savez(tmp_path / "data.npz", X=x, y=y, split=2 * ~train, client=np.arange(len(digit)) % 3)
+    table = {"dataset": str(tmp_path / "data.npz"), "partition": {"kind": "natural"}}
+    stages = [{"method": "fed3r", "ridge": 0.5}]
+    run(Recipe.parse({"data": table, "model": {"backbone": "features"}, "stages": stages}), tmp_path / "run")
+    export(tmp_path / "run", tmp_path / "out", format=form)
+    names = loaded(tmp_path / "out")
+    if kind == "regression":
+        expected = Ridge(alpha=0.5).fit(x[train], y[train]).predict(x[~train])
+        np.testing.assert_allclose(names["values"](x[~train]), expected, rtol=1e-3, atol=1e-2)
+    else:
+        scores = RidgeClassifier(alpha=0.5).fit(x[train], y[train]).decision_function(x[~train])
+        shares = names["shares"](x[~train])
+        np.testing.assert_allclose(shares, np.clip((scores + 1) / 2, 0, 1), atol=1e-4)
+        np.testing.assert_array_equal((shares > 0.5)[np.abs(scores) > 1e-3], (scores > 0)[np.abs(scores) > 1e-3])
+    told = Model.load(tmp_path / "run").predict([npz(tmp_path / "x.npz", x[~train])])
+    np.testing.assert_allclose(
+        names["values" if kind == "regression" else "shares"](x[~train]), told.probabilities, rtol=1e-3, atol=1e-3
+    )
+    assert names["classes"] == list(told.classes)
 
 
 # --------------------------------------------------------------------------------------------------------------- images
@@ -134,7 +167,7 @@ def test_images(form: Any, tmp_path: Path) -> None:
     image_run(tmp_path / "run", {"method": "fed3r"}, **model)
     export(tmp_path / "run", tmp_path / "out", format=form)
     paths = pictures(tmp_path / "pictures")
-    found = agree(Model.of(tmp_path / "run"), tmp_path / "pictures", loaded(tmp_path / "out"), paths)
+    found = agree(Model.load(tmp_path / "run"), tmp_path / "pictures", loaded(tmp_path / "out"), paths)
     assert np.ptp(found, axis=0).max() > 1e-3  # the pictures are told apart
     assert np.abs(found[5] - found[0]).max() > 1e-3  # so is a turned one
     np.testing.assert_allclose(found[6], found[3], atol=1e-6)  # 16 bits and 8 are the same picture
@@ -157,7 +190,7 @@ def test_prompts_of_a_vision_transformer(tmp_path: Path) -> None:
     image_run(tmp_path / "run", {**VPT, "augment": "none"}, backbone=str(tmp_path / "vit"))
     export(tmp_path / "run", tmp_path / "out", format="openvino")
     paths = pictures(tmp_path / "pictures")
-    agree(Model.of(tmp_path / "run"), tmp_path / "pictures", loaded(tmp_path / "out"), paths)
+    agree(Model.load(tmp_path / "run"), tmp_path / "pictures", loaded(tmp_path / "out"), paths)
     said = (tmp_path / "out" / "README.md").read_text()
     assert "(red, green, blue), pixel · (0.0130719, 0.0130719, 0.0130719) − (1.33333, 1.33333, 1.33333)" in said
     assert "sides brought to that size, whatever their ratio" in said
@@ -177,7 +210,7 @@ def test_batch_norm_by_the_batch_is_refused(statistics: str, tmp_path: Path) -> 
         return
     export(tmp_path / "run", tmp_path / "out", client="1", format="onnx")
     paths = pictures(tmp_path / "pictures")
-    agree(Model.of(tmp_path / "run", client="1"), tmp_path / "pictures", loaded(tmp_path / "out"), paths)
+    agree(Model.load(tmp_path / "run", client="1"), tmp_path / "pictures", loaded(tmp_path / "out"), paths)
 
 
 def test_a_network_without_running_statistics_is_refused(tmp_path: Path) -> None:
@@ -201,7 +234,7 @@ def test_texts_through_a_lora(lora: Path, form: Any, tmp_path: Path) -> None:  #
     assert "tokenizer/tokenizer.json" in files
     given = [*SPORT, "goal", *FOOD, "a text of more tokens than training has ever seen, of which the end is cut"]
     names = loaded(tmp_path / "out")
-    found = agree(Model.of(lora), lines(tmp_path / "a.txt", *given), names, given)
+    found = agree(Model.load(lora), lines(tmp_path / "a.txt", *given), names, given)
     assert names["inputs"](given)["input_ids"].shape == (14, 8)
     assert names["inputs"](["goal"])["input_ids"].shape == (1, 3)  # the length is free, too
     assert np.abs(found - found.mean(axis=0)).max() > 1e-3
@@ -212,7 +245,7 @@ def test_texts_of_a_task_through_its_adapter(two: Path, tmp_path: Path) -> None:
         export(two, tmp_path / "out", format="onnx")
     export(two, tmp_path / "out", task="mood", format="onnx")
     given = [*SPORT, *FOOD]
-    agree(Model.of(two, "mood"), lines(tmp_path / "a.txt", *given), loaded(tmp_path / "out"), given)
+    agree(Model.load(two, "mood"), lines(tmp_path / "a.txt", *given), loaded(tmp_path / "out"), given)
 
 
 @pytest.fixture(scope="module")
@@ -230,7 +263,7 @@ def test_prompts_of_a_text_transformer(texts: Path, bert: Path, tmp_path: Path) 
     text_run(tmp_path / "run", texts, VPT, backbone=str(bert))
     export(tmp_path / "run", tmp_path / "out", format="onnx")
     given = [*SPORT, *FOOD]
-    agree(Model.of(tmp_path / "run"), lines(tmp_path / "a.txt", *given), loaded(tmp_path / "out"), given)
+    agree(Model.load(tmp_path / "run"), lines(tmp_path / "a.txt", *given), loaded(tmp_path / "out"), given)
 
 
 def test_a_cloze(texts: Path, bert: Path, tmp_path: Path) -> None:  # noqa: F811
@@ -239,7 +272,7 @@ def test_a_cloze(texts: Path, bert: Path, tmp_path: Path) -> None:  # noqa: F811
     export(tmp_path / "run", tmp_path / "out", format="openvino")
     given = [*SPORT, "a [MASK] of {mask}", *FOOD]
     names = loaded(tmp_path / "out")
-    agree(Model.of(tmp_path / "run"), lines(tmp_path / "a.txt", *given), names, given)
+    agree(Model.load(tmp_path / "run"), lines(tmp_path / "a.txt", *given), names, given)
     assert names["filled"](cloze["prompt"], ["a [MASK]"], names["tokenizer"], 32)[0] == "a  about [MASK]."
 
 

@@ -29,7 +29,7 @@ TEXTS = [*SPORT, *FOOD, "peel the apples and the pears and the plums before the 
 def expected(run: Path, folder: Path) -> list[dict[str, float]]:
     """What `headstart predict` says of the texts: a probability for each label."""
     (folder / "texts.txt").write_text("\n".join(TEXTS))
-    found = Model.of(run).predict([folder / "texts.txt"])
+    found = Model.load(run).predict([folder / "texts.txt"])
     return [dict(zip(found.classes, map(float, row), strict=True)) for row in found.probabilities]
 
 
@@ -120,7 +120,7 @@ def test_the_readme_ends_with_a_prediction(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     (tmp_path / "texts.txt").write_text("a text of yours")
-    ((_, label, _),) = Model.of(lora).predict([tmp_path / "texts.txt"]).best()
+    ((_, label, _),) = Model.load(lora).predict([tmp_path / "texts.txt"]).best()
     export(lora, tmp_path / "out", merge=merge)
     capsys.readouterr()
     loaded(tmp_path / "out")
@@ -190,7 +190,7 @@ def test_images(merge: bool, tmp_path: Path) -> None:
     with chdir(tmp_path / "out"):
         load = AutoModelForImageClassification if merge else AutoPeftModel
         model = load.from_pretrained(".", trust_remote_code=True).eval()
-    run = Model.of(tmp_path / "run")
+    run = Model.load(tmp_path / "run")
     assert run.body.backbone is not None
     with torch.inference_mode():
         # The usual mean and deviation of a vision transformer, 0.5 each.

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 from sklearn.datasets import load_digits
+from sklearn.metrics import r2_score
 
 from headstart.config.recipe import Recipe
 from headstart.core.message import Message
@@ -26,6 +27,7 @@ STAGES: dict[str, dict[str, Any]] = {
     "fed3r-random": {"method": "fed3r", "random_features": 20},
     "fedcof": {"method": "fedcof"},
     "fedcof-means": {"method": "fedcof", "means_per_client": 2},
+    "fedcof-rank": {"method": "fedcof", "within": "diagonal", "rank": 3},
 }
 NAMES = ("a", "b", "c", "d")
 
@@ -106,13 +108,13 @@ def test_a_client_that_comes_later_and_one_that_comes_and_goes(kind: str, silos:
 def test_a_class_that_comes_later(kind: str, silos: Path, tmp_path: Path) -> None:
     run(recipe_of(silos, "all", **STAGES[kind]), tmp_path / "run")
     update(tmp_path / "run", add={"e": str(silos / "e.npz")}, classes=["9"])
-    model, test = Model.of(tmp_path / "run"), np.load(silos / "e.npz")
+    model, test = Model.load(tmp_path / "run"), np.load(silos / "e.npz")
     assert model.classes == tuple("0123456789")
     mine = (test["split"] == 2) & (test["y"] == 9)
     assert (model.head.scores(test["X"][mine]).argmax(axis=1) == 9).mean() > 0.7
     update(tmp_path / "run", remove=["e"])
-    assert np.isneginf(Model.of(tmp_path / "run").head.bias[9])  # nobody has it any more
-    assert (Model.of(tmp_path / "run").head.scores(test["X"]).argmax(axis=1) < 9).all()
+    assert np.isneginf(Model.load(tmp_path / "run").head.bias[9])  # nobody has it any more
+    assert (Model.load(tmp_path / "run").head.scores(test["X"]).argmax(axis=1) < 9).all()
 
 
 def test_statistics_are_for_their_owner_only_and_there_only_where_they_were_asked_for(
@@ -161,7 +163,52 @@ def test_the_command(silos: Path, tmp_path: Path, command: Command) -> None:
     done = command("update", tmp_path / "run", *options, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "4 clients, 10 classes" in done.stdout
-    assert Model.of(tmp_path / "run").classes == tuple("0123456789")
+    assert Model.load(tmp_path / "run").classes == tuple("0123456789")
+    assert "tested on" in done.stdout
+    assert "macro-F1" in done.stdout
+
+
+def test_the_head_before_and_the_head_after_are_tested_on_the_same_examples(silos: Path, tmp_path: Path) -> None:
+    """Against predictions of both heads, counted here."""
+    run(recipe_of(silos, "all", method="fed3r"), tmp_path / "run")
+    old, (own, new) = Model.load(tmp_path / "run").head, (np.load(silos / f"{name}.npz") for name in ("all", "e"))
+    x, y = (np.concatenate([part[key][part["split"] == 2] for part in (own, new)]) for key in ("X", "y"))
+    found = update(tmp_path / "run", add={"e": str(silos / "e.npz")}, classes=["9"])
+    head = Model.load(tmp_path / "run").head
+    assert found.test_examples == len(y)
+    assert found.before["accuracy"] == pytest.approx((old.scores(x).argmax(axis=1) == y).mean())
+    assert found.after["accuracy"] == pytest.approx((head.scores(x).argmax(axis=1) == y).mean())
+    assert found.after["balanced_accuracy"] > found.before["balanced_accuracy"]  # type: ignore[operator]
+    (noted,) = json.loads((tmp_path / "run" / "summary.json").read_text())["updates"]
+    assert (noted["test_examples"], noted["before"], noted["after"]) == (len(y), found.before, found.after)
+
+
+def test_without_the_runs_data_an_update_is_not_tested(silos: Path, tmp_path: Path, command: Command) -> None:
+    (tmp_path / "all.npz").write_bytes((silos / "all.npz").read_bytes())
+    run(recipe_of(tmp_path, "all", method="fedncm"), tmp_path / "run")
+    (tmp_path / "all.npz").unlink()
+    done = command("update", tmp_path / "run", "--remove", "3", cwd=tmp_path)
+    assert (done.returncode, "not tested: the run's test split is not here" in done.stdout) == (0, True), done.stderr
+
+
+def test_numbers_and_labels_come_and_go_too(tmp_path: Path, command: Command) -> None:
+    x, y = load_digits(return_X_y=True)
+    x, who, split = x.astype(np.float32), np.arange(len(y)) % 3, 2 * (np.arange(len(y)) % 5 == 0)
+    targets = np.stack([y + 0.5, x[:, 20] - x[:, 30]], axis=1)
+    for name, mine in (("all", who >= 0), ("without-c", (who < 2) | (split == 2)), ("c", who == 2)):
+        client = {"client": who[mine]} if name != "c" else {}
+        np.savez(tmp_path / f"{name}.npz", X=x[mine], y=targets[mine], split=split[mine], **client)
+    run(recipe_of(tmp_path, "all", method="fed3r"), tmp_path / "run")
+    run(recipe_of(tmp_path, "without-c", method="fed3r"), tmp_path / "never")
+    all_of_them = head(tmp_path / "run")
+    found = update(tmp_path / "run", remove=["2"])
+    assert head(tmp_path / "run") == head(tmp_path / "never")
+    test, predicted = targets[split == 2], Model.load(tmp_path / "run").head.scores(x[split == 2])
+    assert found.after["r2"] == pytest.approx(r2_score(test, predicted), rel=1e-5)
+    assert update(tmp_path / "run", add={"c": str(tmp_path / "c.npz")}).after["r2"] is not None
+    assert head(tmp_path / "run") == all_of_them
+    done = command("update", tmp_path / "run", "--class", "more", cwd=tmp_path)
+    assert (done.returncode, "are no classes (regression)" in done.stderr) == (2, True)
 
 
 @pytest.mark.parametrize(

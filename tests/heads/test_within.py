@@ -10,6 +10,7 @@ from headstart import FedCOF, HeadstartError
 from headstart.core.message import Message
 from headstart.core.statistics import ClientStatistics, Summary, read_statistics, summarise
 from headstart.heads import cof_head
+from headstart.heads.cof import _error
 
 # Two clients, two classes, each pair ten times. Means of class 0: (2, 0) and (4, 64), together (3, 32); of class 1:
 # (1, 5) and (1, 69), together (1, 37). The clients' scatters are diag(20, 5) and diag(0, 100).
@@ -38,7 +39,9 @@ def head_of(scatter: np.ndarray, shrinkage: float) -> np.ndarray:
     return np.asarray(weight / np.linalg.norm(weight, axis=1, keepdims=True))
 
 
-SHARE = 16 / RATIO  # 0.411
+# Two means of each of two classes have a standard error of √(2/2) along one dimension. E's own, of B's shape, are 2,049
+# of trace and 1 + 2 · 32² + 2048² of squares, so that its trace has 0.99976 times that.
+SHARE = 2049 / np.sqrt(4196353) / RATIO
 BY_HAND: dict[tuple[str, int], np.ndarray] = {
     ("estimated", 0): 39 * BETWEEN,
     ("trace", 0): BETWEEN + 125 / 2 * np.eye(2),
@@ -59,7 +62,7 @@ def test_by_hand(within: Any, rank: int) -> None:
     head = cof_head(statistics(within, rank), 0.3, within=within)
     np.testing.assert_allclose(head.weight, head_of(BY_HAND[within, rank], 0.3), rtol=2e-6)
     assert head.notes["shrinkage"] == 0.3
-    assert head.notes.get("means_share") == (pytest.approx(0.41088, abs=1e-5) if within == "auto" else None)
+    assert head.notes.get("means_share") == (pytest.approx(0.0256863, abs=1e-6) if within == "auto" else None)
 
 
 @pytest.mark.parametrize("within", ["trace", "diagonal", "auto"])
@@ -138,13 +141,43 @@ def test_one_client_has_no_means_to_compare() -> None:
     )
 
 
+@pytest.mark.parametrize("shift", [0.0, 3.0, 30.0])
+def test_the_shape_of_the_means_is_trusted_up_to_a_standard_error(shift: float) -> None:
+    """Three classes of 100 at five clients: f = (3 · 99)² / (3 · 99²/4) = 12, and e = √(2/12 · tr E²)/tr E."""
+    x = CLOUD + shift * np.random.default_rng(2).normal(size=(5, 12))[HOLDERS]
+    estimate, within = np.zeros((12, 12)), 0.0
+    for label in range(3):
+        mine = [x[(label == LABELS) & (client == HOLDERS)] for client in range(5)]
+        centre = x[label == LABELS].mean(axis=0)
+        estimate += 99 / 4 * sum(len(m) * np.outer(*[m.mean(axis=0) - centre] * 2) for m in mine)
+        within += ((x[label == LABELS] - centre) ** 2).sum()
+    share = FedCOF().fit(x, LABELS, client=HOLDERS).head_.notes["means_share"]
+    assert share == pytest.approx(min(1.0, within * np.sqrt(12 / 2 / np.trace(estimate @ estimate))), rel=1e-6)
+    assert (share == 1) == (shift == 0)
+
+
+def test_the_standard_error_is_that_of_means_which_differ_by_chance() -> None:
+    """One dimension, two classes of 40 and 10 examples at five and at two clients, drawn 4,000 times."""
+    rng, who = np.random.default_rng(0), np.concatenate([np.arange(40) % 5, np.arange(10) % 2])
+    y, traces = np.repeat([0, 1], [40, 10]), []
+    for _ in range(4000):
+        rows = summarise(rng.normal(size=(50, 1)), y, 2, clients=who)[0]
+        means = rows.sums[:, 0] / rows.counts
+        centres = np.array([np.average(means[rows.labels == c], weights=rows.counts[rows.labels == c]) for c in (0, 1)])
+        between = np.bincount(rows.labels, rows.counts * (means - centres[rows.labels]) ** 2)
+        traces.append(39 / 4 * between[0] + 9 * between[1])
+    found = _error(np.array([40, 10]), np.array([5, 2]))
+    assert found == pytest.approx(np.std(traces) / np.mean(traces), rel=0.05)
+    assert found == pytest.approx(np.sqrt(2 * (39**2 / 4 + 9**2)) / 48)
+
+
 def test_the_share_of_the_means_is_of_the_classes_that_several_hold() -> None:
     """Class 2 is the first client's alone: 40 of (7, 7) and (9, 7), a scatter of diag(40, 0); N − C = 117, M = 78."""
     x = np.vstack([X, np.tile([[7.0, 7], [9, 7]], (20, 1))])
     y, who = np.append(Y, np.full(40, 2)), np.append(WHO, np.zeros(40, np.int64))
     head = cof_head(summarise(x, y, 3, clients=who, moments="trace")[0], 0.3, within="auto")
     ratio = (39 * 81960 / 78) / (82125 / 117)
-    share = 16 / ratio * 78 / 117
+    share = 2049 / np.sqrt(4196353) / ratio * 78 / 117
     assert head.notes["means_share"] == pytest.approx(share, rel=1e-9)
     scatter = BETWEEN * (1 + share * 165 / 81960) + (1 - share) * 165 / 2 * np.eye(2)
     sums = np.array([[120.0, 1280], [40, 1480], [320, 280]])

@@ -71,7 +71,7 @@ def test_the_head_in_its_file_in_predictions_and_in_a_graph(tmp_path: Path) -> N
     assert shapes == {"weight": (10 * K, 64), "bias": (10 * K,), "centres": (), "temperature": ()}
     rows = (x @ saved["weight"].T + saved["bias"]) / saved["temperature"]
     expected = np.stack([rows[:, K * c : K * c + K].max(axis=1) for c in range(10)], axis=1)
-    model = Model.of(tmp_path / "run")
+    model = Model.load(tmp_path / "run")
     np.testing.assert_allclose(model.head.scores(x), expected, rtol=1e-5)
     found = model.predict([npz(tmp_path / "x.npz", x)])
     np.testing.assert_array_equal(found.labels, expected.argmax(axis=1))

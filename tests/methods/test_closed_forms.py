@@ -67,7 +67,7 @@ def test_private_euclidean_distances_are_those_of_shortened_features(clip: float
     assert rate == (nearest == y[test]).mean()
     assert rate > 0.94
     # The head is saved with the length, and another stage starts from its weights.
-    model = Model.of(tmp_path / "run")
+    model = Model.load(tmp_path / "run")
     assert (model.head.scores(x[test]).argmax(axis=1) == nearest).all()
     logits, _ = Whole(model)(torch.from_numpy(x[test]))
     np.testing.assert_allclose(logits.detach().numpy(), model.head.scores(x[test]), atol=1e-5)
@@ -76,7 +76,7 @@ def test_private_euclidean_distances_are_those_of_shortened_features(clip: float
         Recipe.parse({"data": data, "model": {"backbone": "features"}, "stages": [stage, probe]}), tmp_path / "two"
     )
     assert then.summary["stages"][0]["accuracy"] == rate
-    np.testing.assert_allclose(Model.of(tmp_path / "two").head.weight, model.head.weight, atol=1e-5)
+    np.testing.assert_allclose(Model.load(tmp_path / "two").head.weight, model.head.weight, atol=1e-5)
 
 
 @pytest.mark.parametrize(("keys", "rounds"), [({}, 1), ({"clients_per_round": 20}, 2)])

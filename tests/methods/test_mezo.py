@@ -33,7 +33,7 @@ from headstart.data import Dataset, Examples, Federation
 from headstart.engine import local
 from headstart.engine.client import ClientRuntime
 from headstart.engine.client_states import ClientStates
-from headstart.errors import HeadstartError, MessageError
+from headstart.errors import HeadstartError, MessageError, RecipeError
 from headstart.heads import LinearHead
 from headstart.methods import build
 from headstart.methods.fedmezo import joined
@@ -502,6 +502,18 @@ def test_batches_are_so_many_examples_of_each_client_and_new_ones_every_round() 
     assert reply.message.arrays["slopes"][0] == pytest.approx(slopes.mean(), rel=1e-5)
 
 
+def test_shares_of_batches_grow_with_the_client_and_the_mean_counts_examples_alike() -> None:
+    who = np.repeat([0, 1], [4, N - 4])
+    run = Run(who, train="head", batch_share=0.5)
+    rows = run.method._rows(run.cohort(0, 1), 0)
+    assert np.bincount(run.cohort(0, 1).owners[rows]).tolist() == [2, 8]
+    assert len(np.unique(rows)) == 10
+    replies = run.bench.answer(run.cohort(0, 1), run.bench.broadcast(run.state))
+    total = run.bench.total(run.state, replies)
+    each = run.method.probes.slopes(run.cohort(0, 1), rows, int(run.bench.broadcast(run.state).scalars["seed"]), 0)
+    assert float(total.mean("slopes")[""][0]) == pytest.approx(each.mean(), rel=1e-5)
+
+
 def test_batches_estimate_the_slope_of_the_pooled_loss() -> None:
     """The mean over 600 draws of two examples of each client, one of which has a class to itself."""
     who = (Y != np.bincount(Y).argmin()).astype(np.int64)
@@ -831,3 +843,25 @@ def test_texts_of_one_batch_and_of_several_have_the_same_slopes(monkeypatch: pyt
     once = run.method.probes.slopes(run.cohort(0), rows, 3, 0)
     monkeypatch.setitem(zeroth.BATCHES, "text", 3)
     np.testing.assert_allclose(run.method.probes.slopes(run.cohort(0), rows, 3, 0), once, rtol=1e-2, atol=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("keys", "sentence"),
+    [
+        ({"probe_rounds": 4}, "stages.0.lr: with probe_rounds it is a share of the rate that is measured"),
+        ({"probe_rounds": 4, "lr": 0.3, "beta2": 0.9}, "stages.0.beta2: it makes the rate independent of the slopes"),
+        ({"probe_rounds": 4, "lr": 0.3, "rounds": 4}, "stages.0.probe_rounds: all of the 4 rounds would measure"),
+        ({"batch_share": 0.5, "batch_size": 4}, "stages.0: set batch_share or batch_size, not both"),
+    ],
+)
+def test_what_does_not_go_together(keys: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(RecipeError, match=sentence):
+        Recipe.parse({"data": {"dataset": "x"}, "stages": [{"method": "fedmezo", "train": "head"} | keys]})
+
+
+def test_the_rate_that_was_found_is_told() -> None:
+    run = Run(IID, train="head", lr=0.5, probe_rounds=2, rounds=4, epsilon=1e-1, num_directions=2).play()
+    curvatures = 2 / 0.1 * run.state.slopes[:2].astype(np.float64)
+    expected = 0.5 * 2 / np.sqrt(np.mean(np.square(curvatures)))
+    assert run.method.selected(run.state) == {"lr": pytest.approx(expected)}
+    assert Run(IID, train="head", rounds=1).method.selected(run.state) == {}

@@ -185,14 +185,14 @@ def test_who_is_asked_first_starts_from_the_start_and_who_is_never_asked_stays_t
     run = run_of(tmp_path, "network", method=method, rounds=2)
     start = run.method.personal_params(lambda name, value: value[None].repeat(K, 0))
     seen: list[tuple[int, dict[str, np.ndarray]]] = []
-    own = run.method.own
+    own = run.method.personal_params
 
     def watch(kept: Any, task: int = 0) -> Any:
         found = own(kept, task)
         seen.append((len(seen), {name: value.copy() for name, value in found.items()}))
         return found
 
-    run.method.own = watch
+    run.method.personal_params = watch
     run.play()
     first, again, late = (each for _, each in seen)  # client 0 in round 1, clients 0 and 1 in round 2
     for name, value in start.items():

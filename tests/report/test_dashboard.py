@@ -102,18 +102,20 @@ def test_a_run_goes_on_is_killed_and_is_finished(tmp_path: Path) -> None:
     run(Recipe.parse(TABLE), runs / "done")
     gallery = Gallery([runs])
     with going_on(runs / "long") as process:
-        done, first = until(lambda: (found := gallery.statuses()) and len(found) == 2 and found[1].left and found)
+        first, done = until(lambda: (found := gallery.statuses()) and len(found) == 2 and found[0].left and found)
+        assert first.began >= done.began  # the newest first
         assert (done.id, done.state, done.share, done.left) == ("done", "finished", 1.0, None)
-        assert done.accuracy == json.loads((runs / "done" / "summary.json").read_text())["accuracy"]
+        accuracy = json.loads((runs / "done" / "summary.json").read_text())["accuracy"]
+        assert done.score == f"{100 * accuracy:.2f} %"
         assert (first.id, first.name, first.state) == ("long", "long", "running")
         assert "stage 2 of 2: fedavg, round" in first.doing
         assert "of 1,000,000" in first.doing  # ten clients in each round
-        then = until(lambda: (now := gallery.statuses()[1]).share > first.share and now)
+        then = until(lambda: (now := gallery.statuses()[0]).share > first.share and now)
         assert then.version != first.version
         assert "<svg" in gallery.body(["long", "done"])
         process.send_signal(signal.SIGKILL)
         process.wait()
-        last = gallery.statuses()[1]
+        last = gallery.statuses()[0]
         assert (last.state, last.left) == ("stopped", None)
         assert "not finished" in gallery.body(["long"])
     shutil.rmtree(runs / "long")
@@ -147,6 +149,9 @@ def test_it_answers_this_machine_only_and_serves_no_files(tmp_path: Path) -> Non
             assert ask(server, path)[0] == 404, path
         for query in ("/view?run=../secret", "/view?run=/etc", "/view"):
             assert ask(server, query) == (200, "<p class='soft'>Choose a run.</p>")
+        assert ask(server, "/report?run=one") == (200, (tmp_path / "one" / "report.html").read_text())
+        for query in ("/report?run=../secret", "/report?run=/etc", "/report"):
+            assert ask(server, query)[0] == 503
         (tmp_path / "one" / "recipe.toml").write_text("no recipe at all")
         assert ask(server, "/runs") == (200, "[]")
         assert ask(server, "/view?run=one")[0] == 503
@@ -198,10 +203,23 @@ def test_in_a_browser_it_follows_a_run_compares_two_and_outlives_one(tmp_path: P
             first = until(drawn)
             until(lambda: drawn() != first)  # curves grow
 
-            page.find_elements(By.CSS_SELECTOR, "#runs input")[0].click()
+            page.find_elements(By.CSS_SELECTOR, "#runs input")[1].click()  # the newest run is the first
             until(lambda: "digits" in text("#view .legend") and "long" in text("#view .legend"))
             assert asked("document.querySelector('#view tbody').rows.length") == 4
             assert "run=done" in page.current_url
+
+            assert text("#runs b").split(" | ") == ["long", "done"]
+            page.find_element(By.ID, "filter").send_keys("no such run")
+            until(lambda: text("#runs b").split(" | ") == ["long", "done"])  # what is chosen stays
+            page.find_elements(By.CSS_SELECTOR, "#runs input")[1].click()
+            until(lambda: text("#runs b") == "long")
+            page.find_element(By.ID, "filter").clear()
+            page.execute_script("document.getElementById('filter').dispatchEvent(new Event('input'))")  # type: ignore[no-untyped-call]
+            page.execute_script(  # type: ignore[no-untyped-call]
+                "const by = document.getElementById('sort'); by.value = 'id'; by.dispatchEvent(new Event('change'))"
+            )
+            until(lambda: text("#runs b").split(" | ") == ["done", "long"])
+            assert "report?run=done" in str(asked("document.querySelector('#runs a').href"))
 
             process.send_signal(signal.SIGKILL)
             process.wait()

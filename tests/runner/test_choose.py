@@ -148,7 +148,7 @@ def test_what_is_exported_says_the_same(merge: bool, tmp_path: Path, monkeypatch
     run(recipe, tmp_path / "run")
     export(tmp_path / "run", tmp_path / "out", merge=merge)
     write_text(tmp_path / "new.txt", "the cat sat\nvery good bad film\nthe dog")
-    found = Model.of(tmp_path / "run").predict([tmp_path / "new.txt"])
+    found = Model.load(tmp_path / "run").predict([tmp_path / "new.txt"])
     monkeypatch.chdir(tmp_path / "out")
     body: Any = transformers.AutoModelForCausalLM.from_pretrained("body")
     body = body if merge else PeftModel.from_pretrained(body, ".").eval()

@@ -12,7 +12,8 @@ import pytest
 from headstart.config.recipe import Recipe
 from headstart.errors import HeadstartError, RecipeError
 from headstart.runner import run
-from headstart.runner.sweep import compared, expand, sweep
+from headstart.runner.compare import Comparison
+from headstart.runner.sweep import expand, sweep
 from tests.command import Command
 
 TABLE: dict[str, Any] = {
@@ -83,7 +84,7 @@ def test_a_sweep_runs_each_once_and_goes_on_where_it_was_cut(tmp_path: Path) -> 
     assert all(path.stat().st_mtime_ns == when for path, when in written.items())
     alone = run(points[5].recipe).summary
     assert summaries[5]["accuracy"] == alone["accuracy"]
-    columns, rows = compared(points, summaries)
+    columns, rows = Comparison(points, summaries).table()
     assert columns[:3] == ["alpha", "method", "accuracy, %"]
     assert [row[:2] for row in rows] == [[a, m] for a in ("0.1", "100.0") for m in ("fedncm", "fedcof")]
     figures = [

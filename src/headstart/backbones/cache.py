@@ -3,7 +3,8 @@
 Features tell what the examples were, which may be patients: files and folders are for the eyes of their owner only.
 
 Whatever happens to the file (a killed process, a truncation, a flipped bit), opening it tells which blocks are whole;
-only the others are computed again. One process fills a file at a time; the others wait, then read.
+only the others are computed again. One process fills a file at a time; the others wait, then read. Examples that
+another file of the same backbone has are copied from there: with another seed or split, no image is passed again.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 from filelock import FileLock
 
-from headstart.core.files import write_json
+from headstart.core.files import write_atomically, write_json
 from headstart.errors import HeadstartError
 
 BLOCK = 256
@@ -37,7 +38,7 @@ class FeatureFile:
 
     def __init__(self, key: str, rows: int, dim: int) -> None:
         self.folder = cache_root() / "features" / key
-        self.rows, self.dim = rows, dim
+        self.rows, self.dim, self.block = rows, dim, BLOCK
         self._facts = {"rows": rows, "dim": dim, "block": BLOCK}
         header = io.BytesIO()
         np.lib.format.write_array_header_1_0(header, {"descr": "<f4", "fortran_order": False, "shape": (rows, dim)})
@@ -87,6 +88,15 @@ class FeatureFile:
         except OSError as error:
             raise self.failure(error) from None
 
+    def note_examples(self, backbone: str, digests: npt.NDArray[np.uint8]) -> None:
+        """Say which examples the rows are of, by hashes [rows, 16], so that others of the backbone can copy them."""
+        path = self.folder / f"examples-{backbone}.npy"
+        try:
+            if not path.exists():
+                write_atomically(path, lambda file: file.write_bytes(_npy(digests)), private=True)
+        except OSError as error:
+            raise self.failure(error) from None
+
     def open(self) -> npt.NDArray[np.float32]:
         """The whole matrix, memory-mapped, read-only."""
         features = self._map()
@@ -125,6 +135,56 @@ class FeatureFile:
         return HeadstartError(
             f"cannot write features to {self.folder}: {error.strerror or error}; free space, or set HEADSTART_CACHE"
         )
+
+
+class Lenders:
+    """Features of the same backbone that other files have already, of examples that are known by their hashes."""
+
+    def __init__(self, backbone: str, digests: npt.NDArray[np.uint8], dim: int) -> None:
+        """digests: [n, 16] of the examples that are looked for."""
+        wanted: dict[bytes, list[int]] = {}
+        for place, digest in enumerate(_keys(digests)):
+            wanted.setdefault(digest, []).append(place)
+        self.source = np.full(len(digests), -1)
+        """[n] The number of the file that has an example, -1 for none."""
+        self._row, self._files = np.zeros(len(digests), np.int64), list[npt.NDArray[np.float32]]()
+        for path in sorted((cache_root() / "features").glob(f"*/examples-{backbone}.npy")):
+            if not wanted:
+                break
+            try:
+                theirs = np.load(path, allow_pickle=False)
+            except (OSError, ValueError, EOFError):  # damaged, or gone
+                continue
+            found = {row: digest for row, digest in enumerate(_keys(theirs)) if digest in wanted}
+            if found:
+                self._take(FeatureFile(path.parent.name, len(theirs), dim), found, wanted)
+
+    def _take(self, file: FeatureFile, found: dict[int, bytes], wanted: dict[bytes, list[int]]) -> None:
+        damaged = set(file.missing())
+        whole = {row: digest for row, digest in found.items() if row // BLOCK not in damaged}
+        if not whole:
+            return
+        for row, digest in whole.items():
+            for place in wanted.pop(digest, ()):
+                self.source[place], self._row[place] = len(self._files), row
+        self._files.append(file.open())
+
+    def fill(self, features: npt.NDArray[np.float32], places: npt.NDArray[np.int64]) -> None:
+        """Write the features of the examples at these places [m] into the rows [m, d] of those that are there."""
+        for number, file in enumerate(self._files):
+            mine = np.flatnonzero(self.source[places] == number)
+            features[mine] = file[self._row[places[mine]]]
+
+
+def _keys(digests: npt.NDArray[np.uint8]) -> list[bytes]:
+    data = np.ascontiguousarray(digests, np.uint8).tobytes()
+    return [data[start : start + 16] for start in range(0, len(data), 16)]
+
+
+def _npy(array: npt.NDArray[Any]) -> bytes:
+    written = io.BytesIO()
+    np.save(written, array, allow_pickle=False)
+    return written.getvalue()
 
 
 def _checksum(features: npt.NDArray[np.float32]) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import sys
+import logging
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,12 +18,14 @@ from filelock import Timeout
 from torch import Tensor
 
 from headstart.backbones.backbone import Backbone, moved, run_body
-from headstart.backbones.cache import BLOCK, FeatureFile
+from headstart.backbones.cache import BLOCK, FeatureFile, Lenders
 from headstart.backbones.inputs import Inputs, all_unreadable
 from headstart.core.progress import progress
 from headstart.data import Examples
 from headstart.data.examples import Ints
 from headstart.errors import HeadstartError
+
+log = logging.getLogger("headstart")
 
 Runner = Callable[[tuple[Tensor, ...]], npt.NDArray[np.float32]]
 
@@ -42,32 +44,73 @@ def extract(backbone: Backbone, examples: Examples, what: str = "features") -> n
             f"model.backbone: {backbone.name} reads {backbone.kind}s, and the data are "
             f"{examples.kind.removesuffix('s')}s"
         )
-    key = hashlib.blake2b(f"{backbone.fingerprint()} {examples.fingerprint()}".encode(), digest_size=16).hexdigest()
+    weights = backbone.fingerprint()
+    key = hashlib.blake2b(f"{weights} {examples.fingerprint()}".encode(), digest_size=16).hexdigest()
     file = FeatureFile(key, len(examples), backbone.dim)
     if not file.missing():
         return file.open()
     try:
         file.lock.acquire(timeout=0)
     except Timeout:
-        print(f"another process computes the same {what}; waiting for it", file=sys.stderr)
+        log.warning(f"another process computes the same {what}; waiting for it")
         file.lock.acquire()
     except OSError as error:
         raise file.failure(error) from None
     try:
-        todo = file.missing()
-        if todo:
-            rows = sum(file.span(number).stop - file.span(number).start for number in todo)
-            with progress(f"{what} through {backbone.name}", len(examples), len(examples) - rows) as advance:
-                spans = [file.span(number) for number in todo]
-                file.fill(zip(todo, _blocks(backbone, examples, spans, advance, what), strict=True))
+        if todo := file.missing():
+            _compute(backbone, weights, examples, file, todo, what)
     finally:
         file.lock.release()
     return file.open()
 
 
+def _compute(
+    backbone: Backbone, weights: str, examples: Examples, file: FeatureFile, todo: list[int], what: str
+) -> None:
+    """Fill the blocks of a file that are to be done: from other files of the same weights, or through the body."""
+    rows = np.concatenate([np.arange(file.span(number).start, file.span(number).stop) for number in todo])
+    lenders, new = None, np.ones(len(rows), bool)
+    if not backbone.by_batch:  # otherwise a feature is not the example's alone
+        lenders = Lenders(weights, examples.digests[rows], backbone.dim)
+        new = lenders.source < 0
+        file.note_examples(weights, examples.digests)
+    rest = examples.take(rows[new])
+    spans = _spans(len(rest), file.block)
+    with progress(f"{what} through {backbone.name}", len(examples), len(examples) - len(rest)) as advance:
+        computed = _blocks(backbone, rest, spans, advance, what, numbers=rows[new])
+        file.fill(zip(todo, _merged(file, todo, new, lenders, computed), strict=True))
+
+
+def _spans(count: int, size: int) -> list[slice]:
+    """So many rows in spans of this size."""
+    return [slice(start, min(start + size, count)) for start in range(0, count, size)]
+
+
+def _merged(
+    file: FeatureFile,
+    todo: list[int],
+    new: npt.NDArray[np.bool_],
+    lenders: Lenders | None,
+    computed: Iterator[npt.NDArray[np.float32]],
+) -> Iterator[npt.NDArray[np.float32]]:
+    """Blocks of a file, one after the other: what is new [n] as it is computed, the rest from its lenders."""
+    waiting, start = np.empty((0, file.dim), np.float32), 0
+    for number in todo:
+        span = file.span(number)
+        places = np.arange(start, start + span.stop - span.start)
+        block, mine = np.empty((len(places), file.dim), np.float32), new[places]
+        while len(waiting) < mine.sum():
+            waiting = np.concatenate([waiting, next(computed)])
+        block[mine], waiting = waiting[: mine.sum()], waiting[mine.sum() :]
+        if lenders is not None:
+            lenders.fill(block, places)
+        yield block
+        start += len(places)
+
+
 def embed(backbone: Backbone, examples: Examples, what: str) -> npt.NDArray[np.float32]:
     """Features [n, d] in memory, for a body that the next round of training changes again."""
-    spans = [slice(start, min(start + BLOCK, len(examples))) for start in range(0, len(examples), BLOCK)]
+    spans = _spans(len(examples), BLOCK)
     features = np.empty((len(examples), backbone.dim), np.float32)
     blocks = _blocks(backbone, examples, spans, lambda steps: None, what, len(examples) >= _WORTH_COMPILING)
     for span, block in zip(spans, blocks, strict=True):
@@ -96,14 +139,21 @@ def _blocks(
     advance: Callable[[int], None],
     what: str,
     compiling: bool = True,
+    numbers: Ints | None = None,
 ) -> Iterator[npt.NDArray[np.float32]]:
-    """Features of each span; the next span is decoded while this one is computed."""
+    """Features of each span; the next span is decoded while this one is computed.
+
+    numbers: [n] what the examples are called where one cannot be read.
+    """
     runner: Runner | None = None
     with ThreadPoolExecutor(_WORKERS) as pool:
 
         def prepare(span: slice) -> list[Future[list[Any]]]:
             starts = range(span.start, span.stop, _BATCH)
-            return [pool.submit(_prepared, backbone, examples, at, min(at + _BATCH, span.stop), what) for at in starts]
+            return [
+                pool.submit(_prepared, backbone, examples, at, min(at + _BATCH, span.stop), what, numbers)
+                for at in starts
+            ]
 
         waiting = prepare(spans[0])
         for position in range(len(spans)):
@@ -144,7 +194,7 @@ def choose_runner(backbone: Backbone, batch: tuple[Tensor, ...], compiling: bool
             error = float(np.abs(given - expected).max() / max(np.abs(expected).max(), 1e-30))
             if error <= _TOLERANCE:
                 return compiled
-            print(f"OpenVINO differs from torch by {error:.1e} on {backbone.name}; torch is used", file=sys.stderr)
+            log.warning(f"OpenVINO differs from torch by {error:.1e} on {backbone.name}; torch is used")
     return plain
 
 
@@ -182,11 +232,14 @@ def openvino_runner(backbone: Backbone, batch: tuple[Tensor, ...]) -> Runner | N
         }
         compiled = openvino.Core().compile_model(graph, "CPU", settings)
     except Exception as error:  # its converter raises what it likes; torch does the work then
-        print(f"OpenVINO cannot run {backbone.name} ({type(error).__name__}); torch is used", file=sys.stderr)
+        log.warning(f"OpenVINO cannot run {backbone.name} ({type(error).__name__}); torch is used")
         return None
     return lambda batch: np.array(compiled(batch[0].numpy())[0])
 
 
-def _prepared(backbone: Backbone, examples: Examples, start: int, stop: int, what: str) -> list[Any]:
-    raw = enumerate(examples.raw(start, stop), start)
+def _prepared(
+    backbone: Backbone, examples: Examples, start: int, stop: int, what: str, numbers: Ints | None
+) -> list[Any]:
+    called = range(start, stop) if numbers is None else numbers[start:stop]
+    raw = zip(called, examples.raw(start, stop), strict=True)
     return [backbone.transform(value, f"{what}: example {number}") for number, value in raw]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 import sys
 import tempfile
@@ -54,7 +55,7 @@ def _convert(file: Path, folder: Path) -> None:
     if find_spec("gguf") is None:
         raise HeadstartError(f"model.backbone: {file.name} needs gguf; pip install 'headstart[language]'")
     if sys.stderr.isatty():
-        print(f"{file.name} is made ready, once; it takes a minute", file=sys.stderr)
+        logging.getLogger("headstart").warning(f"{file.name} is made ready, once; it takes a minute")
     temporary = Path(tempfile.mkdtemp(dir=folder.parent))
     place, given = str(file.parent), {"gguf_file": file.name, "trust_remote_code": False}
     try:

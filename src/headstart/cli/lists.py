@@ -2,18 +2,36 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from headstart.cli.shared import show_table
+from headstart.cli.shared import Imports, check_new_file, show_table
 from headstart.errors import HeadstartError
 
 
+def _complete_method(incomplete: str) -> list[str]:
+    from headstart.config.stage import STAGES, load_plugins
+
+    load_plugins()
+    return [name for name in STAGES if name.startswith(incomplete)]
+
+
+def _complete_table(incomplete: str) -> list[str]:
+    from headstart.config.describe import tables
+
+    return [name for name in tables() if name.startswith(incomplete)]
+
+
 def methods(
-    name: Annotated[str | None, typer.Argument(help="A method, to see every key of its stage.")] = None,
+    name: Annotated[
+        str | None, typer.Argument(help="A method, to see every key of its stage.", autocompletion=_complete_method)
+    ] = None,
+    imports: Imports = None,
 ) -> None:
-    """The methods and what is theirs alone; of one method, every key with its default and what it means."""
+    """The methods and what is theirs alone; of one method, every key with what it accepts, its default and meaning."""
     from headstart.config.stage import STAGES, load_plugins
     from headstart.errors import nearest
 
@@ -21,11 +39,7 @@ def methods(
     if name is not None and name not in STAGES:
         raise HeadstartError(f"{name!r} is not a method; {nearest(name, STAGES)}")
     if name is not None:
-        fields = {key: field for key, field in STAGES[name].model_fields.items() if key != "method"}
-        defaults = ["required" if field.is_required() else repr(field.default) for field in fields.values()]
-        meanings = [" ".join((field.description or "").split()) for field in fields.values()]
-        rows = list(zip(fields, defaults, meanings, strict=True))
-        show_table(("key", "default", "what it is"), rows, f"{name}: {(STAGES[name].__doc__ or '').strip()}")
+        show_keys(name)
         return
     rows = []
     for method, stage in STAGES.items():
@@ -40,6 +54,50 @@ def methods(
         rows.append((method, (stage.__doc__ or "").strip(), "\n".join(keys)))
     show_table(("method", "what it is", "its own keys and their defaults"), rows)
     print("headstart methods NAME shows every key of a method")
+
+
+def keys(
+    table: Annotated[
+        str | None,
+        typer.Argument(
+            help="recipe, data, data.partition.KIND, model, tasks, or a method.", autocompletion=_complete_table
+        ),
+    ] = None,
+    imports: Imports = None,
+) -> None:
+    """The keys of a table of a recipe: what each accepts, its default and what it means."""
+    from headstart.config.describe import tables
+
+    if table is None:
+        show_table(("table", "what it is"), [(n, " ".join((t.__doc__ or "").split())) for n, t in tables().items()])
+        print("headstart keys TABLE shows every key of a table")
+        return
+    show_keys(table)
+
+
+def show_keys(table: str) -> None:
+    """Print the keys of a table, or of a method's stage."""
+    from headstart.config.describe import keys_of
+
+    about, rows = keys_of(table)
+    show_table(("key", "accepted", "default", "what it is"), rows, f"{table}: {about}")
+
+
+def schema(
+    out: Annotated[Path | None, typer.Option(help="Write it to a new file instead of printing it.")] = None,
+    imports: Imports = None,
+) -> None:
+    """The JSON schema of recipes, for editors: a recipe names it in its first line, `#:schema FILE`."""
+    from headstart.config.describe import schema
+    from headstart.core.files import write_text
+
+    check_new_file(out)
+    text = json.dumps(schema(), separators=(",", ":"), ensure_ascii=False) + "\n"
+    if out is None:
+        print(text, end="")
+        return
+    write_text(out, text)
+    print(f"schema: {out}; name it in the first line of a recipe: #:schema {out.name}")
 
 
 def backbones() -> None:

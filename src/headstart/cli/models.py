@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from headstart.cli.shared import check_new_file, show_table
+from headstart.cli.shared import Imports, check_new_file, show_table
 from headstart.errors import HeadstartError
 
 Run = Annotated[Path, typer.Argument(help="The directory of a finished run.")]
@@ -48,12 +48,13 @@ def predict(
     top_p: Annotated[float, typer.Option(min=0, max=1, help="Sample from the likeliest tokens of this share.")] = 1.0,
     seed: Annotated[int, typer.Option(min=0, help="Of completions that are sampled.")] = 0,
     chat: Annotated[bool, typer.Option("--chat", help="Prompts are what a user says, in the chat template.")] = False,
+    imports: Imports = None,
 ) -> None:
     """The classes, numbers or labels of new inputs, or completions of prompts, by the model of a finished run."""
     from headstart.export import Model
 
     check_new_file(out)
-    model = Model.of(run, task, client, module)
+    model = Model.load(run, task, client, module)
     if model.body.generates:
         from headstart.backbones.completions import Sampling
         from headstart.export.completions import completions, write_completions
@@ -100,6 +101,7 @@ def export(
     format: Annotated[
         Format | None, typer.Option(help="The whole model as one graph, from preprocessed inputs to probabilities.")
     ] = None,
+    imports: Imports = None,
 ) -> None:
     """Write the model of a finished run as files that peft, transformers or a recipe load, or as one graph."""
     from headstart.export import export
@@ -143,7 +145,16 @@ def update(
         raise HeadstartError("--add: two clients have the same name; give NAME=DATA")
     found = update(run, dict(named), remove or (), classes or ())
     print(f"{run}: {len(found.clients)} clients, {len(found.classes)} classes, {found.examples:,} examples")
-    print(f"head: {run / 'model' / 'head.safetensors'}; accuracies in the run's summary are those before the update")
+    if found.test_examples:
+        from headstart.report.tables import metric_cell, metric_heading, metrics_of
+
+        both = found.before, found.after
+        rows = [[metric_heading(n), *(metric_cell(n, [each]) for each in both)] for n in metrics_of(both)]
+        show_table(["metric", "before", "after"], rows)
+        print(f"tested on {found.test_examples:,} examples: the run's test split, and those of clients that were added")
+    else:
+        print("not tested: the run's test split is not here, and no client that was added has test examples")
+    print(f"head: {run / 'model' / 'head.safetensors'}; the stages of the run's summary are as before the update")
 
 
 def replay(

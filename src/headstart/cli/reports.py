@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from headstart.cli.shared import RecipeFile, Settings, check_new_file, console, free_path, show_table
+from headstart.cli.shared import Imports, RecipeFile, Settings, check_new_file, console, free_path, show_table
 from headstart.errors import HeadstartError
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ def report(
         Path | None, typer.Option(help="A folder; by default the one given, or the first free runs/report for several.")
     ] = None,
 ) -> None:
-    """One page about some runs, with every picture as SVG and PNG and the table as CSV, Markdown and LaTeX."""
+    """One page about some runs, with every picture as SVG, PNG and PDF and the table as CSV, Markdown and LaTeX."""
     from headstart.records import Record, find
     from headstart.report import write_folder
 
@@ -60,6 +60,7 @@ def partition(
     show: Annotated[
         int, typer.Option(min=0, help="Show so many training texts as the model reads them, in its prompt or template.")
     ] = 0,
+    imports: Imports = None,
 ) -> None:
     """Data distribution across clients, as a table and, with --out, a heat map; with --show, what the model reads."""
     from headstart.config.recipe import Recipe
@@ -84,7 +85,7 @@ def partition(
     if federation.unused:
         print(f"{federation.unused:,} of {len(federation.owners):,} training examples are not assigned to any client")
     if out is not None:
-        save(partition_figure(federation.counts, dataset.classes), out)
+        save(partition_figure(federation.counts, dataset.classes, federation.names), out)
         print(f"heat map: {out}")
 
 

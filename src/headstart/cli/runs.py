@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headstart.cli.shared import RecipeFile, Settings, console, free_path, interruptible, require_flower, show_table
+from headstart.cli.shared import (
+    Imports,
+    Quiet,
+    Settings,
+    Verbose,
+    console,
+    free_path,
+    interruptible,
+    require_flower,
+    show_table,
+)
 from headstart.errors import HeadstartError
 
 if TYPE_CHECKING:
     from headstart.config.recipe import Recipe
+    from headstart.runner import OnMetrics, Result
 
 DEMO = {
     "name": "demo",
@@ -39,7 +50,7 @@ class Log(StrEnum):
 
 
 def run(
-    recipe: RecipeFile,
+    recipe: Annotated[Path | None, typer.Argument(help="A recipe (TOML); with --resume, the one in --out.")] = None,
     settings: Settings = None,
     out: Annotated[Path | None, typer.Option(help="Run directory; by default the first free runs/NAME.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the interrupted run in --out.")] = False,
@@ -49,14 +60,23 @@ def run(
     log: Annotated[
         list[Log] | None, typer.Option("--log", help="Also log every evaluation there (repeatable).")
     ] = None,
+    imports: Imports = None,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
 ) -> None:
     """Run a recipe: a table here, and a run directory with metrics, model and report."""
     from headstart.config.recipe import Recipe
 
-    loaded = Recipe.load(recipe, settings or ())
     if out is None and resume:
         raise HeadstartError("--resume needs --out, the directory of the run to continue")
-    _run_and_show(loaded, out or free_path(loaded.name), resume, engine, log or ())
+    if recipe is None and not resume:
+        raise HeadstartError("which recipe? give a TOML file, or --resume --out DIR to continue a run")
+    if recipe is None and out is not None:
+        recipe = out / "recipe.toml"
+        if not recipe.is_file():
+            raise HeadstartError(f"--resume: {out} holds no run")
+    loaded = Recipe.load(recipe or "", settings or ())
+    _run_and_show(loaded, out or free_path(loaded.name), resume, engine, log or (), quiet)
 
 
 def compare(
@@ -65,29 +85,43 @@ def compare(
     out: Annotated[
         Path | None, typer.Option(help="A directory for all runs; by default the first free runs/compare.")
     ] = None,
+    imports: Imports = None,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
 ) -> None:
     """Run recipes, and every combination of values they list; a table of means over the seeds.
 
     With --out of an interrupted comparison, finished runs stay and the others go on.
     """
-    from headstart.config.recipe import read_table
-    from headstart.records import Record
-    from headstart.report import score, write_report, write_tables
-    from headstart.runner.sweep import compared, expand, refuse_other_tables, sweep
+    from headstart.report import score
+    from headstart.runner.compare import compare
 
-    points = expand([read_table(recipe, settings or ()) for recipe in recipes])
     where = out or free_path("compare")
-    refuse_other_tables(points, where)
 
     def say(point: object, summary: dict[str, Any]) -> None:
-        print(f"{getattr(point, 'folder', '')}: {score(summary)}", flush=True)
+        if not quiet:
+            print(f"{getattr(point, 'folder', '')}: {score(summary)}", flush=True)
 
-    with interruptible(where):
-        columns, rows = compared(points, sweep(points, where, say))
-    show_table(columns, rows)
-    print(f"tables: {', '.join(str(path) for path in write_tables(where / 'compare', columns, rows))}")
-    write_report(where / "report.html", [Record.read(where / point.folder) for point in points])
+    with interruptible(where, "the same command and"):
+        found = compare(recipes, where, settings or (), say)
+    if quiet:
+        return
+    show_table(*found.table())
+    for test in found.tests():
+        print(_tested(test))
+    print(f"tables: {', '.join(str(where / f'compare.{ending}') for ending in ('csv', 'md', 'tex'))}")
     print(f"open {where / 'report.html'}")
+
+
+def _tested(test: dict[str, Any]) -> str:
+    """A paired test in a line."""
+    known = {"best", "other", "stage", "seeds", "difference", "p_value", "p_holm"}
+    under = ", ".join(f"{key} {value}" for key, value in test.items() if key not in known)
+    p = "no spread over the seeds" if test["p_holm"] is None else f"p = {test['p_holm']:.2g}"
+    return (
+        f"{f'{under}: ' if under else ''}{test['best']} − {test['other']}: {100 * test['difference']:.2f} points over "
+        f"{test['seeds']} seeds ({p}, paired t-test, Holm)"
+    )
 
 
 def reproduce(
@@ -125,25 +159,37 @@ def reproduce(
 
 def demo(
     out: Annotated[Path | None, typer.Option(help="Run directory; by default the first free runs/demo.")] = None,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
 ) -> None:
     """FedNCM, Fed3R and FedCOF on 50 clients over MNIST, through EfficientNet-Lite0: real weights, real data."""
     from headstart.config.recipe import Recipe
 
-    _run_and_show(Recipe.parse(DEMO), out or free_path("demo"), False)
+    _run_and_show(Recipe.parse(DEMO), out or free_path("demo"), False, quiet=quiet)
 
 
 def _run_and_show(
-    recipe: Recipe, out: Path, resume: bool, engine: Engine = Engine.local, log: Sequence[Log] = ()
+    recipe: Recipe,
+    out: Path,
+    resume: bool,
+    engine: Engine = Engine.local,
+    log: Sequence[Log] = (),
+    quiet: bool = False,
 ) -> None:
     from headstart.report import quality, remarks, summary_table
     from headstart.runner import run
     from headstart.runner.trackers import trackers
 
+    start: Callable[[Recipe, Path, bool, OnMetrics], Result] = run
     if engine == Engine.flower:
         require_flower()
-        from headstart.deploy.apps import simulate as run
-    with interruptible(out, "--resume"), trackers([each.value for each in log], recipe, out) as tell:
-        result = run(recipe, out, resume, tell)
+        from headstart.deploy.apps import simulate
+
+        start = simulate
+    with interruptible(out, "headstart run --resume"), trackers([each.value for each in log], recipe, out) as tell:
+        result = start(recipe, out, resume, tell)
+    if quiet:
+        return
     console().print(summary_table(result.summary))
     if result.federation.unused:
         print(f"{result.federation.unused:,} training examples are not assigned to any client")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from importlib.util import find_spec
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Annotated
 
@@ -15,10 +18,89 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from headstart.errors import HeadstartError
+from headstart.core.progress import hide_progress
+from headstart.errors import HeadstartError, first_line
 
 RecipeFile = Annotated[Path, typer.Argument(help="A recipe (TOML).")]
-Settings = Annotated[list[str] | None, typer.Option("--set", help="Change a key: stages.0.shrinkage=0.1 (repeatable).")]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="Change a key: stages.0.shrinkage=0.1; unset it: stages.0.shrinkage= (repeatable)."),
+]
+
+
+def _import(names: list[str] | None) -> list[str] | None:
+    """Import modules, or files, from here or from what is installed."""
+    for name in names or ():
+        sys.path[:0] = [] if str(Path.cwd()) in sys.path else [str(Path.cwd())]
+        try:
+            if not name.endswith(".py"):
+                import_module(name)
+                continue
+            spec = spec_from_file_location(Path(name).stem, name)
+            assert spec is not None
+            assert spec.loader is not None
+            sys.modules[spec.name] = module = module_from_spec(spec)
+            spec.loader.exec_module(module)
+        except HeadstartError:
+            raise
+        except Exception as error:  # a module of the user's raises what it likes
+            raise HeadstartError(f"--import {name}: {type(error).__name__}: {first_line(error)}") from None
+    return names
+
+
+Imports = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--import", callback=_import, help="Import a module, or a .py file, that registers methods (repeatable)."
+    ),
+]
+
+
+def _log_from(level: int) -> Callable[[typer.Context, bool], bool]:
+    """What an option does that shows messages from this level on, until the command is done; above warnings, no
+    progress."""
+
+    def apply(context: typer.Context, asked: bool) -> bool:
+        log = logging.getLogger("headstart")
+        if asked:
+            context.call_on_close(partial(log.setLevel, log.level))
+            context.call_on_close(partial(hide_progress, False))
+            log.setLevel(level)
+            hide_progress(level > logging.WARNING)
+        return asked
+
+    return apply
+
+
+Quiet = Annotated[
+    bool,
+    typer.Option(
+        "--quiet", "-q", callback=_log_from(logging.ERROR), help="Print nothing but errors; run.log has the rest."
+    ),
+]
+Verbose = Annotated[
+    bool, typer.Option("--verbose", "-v", callback=_log_from(logging.INFO), help="Print every evaluation as it comes.")
+]
+
+
+class _Terminal(logging.Handler):
+    """Messages to standard error, whatever that is at the moment."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """One message, one line."""
+        print(self.format(record), file=sys.stderr)
+
+
+@contextmanager
+def logging_to_terminal() -> Iterator[None]:
+    """Meanwhile, messages of the library go to standard error: warnings and errors, unless --quiet or --verbose says
+    otherwise."""
+    log, handler = logging.getLogger("headstart"), _Terminal()
+    log.addHandler(handler)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
 
 
 def console() -> Console:
@@ -62,12 +144,12 @@ def require_forks() -> None:
 
 
 @contextmanager
-def interruptible(out: Path, *options: str) -> Iterator[None]:
+def interruptible(out: Path, how: str) -> Iterator[None]:
     """Ctrl-C says how to go on."""
     try:
         yield
     except KeyboardInterrupt:
-        how = f"continue with the same command and {' '.join(['--out', str(out), *options])}"
-        kept = how if out.is_dir() else "there was no result yet; features that were computed are kept"
+        nothing = "there was no result yet; features that were computed are kept"
+        kept = f"continue with {how} --out {out}" if out.is_dir() else nothing
         print(f"\nheadstart: interrupted; {kept}", file=sys.stderr)
         raise SystemExit(130) from None

@@ -205,6 +205,8 @@ def _unlike(stage: Mapping[str, Any], kind: type[Any], train: Any, tasks: bool) 
     more = [each for each in ranks if isinstance(each, int)] if isinstance(ranks, list | tuple) else []
     if isinstance(rank, int) and max(more, default=0) > rank:
         problems.append(f".ranks: {max(more)} is more than the server's {rank}; set rank to it, or more")
+    if {"batch_share", "batch_size"} <= stage.keys():
+        problems.append(": set batch_share or batch_size, not both")
     if stage.get("probe_rounds") and "probe_rounds" in kind.model_fields:
         problems += [f".{problem}" for problem in _unprobed(stage)]
     if stage.get("optimiser") == "adamw" and (kind.plain_sgd or kind.sgd_only):
@@ -340,7 +342,7 @@ def _unprotected(stage: Mapping[str, Any], kind: type[Any], tasks: bool) -> list
     Robust means, largest norms and noise are for the block `update`: what else a method sends is not covered.
     """
     method, problems, privacy = stage["method"], [], stage["privacy"]
-    robust = {"combine": stage["combine"] in ("median", "trimmed-mean"), "max_norm": stage["max_norm"] is not None}
+    robust = {"combine": stage["combine"] != "mean", "max_norm": stage["max_norm"] is not None}
     others = [block for block in (*kind.sends, *kind.numbers) if block != "update"]
     given = {**robust, "privacy": privacy is not None, "compress": stage["compress"] is not None}
     for key in [key for key, asked in given.items() if asked]:

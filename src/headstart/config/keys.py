@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from math import ceil, sqrt
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+)
+from pydantic_core import CoreSchema, core_schema
 
 from headstart.core.plan import Plan, Role
 from headstart.errors import HeadstartError
@@ -23,11 +34,28 @@ class Table(BaseModel):
     )
 
 
+@dataclass(frozen=True)
+class Named:
+    """Text that is one of some names, which users may add to."""
+
+    names: Callable[[], list[str]]
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self._check, handler(source))
+
+    def _check(self, value: str) -> str:
+        if value not in self.names():
+            raise ValueError(f"must be one of {', '.join(self.names())}")
+        return value
+
+
 class Privacy(Table):
     """Differential privacy of a stage: what is released hides whether any one unit took part."""
 
     epsilon: PositiveFloat
+    """ε: the smaller, the more private."""
     delta: float = Field(default=1e-5, gt=0, lt=1)
+    """δ: below one over the number of units that are hidden."""
     clip: PositiveFloat = 1.0
     """Largest norm of what one unit contributes: an example's features in a closed form, a client's update in
     training. What is longer is shortened to it, and the noise grows with it. Most closed forms use directions only: any
@@ -84,10 +112,13 @@ class StageKeys(Table):
     phased: ClassVar[bool] = False
     """Whether its first rounds train other parameters than its last, below a module of its own."""
     method: str
+    """What the stage does: a name of `headstart methods`."""
     head_init: Literal["previous", "zeros", "random"] = "previous"
     """Where a trained head starts from; a closed-form head is computed and starts from nothing."""
     evaluate_every: PositiveInt = 1
+    """Rounds from one evaluation to the next; the last round is always evaluated."""
     eval_split: Literal["test", "validation"] = "test"
+    """What accuracy is measured on."""
     start: Literal["previous", "pretrained"] | NonNegativeInt = "previous"
     """The model to start from: that of the stage before, the pre-trained one, or that of a stage by its number."""
     min_replies: PositiveInt | None = None
@@ -132,6 +163,7 @@ class SamplingKeys(StageKeys):
     """Keys of stages that sample clients."""
 
     clients_per_round: PositiveInt | None = None
+    """Clients that are drawn in a round."""
     participation: float | None = Field(default=None, gt=0, le=1)
     """Share of the clients in a round; everybody where neither key is set."""
     sampling: Literal["clients", "tasks"] = "clients"
@@ -167,8 +199,11 @@ class OptimiserKeys(StageKeys):
     keep_statistics: ClassVar[Literal[False]] = False
     """There are none."""
     batch_size: PositiveInt | Literal["full"] = 64
+    """Examples of a local step; "full": all of the client's."""
     lr: PositiveFloat = 0.1
+    """Learning rate of local steps."""
     weight_decay: NonNegativeFloat = 0.0
+    """Of local steps: this share of the parameters is added to the gradient."""
     temperature: PositiveFloat | Auto = 1.0
     """Scores are divided by it: heads with rows of length one need less than 1. "auto": the temperature of the head
     that the stage starts from."""
@@ -209,6 +244,7 @@ class SGDKeys(OptimiserKeys):
     """Keys of local SGD."""
 
     momentum: float = Field(default=0.0, ge=0, lt=1)
+    """Of local steps."""
     clip: PositiveFloat | None = None
     """Largest norm of the gradient of the loss, before weight decay and what a method adds to it."""
     norm_statistics: Literal["aggregate", "freeze", "batch"] = "aggregate"
@@ -230,11 +266,13 @@ class RoundKeys(SamplingKeys, OptimiserKeys):
     hidden: PositiveInt = 256
     """Width of the hidden layers."""
     rounds: PositiveInt = 100
+    """How often the server asks clients."""
     schedule: Literal["constant", "step", "cosine"] = "constant"
     """"step": a tenth after half and after three quarters of the rounds."""
     warmup_rounds: NonNegativeInt | Auto = 0
     """Rounds over which the learning rate rises to its value; "auto": a tenth of the rounds."""
     weighting: Literal["examples", "uniform"] = "examples"
+    """How much a client counts in the mean: by its training examples, or all alike."""
     keep: Literal["last", "best"] = "last"
     """The model that the stage ends with: that of its last round, or that of the evaluated round with the highest
     accuracy on the validation split."""
@@ -284,7 +322,8 @@ class Plain(StageKeys):
     hide_task: ClassVar[bool] = False
     share: ClassVar[float] = 0.0
     share_train: ClassVar[Literal["all"]] = "all"
-    combine: ClassVar[Literal["mean"]] = "mean"
+    combine: ClassVar[str] = "mean"
+    trim: ClassVar[float] = 0.0
     max_norm: ClassVar[None] = None
     privacy: ClassVar[None] = None
     compress: ClassVar[None] = None

@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 from pydantic import BaseModel, ValidationError
 
 from headstart.config.recipe import PARTITIONS, Data, Model, Recipe, Task
-from headstart.config.stage import STAGES, CountNoise, Privacy
+from headstart.config.stage import STAGES, CountNoise, Named, Privacy
 from headstart.errors import nearest
 
 _TABLES: dict[str, type[BaseModel]] = {"privacy": Privacy, "count_noise": CountNoise}
@@ -50,6 +50,9 @@ def _table_at(place: tuple[Any, ...]) -> tuple[type[BaseModel], tuple[Any, ...]]
 def _accepted(table: type[BaseModel], key: Any) -> list[str]:
     """What a key accepts: the values of its literals and the names of its types."""
     field = table.model_fields.get(str(key))
+    named = [each.names() for each in (field.metadata if field else ()) if isinstance(each, Named)]
+    if named:
+        return list(named[0])
     words: list[str] = []
     todo: list[Any] = [field.annotation] if field else []
     while todo:

@@ -12,12 +12,14 @@ from typing import Annotated, Any, ClassVar, Literal
 import tomli_w
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
 
-from headstart.config.stage import STAGES, Stage, Table, load_plugins
+from headstart.config.stage import STAGES, Stage, Table, load_plugins, of_family
 from headstart.core.target import Target
 from headstart.errors import HeadstartError, RecipeError, nearest
 
 ONE_TASK = "default"
 """The name of the task where a recipe has one."""
+MEMORY = "memory"
+"""The data set of a recipe whose data are given in Python, where it has no name."""
 
 # ---------------------------------------------------------------------------------------------- who holds which example
 
@@ -31,15 +33,20 @@ class IID(_Partition):
     """Examples dealt at random, sizes equal to within one."""
 
     kind: Literal["iid"]
+    """How examples are dealt out to clients."""
     clients: PositiveInt = 100
+    """How many clients hold the examples."""
 
 
 class Dirichlet(_Partition):
     """Equal sizes, class shares per client from Dirichlet(alpha), clients filled in turn (FedNCM, FedCOF)."""
 
     kind: Literal["dirichlet"] = "dirichlet"
+    """How examples are dealt out to clients."""
     clients: PositiveInt = 100
+    """How many clients hold the examples."""
     alpha: PositiveFloat = 0.1
+    """How alike clients are: near 0, a client has examples of few classes; above 100, all have the same shares."""
     leftovers: Literal["report", "assign"] = "report"
     """What becomes of the examples that do not fill a client evenly: reported as unused (papers), or dealt out."""
 
@@ -48,25 +55,35 @@ class DirichletByClass(_Partition):
     """Each class cut among the clients by Dirichlet(alpha) shares (Yurochkin et al.); sizes vary."""
 
     kind: Literal["dirichlet-by-class"]
+    """How examples are dealt out to clients."""
     clients: PositiveInt = 100
+    """How many clients hold the examples."""
     alpha: PositiveFloat = 0.1
+    """How alike clients are: near 0, a client has examples of few classes; above 100, all have the same shares."""
     min_examples: PositiveInt = 1
+    """Shares are drawn again until every client has so many."""
 
 
 class Shards(_Partition):
     """So many single-class shards per client (FedBABU, LG-FedAvg, FedRep)."""
 
     kind: Literal["shards"]
+    """How examples are dealt out to clients."""
     clients: PositiveInt = 100
+    """How many clients hold the examples."""
     shards_per_client: PositiveInt = 2
+    """Shards of one class each that a client holds."""
 
 
 class Classes(_Partition):
     """So many distinct classes per client, the same number of examples of each (FedYolo)."""
 
     kind: Literal["classes"]
+    """How examples are dealt out to clients."""
     clients: PositiveInt = 20
+    """How many clients hold the examples."""
     classes_per_client: PositiveInt = 2
+    """Distinct classes that a client holds."""
     examples_per_client: PositiveInt | None = None
     """Rounded down to a multiple of the classes; None: as many as every client can have."""
 
@@ -75,17 +92,22 @@ class Natural(_Partition):
     """The clients that the data name."""
 
     kind: Literal["natural"]
+    """How examples are dealt out to clients."""
     clients: PositiveInt | None = None
     """Keep so many of them, drawn at random; None keeps all."""
     min_examples: PositiveInt = 1
+    """Clients with fewer training examples are left out."""
     max_examples: PositiveInt | None = None
+    """Of a client with more training examples, so many are kept at random; None keeps all."""
 
 
 class Domains(_Partition):
     """Each domain of the data is held by its own clients."""
 
     kind: Literal["domains"]
+    """How examples are dealt out to clients."""
     clients_per_domain: PositiveInt = 1
+    """Among how many clients each domain is split at random."""
 
 
 Partition = Annotated[
@@ -99,15 +121,19 @@ class Data(Table):
     dataset: Annotated[str, Field(min_length=1)]
     """A known name (`headstart datasets`), a Hugging Face dataset id, or a path."""
     partition: Partition = Dirichlet()
+    """Which client holds which example: a table with kind, and the keys of that kind."""
     input_column: str | Annotated[tuple[str, str], Field(strict=False)] | None = None
+    """The column of images or texts, or two columns for pairs of texts; None: the usual names."""
     label_column: str | Annotated[tuple[str, ...], Field(strict=False, min_length=1)] | None = None
     """The column of the label; several columns for targets of several numbers or labels."""
     client_column: str | None = None
     """The column that names the client of an example; without [data.partition], the kind is then "natural"."""
     domain_column: str | None = None
+    """The column that names the domain of an example, for partition.kind = "domains"."""
     train_examples: PositiveInt | None = None
     """Keep a class-balanced random part of the training split."""
     test_examples: PositiveInt | None = None
+    """Keep a class-balanced random part of the test split."""
     test_fraction: float = Field(default=0.2, gt=0, lt=1)
     """Share held out for the test where the data come without a test split."""
     split_seed: NonNegativeInt | None = None
@@ -142,12 +168,15 @@ class Model(Table):
     """The backbone that turns an example into a feature vector."""
 
     backbone: str = "efficientnet-lite0"
+    """A name of `headstart backbones`, hf/ID, torchvision/NAME, timm/NAME, a local folder, or "features"."""
     weights: str | None = None
     """A safetensors file, a `weights_only` checkpoint, or "random"."""
     preprocess: Literal["auto", "torch", "cifar10", "half", "lite", "caffe"] = "auto"
+    """How pixels are normalised; "auto": as the backbone was trained."""
     resize: Literal["squash"] | PositiveInt = "squash"
     """"squash" to a square; a number: the shorter side to so many pixels, then a centre crop."""
     image_size: PositiveInt | None = None
+    """Pixels of each side of what the backbone sees; None: as it was trained."""
     pixel_range: Annotated[tuple[float, float], Field(strict=False)] | None = None
     """Of grey images of 16 or 32 bits, or of floats: the values that are black and white; None: 0 and 65,535, and
     images of more bits are refused."""
@@ -155,6 +184,7 @@ class Model(Table):
     """What becomes of a transformer's hidden states: the first token's, their mean, the last token's; "auto": as its
     folder says, or the first, and the last in a causal model."""
     max_tokens: PositiveInt = 128
+    """Longer texts are cut to so many tokens."""
     task: Literal["classify", "choose", "generate"] = "classify"
     """"classify": a head on features. "choose": a language model says which of the label words follows the prompt, or
     stands at its mask. "generate": it learns to go on from prompts as the completions in the data do.
@@ -175,12 +205,17 @@ class Recipe(Table):
     """A run: data, model, and stages that hand the model on."""
 
     name: str = "run"
+    """Names the run directory: letters, digits, dots, dashes, underscores."""
     seed: NonNegativeInt = 0
+    """All random numbers come from it; `headstart compare` takes a list of seeds."""
     data: Data | None = None
+    """Where the examples come from and who holds them."""
     tasks: Annotated[tuple[Task, ...], Field(strict=False)] = ()
     """Instead of data: several tasks, each with its own, on one backbone."""
     model: Model = Model()
+    """The backbone that turns an example into a feature vector."""
     stages: Annotated[tuple[Stage, ...], Field(strict=False)]
+    """Methods with their settings, in order; each starts from the model of the one before, or as its start says."""
     _stages: ClassVar[dict[str, Any]] = {}
     """The stages that the recipe was built with."""
 
@@ -191,9 +226,7 @@ class Recipe(Table):
         from headstart.config.messages import sentences
 
         load_plugins()
-        if cls._stages != dict(STAGES):  # a method was registered since
-            cls.model_rebuild(force=True)
-            cls._stages = dict(STAGES)
+        cls.rebuild()
         table = _by_columns(_on_features(table))
         problems = contradictions(table)
         try:
@@ -205,20 +238,58 @@ class Recipe(Table):
         return recipe
 
     @classmethod
+    def rebuild(cls) -> None:
+        """Take in the methods that were registered since."""
+        if cls._stages != dict(STAGES):
+            cls.model_rebuild(force=True)
+            cls._stages = dict(STAGES)
+
+    @classmethod
     def load(cls, path: Path | str, settings: Sequence[str] = ()) -> Recipe:
         """Read a TOML file and apply ``key=value`` settings such as ``stages.0.shrinkage=0.1``."""
         return cls.parse(read_table(path, settings))
 
-    def to_toml(self) -> str:
-        """The recipe with every default filled in; keys that are unset are left out."""
-        table = self.model_dump(mode="json", exclude_none=True)
+    @classmethod
+    def read(cls, path: Path | str) -> Recipe:
+        """The recipe of a run, to look at: methods that nobody has registered in this process are taken as they are."""
+        table = read_table(path)
+        load_plugins()
+        given = [stage for stage in table.get("stages", ()) if isinstance(stage, dict)]
+        if all(stage.get("method") in STAGES for stage in given):
+            return cls.parse(table)
+        known = [stage if stage.get("method") in STAGES else {"method": "fedncm"} for stage in given]
+        recipe = cls.parse({**table, "stages": known})
+        stages = [
+            of_family(stage) if stage.get("method") not in STAGES else parsed
+            for stage, parsed in zip(given, recipe.stages, strict=True)
+        ]
+        return recipe.model_copy(update={"stages": tuple(stages)})
+
+    @classmethod
+    def of(cls, source: Recipe | Mapping[str, Any] | Path | str, data: Mapping[str, Any] | None = None) -> Recipe:
+        """A recipe from itself, from a table, or from the path of a TOML file.
+
+        data: keys of [data] that hold unless the table says otherwise, where the examples are in memory.
+        """
+        if isinstance(source, Recipe) and (data is None or source.data is not None):
+            return source
+        if isinstance(source, Recipe):
+            raise HeadstartError("data: several tasks have data each; name them in the recipe's [[tasks]]")
+        table = source if isinstance(source, Mapping) else read_table(source)
+        if data is not None and "tasks" not in table and isinstance(table.get("data", {}), Mapping):
+            table = {**table, "data": {**data, **table.get("data", {})}}
+        return cls.parse(table)
+
+    def to_toml(self, defaults: bool = True) -> str:
+        """The recipe with every default filled in, or without them; keys that are unset are left out."""
+        table = self.model_dump(mode="json", exclude_none=True, exclude_defaults=not defaults, warnings=False)
         if not self.tasks:
-            del table["tasks"]
+            table.pop("tasks", None)
         return tomli_w.dumps(table)
 
     def settings(self) -> dict[str, Any]:
         """Every value under the name that ``--set`` uses, such as stages.0.shrinkage."""
-        return dict(_settings(self.model_dump(mode="json", exclude_none=True)))
+        return dict(_settings(self.model_dump(mode="json", exclude_none=True, warnings=False)))
 
     @property
     def datasets(self) -> str:
@@ -346,7 +417,7 @@ def _apply(table: dict[str, Any], setting: str) -> str | None:
     if not equals or not path.strip():
         return f"--set {setting}: write it as key=value, for example stages.0.shrinkage=0.1"
     try:
-        value = tomllib.loads(f"value = {text}")["value"]
+        value = tomllib.loads(f"value = {text}")["value"] if text.strip() else None
     except tomllib.TOMLDecodeError:
         value = text.strip()
     *parents, last = path.strip().split(".")
@@ -361,7 +432,11 @@ def _apply(table: dict[str, Any], setting: str) -> str | None:
             key = int(key)
         elif not isinstance(node, dict):
             return f"--set {path}: {'.'.join(parents[:depth])} is a value, not a table"
-        if depth == len(parents):
+        if depth == len(parents) and value is None:
+            if isinstance(node, dict) and key not in node:
+                return f"--set {path}=: there is no such key to unset"
+            del node[key]
+        elif depth == len(parents):
             node[key] = value
         else:
             node = node.setdefault(key, {}) if isinstance(node, dict) else node[key]

@@ -5,6 +5,7 @@ The stage of a method is a subclass of one of them, beside the method, in its fi
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
@@ -16,6 +17,7 @@ from pydantic_core import CoreSchema, core_schema
 from headstart.config.keys import (
     MODULES,
     Auto,
+    Named,
     Part,
     Plain,
     Privacy,
@@ -24,13 +26,14 @@ from headstart.config.keys import (
     SGDKeys,
     Table,
 )
+from headstart.core.aggregation import aggregations
 from headstart.core.plan import FROZEN, Plan, Role
 from headstart.errors import HeadstartError
 
 __all__ = [
     "FAMILIES", "MODULES", "STAGES", "AdaptiveStage", "Auto", "ClosedForm", "ClosedFormStage", "CountNoise",
-    "LocalStage", "Part", "Privacy", "Rounds", "Stage", "Table", "Training", "TrainingStage", "ZerothOrderStage",
-    "load_plugins", "method_name",
+    "LocalStage", "Named", "Part", "Privacy", "Rounds", "Stage", "Table", "Training", "TrainingStage",
+    "ZerothOrderStage", "load_plugins", "method_name", "of_family",
 ]  # fmt: skip
 
 
@@ -44,6 +47,7 @@ class CountNoise(Table):
     """"uniform": n · U(−(1 − ε), 1 − ε), nothing from ε = 1 on; "gaussian": N(0, 1/ε), of variance 1/ε; "laplace":
     Lap(1/ε). The noisy count is rounded to a whole number; a class that comes out at zero is not sent."""
     epsilon: PositiveFloat
+    """ε: the smaller, the more noise."""
 
 
 class ClosedFormStage(SamplingKeys):
@@ -106,6 +110,7 @@ class TrainingStage(RoundKeys, SGDKeys):
     local_epochs: PositiveInt | None = None
     """Passes over the local examples; 1 unless local_steps says otherwise."""
     local_steps: PositiveInt | None = None
+    """Steps of a client in a round, instead of passes."""
     optimiser: Literal["sgd", "adamw"] = "sgd"
     """Of the clients' steps. AdamW's moments start anew in every round, and its weight decay is no part of the loss."""
     micro_batch: PositiveInt | None = None
@@ -122,10 +127,11 @@ class TrainingStage(RoundKeys, SGDKeys):
     experiment of the FedBABU paper)."""
     share_train: Literal["body", "all"] = "all"
     """What the server trains on its share."""
-    combine: Literal["mean", "median", "trimmed-mean"] = "mean"
-    """What the server makes of the updates of a round, parameter by parameter. The median withstands any minority of
-    clients that send anything, the trimmed mean the share that it trims; both count every client alike, and hold all
-    updates of a round in memory."""
+    combine: Annotated[str, Named(aggregations)] = "mean"
+    """What the server makes of the updates of a round, parameter by parameter: "mean", "median", "trimmed-mean", or a
+    rule of your own (`headstart.register_aggregation`). The median withstands any minority of clients that send
+    anything, the trimmed mean the share that it trims; both count every client alike. All but the mean hold all updates
+    of a round in memory."""
     trim: float = Field(default=0.1, gt=0, lt=0.5)
     """Share of the updates that a trimmed mean leaves out at each end."""
     max_norm: PositiveFloat | None = None
@@ -140,8 +146,11 @@ class AdaptiveStage(TrainingStage):
     """An adaptive optimiser on the server."""
 
     server_lr: PositiveFloat = 0.01
+    """Learning rate of the server's step along the mean update."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
+    """Decay of the mean of updates."""
     beta2: float = Field(default=0.99, ge=0, lt=1)
+    """Decay of the mean of squared updates."""
     tau: PositiveFloat = 1e-3
     """Adaptivity: added to the square root of the second moment, which starts at its square."""
     bias_correction: bool = False
@@ -236,6 +245,14 @@ def method_name(stage: type[Any]) -> str:
     if (taken.__module__, taken.__qualname__) != (stage.__module__, stage.__qualname__):
         raise HeadstartError(f"{names[0]!r} is the method of {taken.__name__} already; choose another name")
     return names[0]
+
+
+def of_family(table: Mapping[str, Any]) -> ClosedForm | Rounds:
+    """A stage of a method that is not registered here, unchecked: of the family that its keys are of."""
+    family = TrainingStage if "lr" in table else ClosedFormStage
+    kind = type(family.__name__, (family,), {"model_config": {"extra": "allow"}, "__module__": __name__})
+    found: ClosedForm | Rounds = kind.model_construct(**table)  # type: ignore[attr-defined]
+    return found
 
 
 class _ByMethod:

@@ -18,6 +18,8 @@ Metrics = dict[str, float | None]
 
 BINS = 15
 """Of equal width, in which confidence is compared with accuracy (Guo et al., ICML 2017)."""
+RANKS = 256
+"""Of scores, by their arctangent: clients count examples in these, and none of their scores leaves."""
 CLASSIFICATION = ("macro_f1", "balanced_accuracy", "calibration_error")
 SHOWN = (
     "accuracy", "r2", "mae", "macro_f1", "balanced_accuracy", "roc_auc", "average_precision", "calibration_error",
@@ -72,11 +74,18 @@ def class_metrics(tally: Tally) -> Metrics:
     }
 
 
+def target_shapes(outputs: int, kind: Target) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of what `tally_targets` makes."""
+    ranks = {"ranks": (2, outputs, RANKS)} if kind == "multilabel" else {}
+    return {"figures": (4,), "outputs": (4, outputs), **ranks}
+
+
 def tally_targets(scores: Scores, targets: Floats, kind: Target) -> dict[str, Floats]:
     """figures [4]: examples, of labels those with every label right, examples again, and the sum of their squared
     errors; outputs [4, q]: Σ y, Σ y², squared and absolute errors, or, of labels, how many examples have each, are
-    predicted to, and both, and squared errors. scores, targets: [n, q]."""
-    values = scores.astype(np.float64)
+    predicted to, and both, and squared errors; of labels, ranks [2, q, RANKS]: how many with each, and without, have a
+    score in each bin. scores, targets: [n, q]."""
+    values, ranks = scores.astype(np.float64), {}
     if kind == "regression":
         errors = values - targets
         outputs = np.stack([targets.sum(0), (targets**2).sum(0), (errors**2).sum(0), np.abs(errors).sum(0)])
@@ -85,18 +94,25 @@ def tally_targets(scores: Scores, targets: Floats, kind: Target) -> dict[str, Fl
         errors, predicted, has = label_shares(values) - targets, values > 0, targets > 0
         outputs = np.stack([has.sum(0), predicted.sum(0), (has & predicted).sum(0), (errors**2).sum(0)])
         right = int((has == predicted).all(axis=1).sum())
+        place = np.minimum(RANKS * (0.5 + np.arctan(values) / np.pi), RANKS - 1).astype(np.int64)
+        place += RANKS * np.arange(values.shape[1])
+        counts = [np.bincount(place[those], minlength=RANKS * values.shape[1]) for those in (has, ~has)]
+        ranks = {"ranks": np.reshape(counts, (2, -1, RANKS)).astype(np.float64)}
     loss = float((errors**2).mean(axis=1).sum())
-    return {"figures": np.array([len(targets), right, len(targets), loss]), "outputs": outputs.astype(np.float64)}
+    figures = np.array([len(targets), right, len(targets), loss])
+    return {"figures": figures, "outputs": outputs.astype(np.float64), **ranks}
 
 
 def target_metrics(tally: Tally, kind: Target) -> Metrics:
-    """R² and mean absolute error, averaged over the outputs, as in scikit-learn; of labels, macro-F1."""
+    """R² and mean absolute error, averaged over the outputs, as in scikit-learn; of labels, macro-F1, and what their
+    ranks tell (`_binned_ranking`)."""
     if not tally:
-        return {"r2": None, "mae": None} if kind == "regression" else {"macro_f1": None}
+        names = ("r2", "mae") if kind == "regression" else ("macro_f1", "roc_auc", "average_precision")
+        return dict.fromkeys(names)
     examples, outputs = tally["figures"][0], tally["outputs"]
     if kind == "multilabel":
         true, predicted, right, _ = outputs
-        return {"macro_f1": _mean_ratio(2 * right, true + predicted)}
+        return {"macro_f1": _mean_ratio(2 * right, true + predicted), **_binned_ranking(tally["ranks"])}
     total, squares, squared, absolute = outputs
     spread = squares - total**2 / max(examples, 1)
     varies = spread > 1e-12 * squares  # of a constant nothing can be explained
@@ -104,9 +120,28 @@ def target_metrics(tally: Tally, kind: Target) -> Metrics:
     return {"r2": r2, "mae": float(absolute.mean() / examples) if examples else None}
 
 
+def _binned_ranking(ranks: Floats) -> Metrics:
+    """Area under the ROC curve and average precision of scores that are known by their bin: those of one bin are ties.
+
+    The area is off by at most half the share of pairs of an example with and one without the label that share a bin.
+    """
+    both = ranks.sum(axis=2).all(axis=0)
+    if not both.any():
+        return {"roc_auc": None, "average_precision": None}
+    has, others = ranks[:, both, ::-1]  # from the highest scores on
+    above, rest = has.cumsum(axis=1), others.cumsum(axis=1)
+    pairs = (others * (above - has / 2)).sum(axis=1)
+    precision = above / np.maximum(above + rest, 1)
+    total = has.sum(axis=1)
+    return {
+        "roc_auc": float((pairs / (total * others.sum(axis=1))).mean()),
+        "average_precision": float(((precision * has).sum(axis=1) / total).mean()),
+    }
+
+
 def ranking_metrics(scores: Scores, targets: Floats) -> Metrics:
     """Area under the ROC curve and average precision, averaged over the labels that some examples have and some have
-    not; they need all scores in one place."""
+    not, as in scikit-learn; they need all scores in one place."""
     from sklearn.metrics import average_precision_score, roc_auc_score
 
     both = (targets > 0).any(axis=0) & (targets <= 0).any(axis=0)

@@ -66,6 +66,9 @@ def read_statistics(
         if not noisy and second.min(initial=0.0) < 0:
             raise MessageError("a sum of squares is negative")
         around_zero = second - received.around_means()  # of the means themselves
+        alone = counted and not noisy and counts.max(initial=0) <= 1
+        if alone and second.sum() > 1e-9 * around_zero.sum() + np.finfo(np.float32).tiny:
+            raise MessageError("a scatter around the means is sent, and no class has two examples to differ")
         received = replace(received, moments=second + around_zero)
     if not noisy:
         _refuse_impossible(received, longest)

@@ -8,15 +8,17 @@ that is one array is called `BLOCK`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from headstart.core.aggregation import Rule
 from headstart.core.message import Array
 from headstart.core.params import Params
 from headstart.core.statistics import ClientStatistics, Floats, Summary
+from headstart.errors import HeadstartError
 
 Blocks = Mapping[str, tuple[int, ...]]
 """Names and shapes of the arrays of an update."""
@@ -95,32 +97,41 @@ class Total:
 
 
 @dataclass(eq=False)
-class RobustTotal(Total):
-    """The updates themselves, every client alike; their mean is a robust centre. Memory for all clients of a round."""
+class HeldTotal(Total):
+    """The updates themselves; a rule makes their mean. Memory for all clients of a round."""
 
-    centre: Callable[[Floats], Floats] = field(kw_only=True)
-    """The centre [...] of the values of all clients [n, ...]."""
-    held: list[Mapping[str, Array]] = field(default_factory=list)
+    rule: Rule = field(kw_only=True)
+    held: list[tuple[Mapping[str, Array], float]] = field(default_factory=list)
+    """The update of each client, and how much it counts."""
 
     def add(self, arrays: Mapping[str, Array], weight: float) -> None:
         """Hold the update of a client."""
-        self.held.append(arrays)
+        self.held.append((arrays, weight))
         self._count(arrays, 1.0)
 
     def sum(self, name: str) -> Params:
-        """The centre of a block, as often as there are clients."""
+        """What the rule makes of a block, as often as there are clients."""
         return self.mean(name) * self.weight(name)
 
     def mean(self, name: str) -> Params:
-        """The centre of a block, parameter by parameter."""
-        blocks = [found for arrays in self.held if (found := block(arrays, name))]
-        stacks = {name: np.stack([each[name] for each in blocks]) for name in (blocks[0] if blocks else ())}
-        return Params({name: self.centre(stack.astype(np.float64)) for name, stack in stacks.items()})
+        """What the rule makes of a block."""
+        found = [(part, weight) for arrays, weight in self.held if (part := block(arrays, name))]
+        if not found:
+            return Params()
+        stacks = {each: np.stack([part[each] for part, _ in found]).astype(np.float64) for each in found[0][0]}
+        step = {each: np.asarray(array) for each, array in self.rule(stacks, np.array([w for _, w in found])).items()}
+        wrong = [each for each in stacks if each not in step or step[each].shape != stacks[each].shape[1:]]
+        if wrong or len(step) > len(stacks):
+            raise HeadstartError(
+                "combine: an aggregation rule returns an array for each parameter that it is given, without the axis "
+                f"of the clients; look at {wrong[0] if wrong else next(each for each in step if each not in stacks)!r}"
+            )
+        return Params(step)
 
-    def part(self, task: str) -> RobustTotal:
+    def part(self, task: str) -> HeldTotal:
         """What is common to all tasks where ``task`` is empty, or one task's own, under plain names."""
-        held: list[Mapping[str, Array]] = [mine for arrays in self.held if (mine := _of_task(arrays, task))]
-        return RobustTotal(weights=_of_task(self.weights, task), centre=self.centre, held=held)
+        held = [(mine, weight) for arrays, weight in self.held if (mine := _of_task(arrays, task))]
+        return HeldTotal(weights=_of_task(self.weights, task), rule=self.rule, held=held)  # type: ignore[arg-type]
 
 
 @dataclass(eq=False)

@@ -6,6 +6,7 @@ import hashlib
 import io
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -77,15 +78,18 @@ class Examples:
             return list(batch[self.columns[0]])
         return list(zip(*(batch[column] for column in self.columns), strict=True))
 
-    def fingerprint(self) -> str:
-        """Hash of the inputs, in order: the same contents have the same features, wherever they lie."""
-        digest = hashlib.blake2b(self.kind.encode(), digest_size=16)
+    @cached_property
+    def digests(self) -> npt.NDArray[np.uint8]:
+        """A hash [n, 16] of each input: the same contents have the same features, wherever they lie."""
+        found = bytearray()
         for start in range(0, len(self), 1024):
             for value in self.raw(start, start + 1024):
-                data = bytes_of(value)
-                digest.update(len(data).to_bytes(8, "little"))
-                digest.update(data)
-        return digest.hexdigest()
+                found += hashlib.blake2b(bytes_of(value), digest_size=16).digest()
+        return np.frombuffer(bytes(found), np.uint8).reshape(len(self), 16)
+
+    def fingerprint(self) -> str:
+        """Hash of the inputs, in order."""
+        return hashlib.blake2b(self.kind.encode() + self.digests.tobytes(), digest_size=16).hexdigest()
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,6 +127,8 @@ class Dataset:
     """What is learned; where it is no class, ``classes`` are the names of the q targets."""
     notes: tuple[str, ...] = ()
     """What is odd about the data, a sentence each."""
+    fingerprint: str | None = None
+    """Of data in memory: a hash of their contents. Others are known by the recipe that names them."""
 
     @property
     def kind(self) -> Kind:

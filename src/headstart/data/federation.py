@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -37,16 +38,18 @@ class Federation:
     """[K] training examples of clients that hold them elsewhere, as they say."""
 
     @classmethod
-    def of(cls, recipe: Recipe) -> Federation:
-        """Load the data of a recipe and deal them out."""
+    def of(cls, recipe: Recipe, given: Any = None) -> Federation:
+        """Load the data of a recipe and deal them out; given: the data themselves, where they are in memory."""
         if recipe.data is not None:
-            return cls.of_data(recipe.data, recipe.seed, recipe.model.task == "generate")
+            return cls.of_data(recipe.data, recipe.seed, recipe.model.task == "generate", given)
+        if given is not None:
+            raise HeadstartError("data: several tasks have data each; name them in the recipe's [[tasks]]")
         return cls._joined([cls.of_data(task, recipe.seed) for task in recipe.tasks], [t.name for t in recipe.tasks])
 
     @classmethod
-    def of_data(cls, data: Data, seed: int, unlabelled: bool = False) -> Federation:
-        """The federation of one data set; unlabelled: of prompts and completions."""
-        dataset = load_dataset(data, seed, unlabelled=unlabelled)
+    def of_data(cls, data: Data, seed: int, unlabelled: bool = False, given: Any = None) -> Federation:
+        """The federation of one data set; unlabelled: of prompts and completions; given: of what is in memory."""
+        dataset = load_dataset(data, seed, unlabelled=unlabelled, given=given)
         how = data.partition
         if dataset.target != "classes" and how.kind not in WITHOUT_CLASSES:
             raise HeadstartError(f"data.partition.{by_classes(how.kind)}")

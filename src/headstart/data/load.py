@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import os
-import sys
 import zipfile
 import zlib
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from headstart.config.recipe import Data
+from headstart.config.recipe import MEMORY, Data
 from headstart.data.catalog import KNOWN, Known
 from headstart.data.examples import (
     Dataset,
@@ -25,7 +26,10 @@ from headstart.data.examples import (
     read_targets,
     readable,
 )
+from headstart.data.memory import from_memory
 from headstart.errors import HeadstartError, listed, nearest, nearest_path
+
+log = logging.getLogger("headstart")
 
 _BUNDLED_SEED = 0  # the bundled sets have one split, whatever the run's seed
 _NONE = np.zeros(0, np.int64)
@@ -46,25 +50,30 @@ def load_silo(data: Data, path: str, seed: int = 0, unlabelled: bool = False) ->
     return dataset
 
 
-def load_dataset(data: Data, seed: int = 0, alone: bool = False, unlabelled: bool = False) -> Dataset:
+def load_dataset(
+    data: Data, seed: int = 0, alone: bool = False, unlabelled: bool = False, given: Any = None
+) -> Dataset:
     """Find, read and check the data that a recipe names; what comes without a test split is cut.
 
     alone: whether the data are one client's, who need not have every class; unlabelled: whether they are prompts and
-    completions, all of one class.
+    completions, all of one class; given: the data themselves, where they are in memory.
     """
-    dataset = _loaded(data, seed, alone, unlabelled)
+    dataset = _loaded(data, seed, alone, unlabelled, given)
     if dataset.notes and data.strict:
         told = "\n".join(f"  - {note}" for note in dataset.notes)
         raise HeadstartError(f"{dataset.name}: data.strict is set, and there are warnings:\n{told}")
     for note in dataset.notes:
-        print(f"warning: {dataset.name}: {note}", file=sys.stderr)
+        log.warning(f"warning: {dataset.name}: {note}")
     return dataset
 
 
-def _loaded(data: Data, seed: int, alone: bool, unlabelled: bool) -> Dataset:
-    known = KNOWN.get(data.dataset)
-    _refuse_unread(data, known)
-    if data.dataset == "mnist-mini":
+def _loaded(data: Data, seed: int, alone: bool, unlabelled: bool, given: Any) -> Dataset:
+    known = KNOWN.get(data.dataset) if given is None else None
+    if given is None:
+        _refuse_unread(data, known)
+    if given is not None:
+        dataset = from_memory(given, data, unlabelled)
+    elif data.dataset == "mnist-mini":
         dataset = _mnist_mini()
     elif data.dataset == "digits":
         dataset = _held_out(_digits(), 0.2, _BUNDLED_SEED)
@@ -155,6 +164,8 @@ def _from_tables(data: Data, known: Known | None, unlabelled: bool) -> Dataset:
 
 def absent(dataset: str) -> str:
     """What is wrong with a `data.dataset` that is nowhere, and what is there instead."""
+    if dataset == MEMORY:
+        return "data.dataset: the data of this run were in memory; give them as data=… in Python"
     hint = nearest_path(dataset) if "/" in dataset or Path(dataset).suffix else nearest(dataset, KNOWN)
     return f"data.dataset: {dataset!r} is neither a known name nor an existing path; {hint}"
 
@@ -305,10 +316,9 @@ def _tell_left_out(dataset: Dataset, chosen: tuple[int | str, ...], others: Ints
                 f"{alike[label.strip().casefold()]!r}; write them alike, or name both"
             )
     named = listed(f"{label} ({count})" for label, count in left_out.items())
-    print(
+    log.warning(
         f"{dataset.name}: {sum(left_out.values()):,} of {sizes.sum():,} examples are left out: "
-        f"data.classes does not name {named}",
-        file=sys.stderr,
+        f"data.classes does not name {named}"
     )
 
 

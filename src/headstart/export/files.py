@@ -42,7 +42,7 @@ def export(
         check_installed(format)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise HeadstartError(f"--out {out}: already used; give another directory")
-    model = Model.of(run, task, client)
+    model = Model.load(run, task, client)
     module = model.body.module
     if merge and module is not None and module.kind != "lora":
         raise HeadstartError(f"--merge: only a lora can be added to the backbone's weights, and this is {module.kind}")

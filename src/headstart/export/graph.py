@@ -1,4 +1,5 @@
-"""A run's whole model as one graph, for ONNX or OpenVINO: inputs as the body reads them in, probabilities out."""
+"""A run's whole model as one graph, for ONNX or OpenVINO: inputs as the body reads them in;
+probabilities, numbers or the shares of labels out."""
 
 from __future__ import annotations
 
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from headstart.backbones.transforms import ImageTransform, TextTransform, filled, pixels, resized
+from headstart.core.target import Target
 from headstart.data.examples import upright
 from headstart.errors import HeadstartError, first_line
 from headstart.export.model import Model, width_of
@@ -33,36 +35,55 @@ _RUNTIMES = {
     "onnx": (
         "onnxruntime",
         'session = onnxruntime.InferenceSession(folder / "model.onnx")',
-        'session.run(["probabilities"], inputs(*given))[0]',
+        'session.run(["{output}"], inputs(*given))[0]',
     ),
     "openvino": (
         "openvino",
         'settings = {"INFERENCE_PRECISION_HINT": "f32"}  # some CPUs would use bfloat16 otherwise\n'
         'graph = openvino.compile_model(folder / "model.xml", "CPU", settings)',
-        'graph(inputs(*given))["probabilities"]',
+        'graph(inputs(*given))["{output}"]',
     ),
 }
-_OUTPUTS = ("logits", "probabilities")
+_OUTPUTS: dict[Target, tuple[str, ...]] = {
+    "classes": ("logits", "probabilities"),
+    "regression": ("values",),
+    "multilabel": ("scores", "shares"),
+}
+"""The last is what `headstart predict` shows."""
+_COLUMNS: dict[Target, str] = {
+    "classes": "the names of the classes, in the order of the columns of logits and probabilities",
+    "regression": "the names of the targets, in the order of the columns of values",
+    "multilabel": "the names of the labels, in the order of the columns of scores and shares",
+}
+_ABOUT_OUTPUTS: dict[Target, str] = {
+    "classes": "`logits` and `probabilities`, both [n, C]. A class that nobody had has the logit -1e30\nand the "
+    "probability 0.",
+    "regression": "`values` [n, q]: the predicted numbers themselves.",
+    "multilabel": "`scores` and `shares`, both [n, q]: the share of examples like it that have each label, between\n0 "
+    "and 1. An example has the labels whose share is above 0.5 (score above 0).",
+}
 _TEXT_INPUTS = ("input_ids", "attention_mask", "token_type_ids")
 # The score of a class that nobody has. Infinity would do, but a runtime that subtracts two of them makes NaN.
 _MASKED = -1e30
-# A runtime adds in another order than torch; probabilities that differ by more are refused.
+# A runtime adds in another order than torch; outputs that differ by more, or by more of the largest, are refused.
 _TOLERANCE = 1e-3
 _ONE_FILE = 1_900_000_000  # protobuf ends at 2 GiB; the weights of a larger model go to a file of their own
 
 
 class Whole(nn.Module):
-    """Body, module and head: what the body reads, or features → logits and probabilities [n, C]."""
+    """Body, module and head: what the body reads, or features → the outputs of its kind of target, each [n, C]."""
 
     def __init__(self, model: Model) -> None:
         super().__init__()
         self.body = model.body.backbone.body if model.body.backbone else nn.Identity()
-        self.head = torch_head(model.head)
+        self.head, self.target = torch_head(model.head), model.target
 
-    def forward(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
-        """As `LinearHead.scores` of the body's features, and their softmax."""
-        logits: Tensor = self.head(self.body(*inputs))
-        return logits, logits.softmax(dim=1)
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """As `LinearHead.scores` of the body's features, and what `Model.predict` makes of them."""
+        scores: Tensor = self.head(self.body(*inputs))
+        if self.target == "regression":
+            return (scores,)
+        return scores, scores.softmax(dim=1) if self.target == "classes" else ((scores + 1) / 2).clamp(0, 1)
 
 
 def torch_head(head: LinearHead) -> Head:
@@ -91,12 +112,7 @@ def check_installed(form: Format) -> None:
 
 def save_graph(model: Model, form: Format, folder: Path) -> str:
     """Write the graph, and the tokenizer of texts, to ``folder``; the README for it."""
-    backbone = model.body.backbone
-    if model.target != "classes":
-        raise HeadstartError(
-            f"--format {form}: a graph ends in probabilities of classes, and the run's targets are none "
-            f"({model.target}); leave --format out"
-        )
+    backbone, outputs = model.body.backbone, _OUTPUTS[model.target]
     if backbone and backbone.by_batch:
         raise HeadstartError(
             f"--format {form}: batch norm of this backbone goes by each batch's own statistics, so that a prediction "
@@ -112,12 +128,13 @@ def save_graph(model: Model, form: Format, folder: Path) -> str:
     )
     axes = ("batch", "length") if model.kind == "text" else ("batch",)
     with torch.inference_mode():
-        expected = whole(*other)[1].numpy()
+        expected = whole(*other)[-1].numpy()
     try:
         with _quiet():
             free = tuple(dict.fromkeys(range(len(axes)), torch.export.Dim.DYNAMIC) for _ in traced)
             program = torch.export.export(whole, traced, dynamic_shapes=(free,), strict=False)
-            run = (_save_onnx if form == "onnx" else _save_openvino)(program, names, axes, folder / _FILES[form])
+            save = _save_onnx if form == "onnx" else _save_openvino
+            run = save(program, names, outputs, axes, folder / _FILES[form])
             given = run(*(tensor.numpy() for tensor in other))
     except OSError:
         raise
@@ -127,9 +144,9 @@ def save_graph(model: Model, form: Format, folder: Path) -> str:
             f"--format {form}: {name} cannot be written as a graph: {first_line(error)}; leave --format out"
         ) from None
     difference = float(np.abs(given - expected).max())
-    if not difference <= _TOLERANCE:
+    if not difference <= _TOLERANCE * max(1.0, float(np.abs(expected).max())):
         raise HeadstartError(
-            f"--format {form}: the graph's probabilities differ from the model's by {difference:.1e}; "
+            f"--format {form}: the graph's {outputs[-1]} differ from the model's by {difference:.1e}; "
             "leave --format out"
         )
     if backbone is not None and isinstance(backbone.transform, TextTransform):
@@ -158,24 +175,24 @@ def example(model: Model, count: int, length: int) -> tuple[Tensor, ...]:
     return (ids, mask, segments) if "token_type_ids" in tokenizer.model_input_names else (ids, mask)
 
 
-def _save_onnx(program: Any, names: Sequence[str], axes: Sequence[str], path: Path) -> Any:
+def _save_onnx(program: Any, names: Sequence[str], outputs: Sequence[str], axes: Sequence[str], path: Path) -> Any:
     """Write the program as ONNX; how to run it."""
     import onnxruntime
 
     size = sum(tensor.nbytes for tensor in program.state_dict.values())
     shapes = tuple(dict(enumerate(axes)) for _ in names)
     graph = torch.onnx.export(
-        program, dynamo=True, input_names=names, output_names=_OUTPUTS, dynamic_shapes=(shapes,), verbose=False
+        program, dynamo=True, input_names=names, output_names=outputs, dynamic_shapes=(shapes,), verbose=False
     )
     assert graph is not None
     for node in graph.model.graph.all_nodes():
         node.metadata_props.clear()  # stack traces, with paths of this machine
     graph.save(path, external_data=size > _ONE_FILE)
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
-    return lambda *values: session.run(["probabilities"], dict(zip(names, values, strict=True)))[0]
+    return lambda *values: session.run([outputs[-1]], dict(zip(names, values, strict=True)))[0]
 
 
-def _save_openvino(program: Any, names: Sequence[str], axes: Sequence[str], path: Path) -> Any:
+def _save_openvino(program: Any, names: Sequence[str], outputs: Sequence[str], axes: Sequence[str], path: Path) -> Any:
     """Write the program as OpenVINO's model.xml and model.bin, in float32; how to run it."""
     import openvino
 
@@ -183,11 +200,11 @@ def _save_openvino(program: Any, names: Sequence[str], axes: Sequence[str], path
     example = program.example_inputs[0]
     shapes = [openvino.PartialShape([-1] * len(axes) + list(each.shape[len(axes) :])) for each in example]
     graph.reshape(dict(zip(graph.inputs, shapes, strict=True)))
-    for port, name in zip([*graph.inputs, *graph.outputs], [*names, *_OUTPUTS], strict=True):
+    for port, name in zip([*graph.inputs, *graph.outputs], [*names, *outputs], strict=True):
         port.get_tensor().set_names({name})
     openvino.save_model(graph, path, compress_to_fp16=False)
     compiled = openvino.compile_model(path, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
-    return lambda *values: compiled(dict(zip(names, values, strict=True)))["probabilities"]
+    return lambda *values: compiled(dict(zip(names, values, strict=True)))[outputs[-1]]
 
 
 @contextmanager
@@ -210,32 +227,32 @@ def _quiet() -> Iterator[None]:
 def _readme(model: Model, form: Format, names: list[str]) -> str:
     """What is in the folder, what goes into the graph, and code that reads inputs and runs it."""
     backbone, (package, load, run) = model.body.backbone, _RUNTIMES[form]
+    output = _OUTPUTS[model.target][-1]
     files = f"- `{_FILES[form]}`: the whole model, in float32; any batch size"
     files += "\n- `model.bin`: its weights" if form == "openvino" else ""
     standard = "import json\nimport re" if model.cloze else "import json"
     if backbone is None:
         reads, imports = f"- `features` [n, {model.width}], float32: as they are in the data.", ""
         code = '\n\ndef inputs(features):\n    return {"features": np.asarray(features, np.float32)}'
-        usage = "`probabilities(features)`"
+        usage = f"`{output}(features)`"
     elif isinstance(backbone.transform, ImageTransform):
         reads, imports = _about_images(backbone.body, backbone.transform), "from PIL import Image, ImageOps\n"
-        code, usage = _image_code(backbone.transform), '`probabilities(["one.jpg", "two.png"])`'
+        code, usage = _image_code(backbone.transform), f'`{output}(["one.jpg", "two.png"])`'
     else:
         files += "\n- `tokenizer/`: turns texts into ids, for transformers"
         reads, imports = _about_texts(backbone.transform, names), "from transformers import AutoTokenizer\n"
         code = _text_code(backbone.transform, names)
-        usage = '`probabilities(["one text", "another"])`, or, of pairs of texts, `probabilities(firsts, seconds)`,'
+        usage = f'`{output}(["one text", "another"])`, or, of pairs of texts, `{output}(firsts, seconds)`,'
     return f"""# {model.recipe.name}
 
 {files}
-- `classes.json`: the names of the classes, in the order of the columns of logits and probabilities
+- `classes.json`: {_COLUMNS[model.target]}
 
 What goes in:
 
 {reads}
 
-What comes out: `logits` and `probabilities`, both [n, C]. A class that nobody had has the logit -1e30
-and the probability 0.
+What comes out: {_ABOUT_OUTPUTS[model.target]}
 
 ```python
 from __future__ import annotations
@@ -252,11 +269,11 @@ classes = json.loads((folder / "classes.json").read_text(encoding="utf-8"))
 {code}
 
 
-def probabilities(*given):
-    return {run}
+def {output}(*given):
+    return {run.format(output=output)}
 ```
 
-{usage} is [n, C].
+{usage} is [n, {"C" if model.target == "classes" else "q"}].
 """
 
 

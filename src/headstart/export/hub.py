@@ -52,7 +52,7 @@ def push(
 
 def card(run: Path, readme: str, task: str | None = None, client: str | None = None) -> str:
     """A model card: metadata, what was trained and on whom, what privacy it spent, how good it is; then the README."""
-    model = Model.of(run, task, client)
+    model = Model.load(run, task, client)
     summary: dict[str, Any] = json.loads((run / "summary.json").read_text(encoding="utf-8"))
     stages, recipe = summary["stages"], model.recipe
     # A hub id is public; of a path, the name is enough.

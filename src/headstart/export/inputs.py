@@ -16,6 +16,7 @@ from headstart.config.recipe import Data
 from headstart.data import KNOWN
 from headstart.data.examples import Examples, Kind
 from headstart.data.folders import image_files
+from headstart.data.memory import inputs
 from headstart.errors import HeadstartError
 
 _KINDS: Mapping[str, Kind] = {".txt": "text", ".csv": "text", ".npz": "features"}
@@ -24,6 +25,7 @@ _READS = {
     "text": "texts; give .txt files with a text on every line, or .csv files",
     "features": "features; give .npz files with X [N, d]",
 }
+_HELD: Mapping[Kind, str] = {"image": "images", "text": "texts", "features": "features [n, d]"}
 
 
 def read(paths: Sequence[Path], kind: Kind, data: Data, width: int) -> tuple[list[str], Examples]:
@@ -55,6 +57,20 @@ def read(paths: Sequence[Path], kind: Kind, data: Data, width: int) -> tuple[lis
     count = len(values)
     source = np.stack(values) if kind == "features" else np.fromiter(values, object, count)
     return names, Examples(kind, source, (), np.arange(count), np.zeros(count, np.int64))
+
+
+def held(given: Any, kind: Kind, width: int) -> tuple[list[str], Examples]:
+    """Inputs of a kind that are in memory: how each is to be shown, and all as examples; width: of feature vectors."""
+    found, source = inputs(given)
+    if found != kind:
+        raise HeadstartError(f"inputs: the model reads {_HELD[kind]}; these are {_HELD[found]}")
+    if kind == "features":
+        source = _checked(source, width, "inputs")
+    shown = [f"{number}" for number in range(len(source))]
+    if kind == "text":
+        shown = [text if isinstance(text, str) else " | ".join(text) for text in source]
+    count = len(source)
+    return shown, Examples(kind, source, (), np.arange(count), np.zeros(count, np.int64))
 
 
 def _images(path: Path) -> list[Path]:
@@ -121,10 +137,15 @@ def _matrix(path: Path, width: int) -> npt.NDArray[np.float32]:
         AttributeError,
     ) as error:
         raise HeadstartError(f"cannot read features X [N, d] from {path}: {error}") from None
+    return _checked(X, width, f"{path}: X")
+
+
+def _checked(X: npt.NDArray[Any], width: int, what: str) -> npt.NDArray[np.float32]:
+    """Features [n, width], finite."""
     if X.ndim != 2 or X.dtype.kind not in "fiu" or X.shape[1] != width:
-        raise HeadstartError(f"{path}: X must be numbers [N, {width}], as in training; it is {X.dtype} {list(X.shape)}")
+        raise HeadstartError(f"{what} must be numbers [N, {width}], as in training; it is {X.dtype} {list(X.shape)}")
     with np.errstate(over="ignore"):
-        X = X.astype(np.float32, copy=False)
+        X = X.astype(np.float32, order="C", copy=False)
     if not np.isfinite(X).all():
-        raise HeadstartError(f"{path}: X holds NaN, infinity or values beyond float32")
+        raise HeadstartError(f"{what} holds NaN, infinity or values beyond float32")
     return X

@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,16 +24,19 @@ from headstart.core.target import Target
 from headstart.data.examples import Examples, Kind, numbered
 from headstart.engine.body import PRETRAINED, Body, Module, Version
 from headstart.errors import HeadstartError, nearest
-from headstart.export.inputs import read
+from headstart.export.inputs import held, read
 from headstart.heads import LinearHead
 from headstart.records import RunDirectory, StageModel
+
+if TYPE_CHECKING:
+    import pandas
 
 Arrays = dict[str, npt.NDArray[Any]]
 
 _FEW = 256  # a compiled body, a cache and a progress bar do not pay for fewer examples
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Predictions:
     """What a model says of some inputs: the class [n] with the highest score, and all probabilities [n, C].
 
@@ -46,6 +49,28 @@ class Predictions:
     labels: Ints
     probabilities: npt.NDArray[np.float64]
     target: Target = "classes"
+
+    @property
+    def names(self) -> list[str]:
+        """The class [n] of each input, by its name."""
+        return [self.classes[label] for label in self.labels]
+
+    def to_frame(self) -> pandas.DataFrame:
+        """A row for each input: the class or the labels, and a column for every class, label or number."""
+        import pandas
+
+        columns, rows = self._whole()
+        return pandas.DataFrame(rows, columns=columns)
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __repr__(self) -> str:
+        return f"<Predictions: {len(self):,} inputs, {len(self.classes):,} {self.target}>"
+
+    def _repr_html_(self) -> str:
+        html: str = self.to_frame()._repr_html_()
+        return html
 
     def table(self) -> tuple[list[str], list[list[str]]]:
         """Columns and rows for a reader: each input with its class and the probability of that, with its numbers, or
@@ -69,20 +94,24 @@ class Predictions:
         found = zip(self.inputs, self.labels, self.probabilities, strict=True)
         return [(each, self.classes[label], float(row[label])) for each, label, row in found]
 
+    def _whole(self) -> tuple[list[str], list[list[Any]]]:
+        """Columns and rows with all numbers."""
+        named = {"classes": self.names, "multilabel": self._has()}.get(self.target)
+        columns = ["input", *(["predicted"] if named else []), *self.classes]
+        found = enumerate(zip(self.inputs, self.probabilities.tolist(), strict=True))
+        return columns, [[each, *([named[place]] if named else []), *row] for place, (each, row) in found]
+
     def write(self, path: Path) -> None:
         """A CSV file: the input, the class or the labels, and a column for every class, label or number."""
-        named = {"classes": [name for _, name, _ in self.best()], "multilabel": self._has()}.get(self.target)
-        columns = ["input", *(["predicted"] if named else []), *self.classes]
-        rows = []
-        for place, (each, row) in enumerate(zip(self.inputs, self.probabilities, strict=True)):
-            rows.append([each, *([named[place]] if named else []), *(f"{value:.6g}" for value in row)])
+        columns, rows = self._whole()
+        shown = [[f"{value:.6g}" if isinstance(value, float) else value for value in row] for row in rows]
         try:
-            write_text(path, csv_text([columns, *rows]))
+            write_text(path, csv_text([columns, *shown]))
         except OSError as error:
             raise HeadstartError(f"--out {path}: cannot write there: {error.strerror or error}") from None
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Model:
     """The model of a finished run: the one of all clients, or a client's own."""
 
@@ -97,8 +126,11 @@ class Model:
     target: Target = "classes"
 
     @classmethod
-    def of(cls, run: Path, task: str | None = None, client: str | None = None, module: Path | None = None) -> Model:
+    def load(
+        cls, run: Path | str, task: str | None = None, client: str | None = None, module: Path | str | None = None
+    ) -> Model:
         """Rebuild it from the run's directory; ``module``: a file to put on the body instead, with the head in it."""
+        run, module = Path(run), None if module is None else Path(module)
         if client is not None and module is not None:
             raise HeadstartError("--client and --module: a client's own model has its own module; give one of the two")
         recipe, named = _finished(run)
@@ -136,6 +168,9 @@ class Model:
         target = _json(run / "summary.json").get("target", "classes")
         return cls(recipe, data, classes, LinearHead.of_arrays(parts["head"]), body, retrained, target)
 
+    def __repr__(self) -> str:
+        return f"<Model {self.recipe.name}: {self.recipe.model.backbone}, {len(self.classes):,} {self.target}>"
+
     @property
     def kind(self) -> Kind:
         """What the model reads."""
@@ -172,9 +207,10 @@ class Model:
 
         return (embed if len(examples) < _FEW else extract)(self.body.backbone, examples, "inputs")
 
-    def predict(self, paths: Sequence[Path]) -> Predictions:
-        """The classes of what is in files and folders."""
-        inputs, examples = self.read(paths)
+    def predict(self, inputs: Any) -> Predictions:
+        """The classes, numbers or labels of new inputs: a list of files and folders (`pathlib.Path`), features [n, d],
+        images [n, H, W, 3] or a list of PIL images, or a list of texts or of pairs of texts."""
+        inputs, examples = self.read(inputs) if _are_paths(inputs) else held(inputs, self.kind, self.width)
         scores = self.scores(examples).astype(np.float64)
         values = {"regression": scores, "multilabel": label_shares(scores)}.get(self.target)
         shown = softmax(scores, axis=1) if values is None else values
@@ -188,6 +224,10 @@ class Model:
     def width(self) -> int:
         """Length of the feature vectors that the head reads."""
         return width_of(self.head.arrays())
+
+
+def _are_paths(inputs: Any) -> bool:
+    return isinstance(inputs, list | tuple) and bool(inputs) and all(isinstance(each, Path) for each in inputs)
 
 
 def _finished(run: Path) -> tuple[Recipe, dict[str, list[str]]]:

@@ -1,14 +1,15 @@
 """A finished closed form with clients added, removed, and new classes: its head solved for again.
 
 The statistics of every client are on disk (`keep_statistics`). The head is always that of their sum in the order of the
-clients, so that a head without a client has the bits of one that never had it.
+clients, so that a head without a client has the bits of one that never had it. The head before and the head after are
+tested on the same examples: the run's test split, where it is here, and those of the clients that were added.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +19,19 @@ from headstart.channel.channel import channel_of
 from headstart.config.recipe import Recipe
 from headstart.core.files import write_json
 from headstart.core.message import Message, Scalar
+from headstart.core.metrics import Metrics
 from headstart.core.reply import Sender
 from headstart.core.state import pack, unpack
-from headstart.data.load import load_silo
+from headstart.data.examples import Examples
+from headstart.data.load import load_dataset, load_silo
 from headstart.engine.client import ClientRuntime
 from headstart.errors import HeadstartError, nearest
 from headstart.export.model import Model
+from headstart.heads import LinearHead
 from headstart.methods import Population, StageContext, Task, build
 from headstart.methods.closed_form import ClosedForm, ClosedFormState
 from headstart.records import RunDirectory, StageModel
+from headstart.runner.evaluate import evaluate, evaluate_targets
 from headstart.solvers.cohort import Cohort
 
 
@@ -37,6 +42,10 @@ class Updated:
     clients: tuple[str, ...]
     classes: tuple[str, ...]
     examples: int
+    test_examples: int = 0
+    """Those that the head before and the head after were tested on."""
+    before: Metrics = field(default_factory=dict)
+    after: Metrics = field(default_factory=dict)
 
 
 def update(
@@ -46,7 +55,7 @@ def update(
 
     Without any of these, an update that was interrupted is finished.
     """
-    model = Model.of(run)
+    model = Model.load(run)
     stage = model.recipe.stages[-1]
     directory, number = RunDirectory(run), len(model.recipe.stages) - 1
     if not stage.keep_statistics:
@@ -59,31 +68,37 @@ def update(
         known = tuple(json.loads(str(saved.scalars["classes"])))
         state = unpack(ClosedFormState, Message(saved.arrays, json.loads(str(saved.scalars["state"]))))
         last = int(saved.scalars["last"])
-        _check(run, names, known, add or {}, remove, classes)
+        _check(run, model, names, known, add or {}, remove, classes)
         known += tuple(classes)
         gone = {str(names.pop(name)) for name in remove}
-        kept = {c: replace(s, n_classes=len(known)) for c, s in state.clients.items() if c not in gone}
-        method = _method(model, number, len(known), len(kept) + len(add or {}))
+        method = _method(model, number, len(known), len(state.clients) - len(gone) + len(add or {}))
+        n_classes = method.summary.n_classes
+        kept = {c: replace(s, n_classes=n_classes) for c, s in state.clients.items() if c not in gone}
+        tests = _own_test(model, known)
         for name, path in (add or {}).items():
             last += 1
-            kept |= _told(model, method, path, known, last)
-            names[name] = last
+            train, test = _read(model, path, known)
+            kept |= _told(model, method, train, last)
+            names[name], tests = last, [*tests, *([test] if len(test) else [])]
         state = method.of_clients(kept)
         if not state.rows:
             raise HeadstartError(f"{run}: nobody is left; start another run")
         head = method.head(state)
+        before, after = _tested(model, [_widened(model.head, len(known)), head], tests)
         about: dict[str, Scalar] = {"names": json.dumps(names), "classes": json.dumps(known), "last": last}
         directory.save_statistics(number, pack(state), about)
         directory.save_model(number, StageModel((head,), directory.load_model(number)[0].body), None)
         (task,) = json.loads((run / "model" / "classes.json").read_text(encoding="utf-8"))
         directory.save_final(None, [head], [task], [known])
         examples = sum(int(each.counts.sum()) for each in kept.values())
-        _note(directory, add or {}, remove, classes, len(names), examples)
-    return Updated(tuple(names), known, examples)
+        found = Updated(tuple(names), known, examples, sum(map(len, tests)), before, after)
+        _note(directory, add or {}, remove, classes, found)
+    return found
 
 
 def _check(
     run: Path,
+    model: Model,
     names: Mapping[str, int],
     known: Sequence[str],
     add: Mapping[str, str],
@@ -98,6 +113,8 @@ def _check(
         f"--add: {name!r} is a client already; remove it first" for name in add if name in set(names) - {*remove}
     ]
     problems += [f"--class: {name!r} is a class already" for name in classes if name in known]
+    if classes and model.target != "classes":
+        problems.append(f"--class: the targets of {run} are no classes ({model.target}); leave it out")
     if problems:
         raise HeadstartError("\n".join(problems))
 
@@ -106,18 +123,54 @@ def _method(model: Model, number: int, n_classes: int, clients: int) -> ClosedFo
     """The method of the run's last stage."""
     recipe: Recipe = model.recipe
     stage: Any = recipe.stages[number]
-    tasks = (Task("default", n_classes, Population(clients)),)
+    tasks = (Task("default", n_classes, Population(clients), target=model.target),)
     method = build(stage, StageContext(tasks, model.width, (recipe.seed, number), stage.plan))
     assert isinstance(method, ClosedForm)
     return method
 
 
-def _told(model: Model, method: ClosedForm, path: str, classes: Sequence[str], number: int) -> dict[str, Any]:
-    """What a client with these data says, as the server reads it, under its number."""
-    data = model.data.model_copy(update={"classes": tuple(classes)})
-    train = load_silo(data, path, model.recipe.seed).train
-    if not len(train):
+def _read(model: Model, path: str, classes: Sequence[str]) -> tuple[Examples, Examples]:
+    """The training and the test examples of a client that is added."""
+    target = None if model.target == "classes" else model.target
+    data = model.data.model_copy(update={"classes": tuple(classes), "target": target})
+    dataset = load_silo(data, path, model.recipe.seed)
+    if not len(dataset.train):
         raise HeadstartError(f"--add {path}: it has no example of the classes {', '.join(classes)}")
+    return dataset.train, dataset.test
+
+
+def _own_test(model: Model, classes: Sequence[str]) -> list[Examples]:
+    """The run's test split, its classes numbered as these; none where its data are not here, as after a deployment."""
+    try:
+        dataset = load_dataset(model.data, model.recipe.seed)
+    except HeadstartError:
+        return []
+    if dataset.target != "classes":
+        return [dataset.test]
+    return [dataset.test.relabelled(np.array([classes.index(name) for name in dataset.classes])[dataset.test.labels])]
+
+
+def _widened(head: LinearHead, classes: int) -> LinearHead:
+    """The head with classes that it does not know, masked."""
+    more = classes - len(head.bias)
+    bias = np.pad(head.bias, (0, more), constant_values=-np.inf)
+    return replace(head, weight=np.pad(head.weight, ((0, more), (0, 0))), bias=bias)
+
+
+def _tested(model: Model, heads: Sequence[LinearHead], tests: Sequence[Examples]) -> list[Metrics]:
+    """The metrics of each head on all of these examples; none where there are none."""
+    if not tests:
+        return [{} for _ in heads]
+    features = np.concatenate([model.features(each) for each in tests])
+    if model.target == "classes":
+        labels = np.concatenate([each.labels for each in tests])
+        return [evaluate(head, features, labels).metrics() for head in heads]
+    targets = np.concatenate([each.targets for each in tests if each.targets is not None])
+    return [evaluate_targets(head, features, targets, model.target).metrics() for head in heads]
+
+
+def _told(model: Model, method: ClosedForm, train: Examples, number: int) -> dict[str, Any]:
+    """What a client with these examples says, as the server reads it, under its number."""
     channel = channel_of(method.stage, method, method.context.seed, {"default": 1}, ())
 
     def nothing(name: str, start: Any) -> Any:
@@ -132,6 +185,7 @@ def _told(model: Model, method: ClosedForm, path: str, classes: Sequence[str], n
         owners,
         np.array([True]),
         nothing,
+        targets=train.targets,
     )
     (reply,) = ClientRuntime(method, channel).answer(cohort, Message(scalars={"round": 0}))
     total: Any = channel.total()
@@ -144,11 +198,11 @@ def _note(
     add: Mapping[str, str],
     remove: Sequence[str],
     classes: Sequence[str],
-    clients: int,
-    examples: int,
+    found: Updated,
 ) -> None:
-    """Say in the summary what has changed since the figures in it."""
+    """Say in the summary what has changed since the figures in it, and how good the head is before and after."""
     summary = directory.summary() or {}
-    entry = {"added": list(add), "removed": list(remove), "classes": list(classes), "clients": clients}
-    summary.setdefault("updates", []).append({**entry, "examples": examples})
+    entry = {"added": list(add), "removed": list(remove), "classes": list(classes), "clients": len(found.clients)}
+    tested = {"test_examples": found.test_examples, "before": found.before, "after": found.after}
+    summary.setdefault("updates", []).append({**entry, "examples": found.examples, **tested})
     write_json(directory.path / "summary.json", summary)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Literal
 
@@ -37,9 +37,6 @@ def moments_for(covariance: Covariance, within: Within) -> Moments | None:
 
 
 _BLOCK = 4096
-# On PACS, and on EuroSAT in five looks, the shape of an estimate that is up to 15 times too large is as good as an even
-# one, or better, and from 45 times on worse (benchmarks/heads.py).
-_TRUSTED = 16.0
 
 
 def cof_head(
@@ -132,9 +129,11 @@ def _told_scatter(statistics: ClientStatistics, total: ClientStatistics, means: 
     exact, and add the scatter within clients of trace T: the directions that they told, and the rest, of trace R,
     spread over all dimensions ("trace"), as its diagonal ("diagonal"), or ("auto") the share a in the shape of the
     estimate E, and the others evenly. Where clients differ by chance alone, E has in expectation the trace of the whole
-    scatter. Where it has ratio times that, beyond 16 most of E is how clients' features differ: a is min(1, 16/ratio),
-    times the part of N − C that is in classes which several hold, the only ones that E is of, and times R/T, since what
-    was told in directions has its shape already.
+    scatter. Where it has ratio times that, 1/ratio of E is chance, and the rest is how clients' features differ. Where
+    chance is less than a standard error e of E's trace, √(tr E²)/tr E times that of an entry (`_error`), it cannot be
+    told from the rest, and counts for less: a is min(1, 1/(e · ratio)), times the part of N − C that is in classes
+    which several hold, the only ones that E is of, and times R/T, since what was told in directions has its shape
+    already.
     """
     classes = np.searchsorted(total.labels, statistics.labels)
     holders = np.bincount(classes, minlength=len(total.labels))
@@ -144,10 +143,16 @@ def _told_scatter(statistics: ClientStatistics, total: ClientStatistics, means: 
         factor = _factor(statistics, means, classes, inflation)
         spread = np.trace(factor) if len(factor) == total.dim else np.vdot(factor, factor)
         return _Scatter(factor, float(spread), known)
-    inside = _told(statistics, within)
-    between = np.zeros(len(means))
+    between, inflated = np.zeros((2, total.dim))  # diagonals of B and of E
     for part, block in _deviations(statistics, means, classes, np.sqrt(statistics.counts)):
-        np.add.at(between, classes[part], np.einsum("pd,pd->p", block, block))
+        squares = np.square(block)
+        between += squares.sum(axis=0)
+        inflated += inflation[classes[part]] @ squares
+    estimate, inside = float(inflated.sum()), _told(statistics, within)
+    error = _error(total.counts, holders)
+    if 3 * error < 1:
+        most = statistics.folded(freedom / known * inflated / (1 - 3 * error) - between)
+        inside, statistics = _at_most(most, inside, statistics)
     spread, whole = float(between.sum() + inside.sum()), float(inside.sum())
     if statistics.directions is not None:
         squares = np.square(statistics.directions, dtype=np.float64).sum(axis=0)
@@ -155,9 +160,12 @@ def _told_scatter(statistics: ClientStatistics, total: ClientStatistics, means: 
     if within != "auto":
         rest = inside if within == "diagonal" else inside / total.dim
         return _Scatter(_factor(statistics, means, classes, np.ones(len(means))), spread, freedom, rest)
-    estimate, left = float(inflation @ between), float(inside.sum())
-    chance = min(1.0, _TRUSTED * spread / freedom * known / estimate) if estimate > 0 else 0.0
-    notes = {"means_share": chance * known / freedom}
+    left = float(inside.sum())
+    trusted = spread / freedom * known / estimate / error if estimate > 0 else 0.0
+    if 0 < trusted < 1:  # the trace of many dimensions has a smaller error than an entry
+        square = _factor(replace(statistics, directions=None), means, classes, inflation)
+        trusted *= estimate / float(np.linalg.norm(square if len(square) == total.dim else square @ square.T))
+    notes = {"means_share": min(1.0, trusted) * known / freedom}
     share = notes["means_share"] * left / whole if whole > 0 else 0.0
     factors = np.ones(len(means)) + (share * left / estimate * inflation if share else 0.0)
     rest = np.array([(1 - share) * left / total.dim])
@@ -170,6 +178,32 @@ def _told(statistics: ClientStatistics, within: Within) -> Floats:
     if moments is None or moments.shape != (statistics.dim if within == "diagonal" else 1,):
         raise HeadstartError(f"within = {within!r} needs second moments of the features; these have none")
     return np.maximum(statistics.around_means(), 0.0)
+
+
+def _error(counts: Ints, holders: Ints) -> float:
+    """The relative standard error of an entry of E's diagonal where clients differ by chance; counts, holders: [C].
+
+    Of normal features an entry of B_c is a variance times χ² of K_c − 1 degrees of freedom, so that E's has the
+    relative variance 2/f, 1/f = Σ_c (N_c − 1)²/(K_c − 1) / (Σ_c N_c − 1)² over the classes that several hold.
+    """
+    freedom = counts[holders > 1] - 1.0
+    if not freedom.sum():
+        return np.inf
+    return float(np.sqrt(2 * (freedom**2 / (holders[holders > 1] - 1)).sum()) / freedom.sum())
+
+
+def _at_most(most: Floats, inside: Floats, statistics: ClientStatistics) -> tuple[Floats, ClientStatistics]:
+    """What was told of the scatter around the means, and its directions, no larger than ``most`` ([1] or [d]).
+
+    E has the scatter's diagonal in expectation, or more, since clients' means differ by chance at least: what is told
+    beyond three standard errors is a client's lie, and counts for no more than that.
+    """
+    if (inside <= most).all():
+        return inside, statistics
+    part = np.clip(most / np.maximum(inside, np.finfo(np.float64).tiny), 0.0, 1.0)
+    if statistics.directions is not None:
+        statistics = replace(statistics, directions=statistics.directions * np.sqrt(part))
+    return part * inside, statistics
 
 
 def _deviations(

@@ -21,7 +21,9 @@ class DistMeZOStage(ZerothOrderStage):
 
     method: Literal["distmezo"]
     local_steps: PositiveInt = 10
+    """Steps of a client in a round."""
     server_lr: PositiveFloat = 1.0
+    """Learning rate of the server's step along the mean update; 1: the mean itself."""
 
 
 class DistMeZO(Training[DistMeZOStage]):

@@ -21,6 +21,7 @@ from pydantic import Field, PositiveInt
 
 from headstart.config.stage import TrainingStage
 from headstart.core.message import Message
+from headstart.core.params import Params
 from headstart.core.reply import ClientResult
 from headstart.core.statistics import Floats
 from headstart.core.update import Blocks, Total
@@ -130,7 +131,7 @@ class FlexLoRA(_Products[FlexLoRAStage]):
 
     def receive(self, cohort: Cohort, message: Message) -> Received:
         """What each client starts from: as many of the directions as its rank. The others have no gradient at zero."""
-        received, given = super().receive(cohort, message), {}
+        received, given = super().receive(cohort, message), Params()
         if self.stage.ranks is None:
             return replace(received, blocks={"whole": received.model})
         ranks = [self.stage.ranks[client % len(self.stage.ranks)] for client in cohort.clients.tolist()]
@@ -138,7 +139,7 @@ class FlexLoRA(_Products[FlexLoRAStage]):
             left, right = (received.model[name + end].clone() for end in (_B, _A))
             for place, rank in enumerate(ranks):
                 left[place, :, rank:], right[place, rank:] = 0, 0
-            given |= {name + _B: left, name + _A: right}
+            given[name + _B], given[name + _A] = left, right
         return replace(received, model=received.model | given, blocks={"whole": received.model})
 
     def client_update(self, cohort: Cohort, received: Received) -> ClientResult:

@@ -20,7 +20,9 @@ class FedAdagradStage(TrainingStage):
 
     method: Literal["fedadagrad"]
     server_lr: PositiveFloat = 0.01
+    """Learning rate of the server's step along the mean update."""
     tau: PositiveFloat = 1e-3
+    """Adaptivity: added to the square root of the sum of squared updates."""
 
 
 class FedAdagrad(Training[FedAdagradStage]):

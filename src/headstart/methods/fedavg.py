@@ -20,6 +20,7 @@ class FedAvgStage(TrainingStage):
 
     method: Literal["fedavg"]
     server_lr: PositiveFloat = 1.0
+    """Learning rate of the server's step along the mean update; 1: the mean itself."""
 
 
 class FedAvg(Training[FedAvgStage]):

@@ -20,7 +20,9 @@ class FedAvgMStage(TrainingStage):
 
     method: Literal["fedavgm"]
     server_lr: PositiveFloat = 1.0
+    """Learning rate of the server's step along the mean update; 1: the mean itself."""
     server_momentum: float = Field(default=0.9, ge=0, lt=1)
+    """Of the server's steps."""
 
 
 class FedAvgM(Training[FedAvgMStage]):

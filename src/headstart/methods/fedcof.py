@@ -33,16 +33,19 @@ class FedCOFStage(ClosedFormStage):
     shrinkage: NonNegativeFloat | Auto = "auto"
     """"auto": follows the within-class variance, sent or estimated; the papers use 1 (0.1 for MobileNetV2)."""
     means_per_client: PositiveInt = 1
+    """Random parts that a client splits the examples of a class into; each sends a mean."""
     covariance: Literal["estimated", "full", "diagonal", "spherical"] = "estimated"
+    """Where covariances come from: from the means (the method), or, as oracles, from clients that send their own."""
     head: Literal["ridge", "lda"] = "ridge"
     """"lda": linear discriminant analysis with the same covariance, whose rows keep their length and have a bias."""
     prior: Literal["empirical", "uniform"] = "empirical"
     """Of the classes, with "lda": their shares of the examples, or the same for all."""
     count_noise: CountNoise | None = None
+    """Noise on the counts alone: a table with kind and epsilon."""
     within: Literal["estimated", "trace", "diagonal", "auto"] = "auto"
     """What clients tell of the scatter of their features around their class means. "estimated": nothing, as in the
     paper. "trace": one number, spread evenly over all dimensions. "diagonal": one for each dimension. "auto": one
-    number, of which a share takes the shape of the paper's estimate, the smaller the more clients' features differ; as
+    number, of which a share takes the shape of the paper's estimate, smaller where clients' features differ; as
     "estimated" with privacy or count_noise."""
     rank: NonNegativeInt = 0
     """Largest directions of that scatter that a client tells beside it, as many rows as so many classes."""

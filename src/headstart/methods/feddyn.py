@@ -31,6 +31,7 @@ class FedDynStage(TrainingStage):
     accumulates: ClassVar[Mapping[str, str]] = {"dual": "update"}
     method: Literal["feddyn"]
     alpha_dyn: PositiveFloat = 0.01
+    """α: strength of the dynamic regulariser."""
     adaptive: bool = True
     """Divide alpha by a client's share of the examples, as the official code does."""
 

@@ -45,6 +45,9 @@ class FedMeZOStage(ZerothOrderStage):
     method: Literal["fedmezo"]
     batch_size: PositiveInt | Literal["full"] = "full"
     """Examples of each client that a round looks at: all of them, or so many."""
+    batch_share: float | None = Field(default=None, gt=0, le=1)
+    """In the place of batch_size: the share of its examples that each client looks at, one at least. Every example then
+    counts alike in a round, as it does in the mean; a few of a large client's are the noisier estimate."""
     probe_rounds: NonNegativeInt = 0
     """In so many rounds at first, clients send how their loss bends along the directions in the place of its slope, and
     nothing moves. The rate is then lr · P / h, h the root mean square of that curvature: at lr = 1 a step along a slope
@@ -54,6 +57,12 @@ class FedMeZOStage(ZerothOrderStage):
     beta2: float | None = Field(default=None, ge=0, lt=1)
     """Slopes are divided by the root of a running mean of their squares, as in Adam: ``lr`` is then how far a parameter
     moves in a step, about, however steep the loss."""
+
+    def seen(self, size: int) -> int:
+        """Examples that a round looks at, of a client with so many."""
+        if self.batch_share is not None:
+            return max(1, round(self.batch_share * size))
+        return size if self.batch_size == "full" else min(self.batch_size, size)
 
 
 @dataclass(frozen=True)
@@ -194,13 +203,13 @@ class FedMeZO(Method[Log]):
 
     def _rows(self, cohort: Cohort, round: int) -> Ints:
         """Positions of the examples that this round looks at: all, or so many of each client, drawn at random."""
-        if self.stage.batch_size == "full":
+        if self.stage.batch_size == "full" and self.stage.batch_share is None:
             return np.arange(len(cohort.rows))
         starts = np.searchsorted(cohort.owners, cohort.clients)
         drawn = []
         for client, start, size in zip(cohort.clients, starts, cohort.sizes, strict=True):
             rng = np.random.default_rng([0x3E20, *self.context.seed, round, int(client)])
-            drawn.append(np.sort(start + rng.permutation(size)[: self.stage.batch_size]))
+            drawn.append(np.sort(start + rng.permutation(size)[: self.stage.seen(int(size))]))
         return np.concatenate(drawn)
 
     def _follow(self, first: int, log: Log) -> None:

@@ -34,6 +34,7 @@ class FedNCMStage(ClosedFormStage):
 
     method: Literal["fedncm"]
     distance: Literal["cosine", "euclidean"] = "cosine"
+    """By which the nearest class mean is chosen."""
     centres: PositiveInt = 1
     """Of each class, found by k-means; an example belongs to the class of the nearest."""
     iterations: PositiveInt = 10

@@ -37,7 +37,9 @@ class FedNovaStage(TrainingStage):
     sgd_only: ClassVar[bool] = True
     method: Literal["fednova"]
     mu: NonNegativeFloat = 0.0
+    """μ: strength of the proximal term of local training."""
     server_momentum: float = Field(default=0.0, ge=0, lt=1)
+    """Of the server's steps."""
 
 
 class FedNova(Training[FedNovaStage]):

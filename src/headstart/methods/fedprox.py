@@ -23,7 +23,9 @@ class FedProxStage(TrainingStage):
 
     method: Literal["fedprox"]
     mu: NonNegativeFloat = 0.01
+    """μ: strength of the pull towards the server's model."""
     server_lr: PositiveFloat = 1.0
+    """Learning rate of the server's step along the mean update; 1: the mean itself."""
 
 
 class FedProx(Training[Any]):

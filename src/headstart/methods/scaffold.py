@@ -32,6 +32,7 @@ class ScaffoldStage(TrainingStage):
     plain_sgd: ClassVar[bool] = True
     method: Literal["scaffold"]
     server_lr: PositiveFloat = 1.0
+    """Learning rate of the server's step along the mean update; 1: the mean itself."""
 
 
 class Scaffold(Training[ScaffoldStage]):

@@ -40,6 +40,7 @@ class SLoRAStage(TrainingStage):
     priming: float = Field(default=0.2, ge=0, lt=1)
     """Share of the rounds that prime: one at least, or none where it is 0."""
     server_lr: PositiveFloat = 1.0
+    """Learning rate of the server's step along the mean update; 1: the mean itself."""
 
 
 @dataclass(frozen=True)

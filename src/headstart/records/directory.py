@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,6 +40,8 @@ from headstart.records.checkpoint import Checkpoint, StageModel
 
 Arrays = Mapping[str, np.ndarray]
 
+_MORE = ("train_examples", "test_examples", "macro_f1", "balanced_accuracy", "roc_auc", "calibration_error")
+"""Columns of `clients.csv` behind the costs."""
 _ROUNDS = ("stage", "round", "client", "bytes_up", "bytes_down", "left_out")
 
 
@@ -105,6 +109,31 @@ class RunDirectory:
         finally:
             lock.release()
 
+    @contextmanager
+    def logged(self) -> Iterator[None]:
+        """Meanwhile, warnings of the library are written to `run.log`, too."""
+        log, handler = logging.getLogger("headstart"), _LogFile(self)
+        alone = not log.hasHandlers()  # then Python itself would print warnings, which it does not beside a handler
+        handlers = [handler, *([logging.lastResort] if alone and logging.lastResort else [])]
+        for each in handlers:
+            log.addHandler(each)
+        try:
+            yield
+        finally:
+            for each in handlers:
+                log.removeHandler(each)
+
+    def note(self, message: str, level: str = "INFO") -> None:
+        """Append a line to `run.log`; a log that cannot be written does not stop a run."""
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        with suppress(OSError), (self.path / "run.log").open("a", encoding="utf-8") as file:
+            file.write(f"{now} {level} {message}\n")
+
+    @property
+    def started(self) -> datetime:
+        """When the run was begun: its recipe is written first, and once."""
+        return datetime.fromtimestamp((self.path / "recipe.toml").stat().st_mtime, UTC)
+
     @property
     def running(self) -> bool:
         """Whether a process runs in this directory now."""
@@ -132,6 +161,15 @@ class RunDirectory:
         write_json(path, known.tolist())
         return known
 
+    def refuse_other_data(self, fingerprint: str | None) -> None:
+        """Refuse to go on with data in memory that are not those of the run so far."""
+        path = self._checkpoints / "data.json"
+        before = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else fingerprint
+        if before != fingerprint:
+            raise HeadstartError(f"--resume: {self.path} is a run on other data; give those that it was begun with")
+        if fingerprint is not None:
+            write_json(path, fingerprint)
+
     @property
     def has_checkpoint(self) -> bool:
         """Whether there is anything to go on from."""
@@ -142,7 +180,7 @@ class RunDirectory:
         if not self.path.is_dir():
             return
         tables = ("clients", "rounds", "holdings", "confusion", "samples")
-        for name in ("recipe.toml", "metrics.jsonl", *(f"{table}.csv" for table in tables)):
+        for name in ("recipe.toml", "metrics.jsonl", "run.log", *(f"{table}.csv" for table in tables)):
             (self.path / name).unlink(missing_ok=True)
         for folder in ("model", "checkpoint"):
             shutil.rmtree(self.path / folder, ignore_errors=True)
@@ -304,20 +342,33 @@ class RunDirectory:
         return self.path / "model" / f"log-{stage}.safetensors"
 
     def write_clients(
-        self, stage: int, names: tuple[str, ...], ledger: Ledger, found: npt.NDArray[np.float64] | None, what: str
+        self,
+        stage: int,
+        names: tuple[str, ...],
+        ledger: Ledger,
+        found: npt.NDArray[np.float64] | None,
+        what: str,
+        more: Mapping[str, npt.NDArray[Any]],
     ) -> None:
         """Costs of every client after a stage, and how good the model is there, as rows of `clients.csv`.
 
-        what: the accuracy, or the perplexity.
+        what: the accuracy, or the perplexity; more: other figures [K] by name, NaN where a client has none.
         """
         # A pooled stage has one client, and accuracies of those that pooled their examples.
         shown = [""] * len(names) if found is None or len(found) != len(names) else found.round(6).tolist()
         costs = zip(ledger.bytes_up, ledger.bytes_down, ledger.forward_passes, strict=True)
+        others = {
+            name: more[name] if len(more.get(name, ())) == len(names) else [np.nan] * len(names) for name in _MORE
+        }
+        figures = zip(*others.values(), strict=True)
         self._write_stage(
             "clients.csv",
-            ["stage", "client", what, "bytes_up", "bytes_down", "forward_passes"],
+            ["stage", "client", what, "bytes_up", "bytes_down", "forward_passes", *others],
             stage,
-            [[stage, name, right, *cost] for name, right, cost in zip(names, shown, costs, strict=True)],
+            [
+                [stage, name, right, *cost, *map(_figure, each)]
+                for name, right, cost, each in zip(names, shown, costs, figures, strict=True)
+            ],
         )
 
     def write_holdings(self, names: Sequence[str], classes: Sequence[str], counts: Ints) -> None:
@@ -356,6 +407,23 @@ class RunDirectory:
         path = self.path / "summary.json"
         found: dict[str, Any] | None = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
         return found
+
+
+def _figure(value: float) -> str:
+    """A figure of a client; nothing where it has none."""
+    return "" if not np.isfinite(value) else str(int(value)) if value == int(value) else f"{value:.6g}"
+
+
+class _LogFile(logging.Handler):
+    """Warnings as lines of a run's log."""
+
+    def __init__(self, directory: RunDirectory) -> None:
+        super().__init__(logging.WARNING)
+        self.directory = directory
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """One message, one line."""
+        self.directory.note(" ".join(record.getMessage().split()), record.levelname)
 
 
 def _write(path: Path, data: bytes, private: bool = False) -> None:

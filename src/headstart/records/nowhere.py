@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from typing import Any
 
 from headstart.core.statistics import Ints
@@ -16,12 +17,23 @@ class NoDirectory:
     has_checkpoint = False
 
     def __init__(self) -> None:
+        self._started = datetime.now(UTC)
         self._best: dict[tuple[int, int], bytes] = {}
 
     @contextmanager
     def lock(self) -> Iterator[None]:
         """Nobody else knows of it."""
         yield
+
+    @contextmanager
+    def logged(self) -> Iterator[None]:
+        """Warnings go where the caller's logging sends them."""
+        yield
+
+    @property
+    def started(self) -> datetime:
+        """When this was made."""
+        return self._started
 
     def discard(self) -> None:
         """There is nothing to remove."""
@@ -45,4 +57,5 @@ class NoDirectory:
         """Nothing is written."""
 
     log = log_round = save_checkpoint = collect_best = save_model = save_log = save_statistics = _ignore
-    write_clients = write_holdings = write_confusion = write_samples = save_final = finish = _ignore
+    note = refuse_other_data = write_clients = write_holdings = write_confusion = write_samples = _ignore
+    save_final = finish = _ignore

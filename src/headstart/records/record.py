@@ -25,6 +25,9 @@ AXES = {"round": "rounds", "bytes": "bytes sent by all clients", "forward_passes
 """What accuracy is drawn against."""
 
 
+_LONGEST = 80  # characters of what sets a group of runs apart
+
+
 @dataclass(frozen=True, eq=False)
 class Matrix:
     """Counts [n, m] under names."""
@@ -50,7 +53,7 @@ class Record:
         directory = RunDirectory(path)
         if not (path / "recipe.toml").is_file():
             raise HeadstartError(f"{path} holds no run: there is no recipe.toml")
-        return cls(path, Recipe.load(path / "recipe.toml"), directory.metrics(), summary or directory.summary())
+        return cls(path, Recipe.read(path / "recipe.toml"), directory.metrics(), summary or directory.summary())
 
     @property
     def stages(self) -> list[dict[str, Any]]:
@@ -219,6 +222,11 @@ class Group:
     label: str
     runs: list[Record]
 
+    @property
+    def method(self) -> str:
+        """Of the last stage."""
+        return self.runs[0].recipe.stages[-1].method
+
 
 def grouped(records: Sequence[Record]) -> list[Group]:
     """Runs by what sets them apart."""
@@ -226,18 +234,26 @@ def grouped(records: Sequence[Record]) -> list[Group]:
     for record in records:
         groups.setdefault(record.recipe.model_copy(update={"seed": 0}).to_toml(), []).append(record)
     several = list(groups.values())
-    tables = [runs[0].recipe.settings() for runs in several]
-    apart = [key for key in dict.fromkeys(key for table in tables for key in table) if key != "seed"]
-    apart = [key for key in apart if len({json.dumps(table.get(key)) for table in tables}) > 1]
     names = [runs[0].recipe.name for runs in several]
-    if len(set(names)) < len(names):
-        apart = [key for key in apart if key != "name"]
-        short = [", ".join(f"{k.rpartition('.')[2]} {table[k]}" for k in apart if k in table) for table in tables]
-        names = [
-            f"{name}: {said}" if len(said) < 60 and short.count(said) == 1 else str(runs[0].path.name)
-            for name, said, runs in zip(names, short, several, strict=True)
-        ]
-    return [Group(name, runs) for name, runs in zip(names, several, strict=True)]
+    tables = [runs[0].recipe.settings() for runs in several]
+    peers: dict[str, list[dict[str, Any]]] = {}
+    for name, table in zip(names, tables, strict=True):
+        peers.setdefault(name, []).append(table)
+    labels = [_label(name, table, peers[name]) for name, table in zip(names, tables, strict=True)]
+    twice = {label for label in labels if labels.count(label) > 1}  # what differs is long: its beginning does not tell
+    labels = [f"{label} ({place})" if label in twice else label for place, label in enumerate(labels, 1)]
+    return [Group(label, runs) for label, runs in zip(labels, several, strict=True)]
+
+
+def _label(name: str, table: Mapping[str, Any], peers: Sequence[Mapping[str, Any]]) -> str:
+    """What a group of runs is called: its recipe, and what sets it apart from others of that name; never a seed."""
+    keys = [key for key in dict.fromkeys(key for peer in peers for key in peer) if key != "seed"]
+    apart = [key for key in keys if len({json.dumps(peer.get(key)) for peer in peers}) > 1]
+    ends = [key.rpartition(".")[2] for key in apart]
+    called = {key: end if ends.count(end) == 1 else key for key, end in zip(apart, ends, strict=True)}
+    said = ", ".join(f"{called[key]} {table[key]}" for key in apart if key in table)
+    said = said if len(said) <= _LONGEST else f"{said[:_LONGEST]}…"
+    return f"{name}: {said}" if said else name
 
 
 @dataclass(frozen=True, eq=False)
@@ -252,6 +268,8 @@ class Curve:
     deviation: Floats
     """[n] over the seeds; 0 where there is one."""
     has_classes: bool = True
+    method: str = ""
+    """Of the stage: the same has the same colour in every picture."""
 
 
 def curves(groups: Sequence[Group]) -> list[Curve]:
@@ -279,7 +297,8 @@ def _curves(group: Group) -> list[Curve]:
         accuracy = np.array([np.mean([a for _, a in step]) for step in steps])
         deviation = np.array([np.std([a for _, a in step], ddof=len(step) > 1) for step in steps])
         has_classes = all(line.get("r2") is None for record in group.runs for line in record.metrics)
-        found.append(Curve(chain(first, stage), costs, accuracy, deviation, has_classes))
+        method = first.recipe.stages[stage].method
+        found.append(Curve(chain(first, stage), costs, accuracy, deviation, has_classes, method))
     return found
 
 

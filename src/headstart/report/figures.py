@@ -3,24 +3,34 @@
 from __future__ import annotations
 
 import re
+import zlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
 from io import BytesIO
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from matplotlib import rc_context
 from matplotlib.axes import Axes
-from matplotlib.colors import LinearSegmentedColormap
+from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullFormatter, PercentFormatter
 
+from headstart.config.stage import STAGES
 from headstart.core.files import write_atomically
 from headstart.records.record import AXES, Curve, Matrix
 
 COLOURS = ("#2f7ed8", "#e4572e", "#3aa655", "#a15bd0", "#c98a00", "#17a2b8", "#d6568c", "#7f8c8d")
 """They can be told apart on white and on black."""
-_HEAT = LinearSegmentedColormap.from_list("heat", ["#b5d3ec", "#4a90d9", "#8e2a6b"])
+_DASHES: tuple[Any, ...] = ("-", (0, (4, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2)), (0, (3, 1, 1, 1, 1, 1)))
+"""Of series with the same colour."""
+_HEAT = ListedColormap([(0.18, 0.38, 0.78, share) for share in np.linspace(0.12, 1, 256)], "heat")
+"""The more, the stronger, on a white page and on a black one: what is little lets the page through."""
+_POINTS = 60  # of a line that are marked
 _MANY = 24  # names along an axis that can still be read
 
 
@@ -37,16 +47,64 @@ def _axes(size: tuple[float, float] | None = None) -> tuple[Figure, Axes]:
     return figure, axes
 
 
+@dataclass(frozen=True)
+class Look:
+    """How a series is drawn."""
+
+    colour: str
+    dash: int
+    """A number of `_DASHES`."""
+
+    @property
+    def line(self) -> Any:
+        """Its line style, as matplotlib has it."""
+        return _DASHES[self.dash]
+
+    @property
+    def svg(self) -> str:
+        """Its dashes in a legend of a page."""
+        return "none" if self.dash == 0 else " ".join(f"{2 * part:g}" for part in _DASHES[self.dash][1])
+
+
+def looks(methods: Sequence[str]) -> list[Look]:
+    """How the series of these methods are drawn: a method has its colour in every picture; further series of the colour
+    are dashed, and where dashes do not suffice, have the next colour."""
+    known, found = list(STAGES), list[Look]()
+    for method in methods:
+        first = known.index(method) if method in known else zlib.crc32(method.encode())
+        colours = [COLOURS[(first + shift) % len(COLOURS)] for shift in range(len(COLOURS))]
+        free = (look for colour in colours for dash in range(len(_DASHES)) if (look := Look(colour, dash)) not in found)
+        found.append(next(free, Look(colours[0], 0)))
+    return found
+
+
+def _legend(figure: Figure, axes: Axes) -> None:
+    """The names of the series below the picture, where they cover nothing."""
+    names = axes.get_legend_handles_labels()[1]
+    rows = len(names)
+    height = figure.get_figheight()
+    more = 0.22 * rows + 0.1
+    figure.set_figheight(height + more)
+    place = figure.subplotpars
+    figure.subplots_adjust(
+        bottom=(place.bottom * height + more) / (height + more), top=(place.top * height + more) / (height + more)
+    )
+    figure.legend(loc="lower left", bbox_to_anchor=(0.03, 0.0), fontsize="small", frameon=False, handlelength=3.2)
+
+
 def curve_figure(curves: Sequence[Curve], against: str, legend: bool = True) -> Figure:
     """Accuracy against rounds, bytes or forward passes (one of `AXES`), with a band of one deviation over seeds.
 
     Where a curve begins is a point, and so is a stage of one evaluation. Costs are on a logarithmic scale.
     """
     figure, axes = _axes()
-    for number, curve in enumerate(curves):
-        colour, x, y = COLOURS[number % len(COLOURS)], curve.costs[against], 100 * curve.accuracy
-        marker, band = "." if len(x) < 60 else "", 100 * curve.deviation
-        axes.plot(x, y, color=colour, marker=marker, label=curve.label, linewidth=1.6)
+    for number, (look, curve) in enumerate(zip(looks([curve.method for curve in curves]), curves, strict=True)):
+        colour, x, y = look.colour, curve.costs[against], 100 * curve.accuracy
+        marker, band = "." if len(x) < _POINTS else "", 100 * curve.deviation
+        (line,) = axes.plot(x, y, color=colour, marker=marker, label=curve.label, linewidth=1.6, linestyle=look.line)
+        line.set_gid(f"series-{number}")
+        if len(x) > 1 and "→" in curve.label:  # where the stage begins
+            axes.axvline(x[0], color="#888888", linewidth=0.8, linestyle=":")
         axes.plot(x[:1], y[:1], color=colour, marker="o", zorder=3)
         if band.any() and len(x) == 1:
             axes.errorbar(x, y, band, color=colour, capsize=3)
@@ -67,11 +125,23 @@ def curve_figure(curves: Sequence[Curve], against: str, legend: bool = True) -> 
     axes.margins(x=0.08, y=0.12)
     axes.grid(alpha=0.25)
     if legend and curves:
-        axes.legend(fontsize="small", frameon=False)
+        _legend(figure, axes)
     return figure
 
 
-def partition_figure(counts: npt.NDArray[np.int64], classes: Sequence[str]) -> Figure:
+def hover_texts(curves: Sequence[Curve], against: str) -> dict[str, list[str]]:
+    """What the points of `curve_figure` say, by the series that they belong to."""
+    found = {}
+    for number, curve in enumerate(curves):
+        unit = "" if curve.has_classes else " (R²)"
+        points = zip(curve.costs[against], curve.accuracy, strict=True)
+        found[f"series-{number}"] = [
+            f"{curve.label}: {100 * a:.2f} %{unit} at {c:,.0f} {AXES[against]}" for c, a in points
+        ]
+    return found
+
+
+def partition_figure(counts: npt.NDArray[np.int64], classes: Sequence[str], clients: Sequence[str] = ()) -> Figure:
     """Who holds which class, as a heat map of counts [K, C]: one column per client, one row per class."""
     figure, axes = _axes((8, min(7.5, 1.5 + 0.24 * min(len(classes), _MANY))))
     shown = np.ma.masked_equal(counts.T, 0)
@@ -79,6 +149,12 @@ def partition_figure(counts: npt.NDArray[np.int64], classes: Sequence[str]) -> F
     axes.set(xlabel="client", ylabel="class")
     if len(classes) <= _MANY:
         axes.set_yticks(range(len(classes)), classes, parse_math=False)
+    if 0 < len(clients) <= _MANY:
+        axes.set_xticks(range(len(clients)), clients, rotation=45, ha="right", parse_math=False)
+    if len(counts) <= _MANY and len(classes) <= _MANY:
+        for client, label in np.argwhere(counts):
+            ink = "white" if counts[client, label] > 0.5 * counts.max() else "black"
+            axes.text(client, label, str(counts[client, label]), ha="center", va="center", color=ink, size=7)
     figure.colorbar(image, ax=axes, label="training examples")
     return figure
 
@@ -96,24 +172,26 @@ def confusion_figure(confusion: Matrix) -> Figure:
         axes.set_yticks(range(len(names)), names, parse_math=False)
     if len(names) <= 12:
         for row, column in np.argwhere(share >= 0.005):
-            ink = "white" if share[row, column] > 0.25 else "#1c2330"
+            ink = "white" if share[row, column] > 0.5 else "black"
             axes.text(column, row, f"{100 * share[row, column]:.0f}", ha="center", va="center", color=ink, size=8)
     figure.colorbar(image, ax=axes, format=PercentFormatter(1.0), shrink=0.8)
     return figure
 
 
-def clients_figure(accuracies: Mapping[str, Sequence[float]], legend: bool = True) -> Figure:
-    """How many clients have which accuracy, by the name of the run."""
+def clients_figure(
+    accuracies: Mapping[str, Sequence[float]], methods: Sequence[str] = (), legend: bool = True
+) -> Figure:
+    """How many clients have which accuracy, by the name of the run; methods: of each, for its colour."""
     figure, axes = _axes()
     bins = np.linspace(0, 100, 21)
-    for number, (label, values) in enumerate(accuracies.items()):
-        colour = COLOURS[number % len(COLOURS)]
+    for look, (label, values) in zip(looks(list(methods) or list(accuracies)), accuracies.items(), strict=True):
         style = {"alpha": 0.75} if len(accuracies) == 1 else {"histtype": "step", "linewidth": 1.8}
-        axes.hist(100 * np.array(values), bins=bins, color=colour, label=label, **style)  # type: ignore[arg-type]
+        style |= {"linestyle": look.line} if len(accuracies) > 1 else {}
+        axes.hist(100 * np.array(values), bins=bins, color=look.colour, label=label, **style)  # type: ignore[arg-type]
     axes.set(xlabel="a client's accuracy (%)", ylabel="clients")
     axes.grid(alpha=0.25)
     if legend and len(accuracies) > 1:
-        axes.legend(fontsize="small", frameon=False)
+        _legend(figure, axes)
     return figure
 
 
@@ -122,8 +200,11 @@ def save(figure: Figure, path: Path) -> None:
     write_atomically(path, lambda temporary: figure.savefig(temporary, dpi=150))
 
 
-def svg(figure: Figure, title: str) -> str:
-    """A figure as an <svg> element for a page: its ink is that of the page, in the light and in the dark."""
+def svg(figure: Figure, title: str, hover: Mapping[str, Sequence[str]] = MappingProxyType({})) -> str:
+    """A figure as an <svg> element for a page: its ink is that of the page, in the light and in the dark.
+
+    hover: texts for the points of a line, by the name of its group.
+    """
     buffer = BytesIO()
     # Names inside are made from the salt: two figures of a page must not share them.
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": title}):
@@ -131,4 +212,19 @@ def svg(figure: Figure, title: str) -> str:
     text = buffer.getvalue().decode()
     text = text[text.index("<svg") :].replace("#000000", "currentColor").replace("stroke: #b0b0b0", "stroke: #888")
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    for group, texts in hover.items():
+        text = _titled(text, group, texts)
     return re.sub(r"(<svg[^>]*)>", rf'\1 role="img" aria-label="{title}">', text, count=1)
+
+
+def _titled(text: str, group: str, texts: Sequence[str]) -> str:
+    """The markers of a group with a text each, which browsers show under the pointer."""
+    start = text.find(f'<g id="{group}">')
+    stop = text.find('<g id="', start + 1)
+    marks = re.findall(r"<use [^>]*/>", text[start:stop]) if start >= 0 else []
+    if len(marks) != len(texts):  # a long line has none
+        return text
+    part = text[start:stop]
+    for mark, said in zip(marks, texts, strict=True):
+        part = part.replace(mark, f"{mark[:-2]}><title>{escape(said)}</title></use>", 1)
+    return text[:start] + part + text[stop:]

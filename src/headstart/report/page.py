@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -12,14 +12,16 @@ import numpy as np
 from headstart.core.files import write_text
 from headstart.records.record import AXES, Curve, Group, Matrix, Record, curves, grouped
 from headstart.report.figures import (
-    COLOURS,
     clients_figure,
     confusion_figure,
     curve_figure,
+    hover_texts,
+    looks,
     partition_figure,
     save,
     svg,
 )
+from headstart.report.opening import opening
 from headstart.report.tables import cost_table, human_bytes, remarks, write_tables
 
 STYLE = """
@@ -44,8 +46,9 @@ figure.half { max-width: 40rem; } figcaption { font-size: .85rem; opacity: .75; 
 svg { display: block; width: 100%; height: auto; } svg text { fill: currentColor; }
 .legend { display: flex; flex-wrap: wrap; gap: .3rem 1.2rem; margin: .4rem 0 .8rem; font-size: .9rem; }
 .legend i { display: inline-block; width: .9rem; height: .9rem; border-radius: .2rem; margin-right: .4rem;
-  vertical-align: -.1rem; }
+  vertical-align: -.1rem; } svg.key { display: inline-block; width: 2.1rem; height: .7rem; margin-right: .4rem; }
 pre { background: var(--soft); padding: 1rem; border-radius: .6rem; overflow-x: auto; font-size: .82rem; }
+.lead { font-size: 1.15rem; } .lead b { font-size: 1.6rem; }
 small, .soft { opacity: .75; } summary { cursor: pointer; } ul { padding-left: 1.2rem; }
 @media print {
   :root { color-scheme: light; --ink: #000; --paper: #fff; --line: #ccc; --soft: #f6f6f6; }
@@ -53,6 +56,7 @@ small, .soft { opacity: .75; } summary { cursor: pointer; } ul { padding-left: 1
   pre { white-space: pre-wrap; } h2 { break-after: avoid; }
   details:not([open]) > :not(summary) { display: block; } th, td { padding: .2rem .35rem; font-size: 8pt; } }
 """
+_SHORT = 30  # classes that are listed without being asked for
 _WORST = 10  # clients and mistakes that are named
 _LISTED = 200  # clients left out that are listed
 
@@ -82,24 +86,36 @@ def write_report(path: Path, records: Sequence[Record]) -> None:
 
 
 def write_folder(folder: Path, records: Sequence[Record]) -> list[str]:
-    """Write the page of some runs, every picture as SVG and PNG, and the table of costs as CSV, Markdown and LaTeX."""
-    (folder / "figures").mkdir(parents=True, exist_ok=True)
+    """Write the page of some runs, every picture as SVG, PNG and PDF, and the table of costs as CSV, Markdown and
+    LaTeX."""
+    figures = write_figures(folder / "figures", records)
+    tables = write_tables(folder / "costs", *cost_table(grouped(records)))
+    write_report(folder / "report.html", records)
+    return ["report.html", *(table.name for table in tables), *(f"figures/{name}" for name in figures)]
+
+
+def write_figures(folder: Path, records: Sequence[Record]) -> list[str]:
+    """Write every picture of some runs as SVG, PNG and PDF; their names."""
+    folder.mkdir(parents=True, exist_ok=True)
     groups = grouped(records)
     drawn = curves(groups)
     written = {f"accuracy-by-{name.replace('_', '-')}": curve_figure(drawn, name) for name in AXES if drawn}
     if accuracies := _accuracies(groups):
-        written["clients"] = clients_figure(accuracies)
+        written["clients"] = clients_figure(accuracies, _methods(groups, accuracies))
     if len(records) == 1 and (held := records[0].holdings()) is not None:
-        written["who-holds-what"] = partition_figure(held.counts, held.columns)
+        written["who-holds-what"] = partition_figure(held.counts, held.columns, held.rows)
     if len(records) == 1 and (confusion := records[0].confusion()) is not None:
         written["confusion"] = confusion_figure(confusion)
-    for name, figure in written.items():
-        for ending in ("svg", "png"):
-            save(figure, folder / "figures" / f"{name}.{ending}")
-    tables = write_tables(folder / "costs", *cost_table(groups))
-    write_report(folder / "report.html", records)
-    figures = [f"figures/{name}.{ending}" for name in written for ending in ("svg", "png")]
-    return ["report.html", *(table.name for table in tables), *figures]
+    names = {f"{name}.{ending}": figure for name, figure in written.items() for ending in ("svg", "png", "pdf")}
+    for name, figure in names.items():
+        save(figure, folder / name)
+    return list(names)
+
+
+def _methods(groups: Sequence[Group], labels: Iterable[str]) -> list[str]:
+    """The last method of the groups with these labels."""
+    known = {group.label: group.method for group in groups}
+    return [known[label] for label in labels]
 
 
 def _title(records: Sequence[Record]) -> str:
@@ -110,20 +126,22 @@ def report_body(records: Sequence[Record]) -> str:
     """What there is to see of some runs, finished or not: accuracy and cost together, then each run on its own."""
     groups = grouped(records)
     drawn = curves(groups)
-    parts = [f"<h1>{escape(_title(records))}</h1>"]
+    parts = [f"<h1>{escape(_title(records))}</h1>", opening(groups)]
     if len(records) == 1:
         parts.append(_about(records[0]))
     columns, rows = cost_table(groups)
     if rows:
         parts.append("<h2>Accuracy and cost</h2>")
-        if drawn:
-            parts += [_legend([curve.label for curve in drawn]), _curves(drawn)]
+        if any(_varies(drawn, name) for name in AXES):
+            parts += [_legend({curve.label: curve.method for curve in drawn}), _curves(drawn)]
         named = 0 if len(groups) > 1 else 1
         parts.append(html_table(columns[named:], [row[named:] for row in rows]))
         parts.append(_formulas(records))
-    parts += [_remarks(groups), _privacy(records), _clients(groups)]
+    parts += [_differences(groups), _remarks(groups), _privacy(records), _clients(groups)]
     if len(records) == 1:
-        parts += [_holdings(records[0].holdings()), _confusion(records[0].confusion()), _samples(records[0].samples())]
+        confusion = records[0].confusion()
+        parts += [_holdings(records[0].holdings()), _confusion(confusion), _by_class(confusion)]
+        parts.append(_samples(records[0].samples()))
     parts += [_left_out(records), *map(_recipe, (group.runs[0] for group in groups)), _versions(records)]
     return "\n".join(part for part in parts if part)
 
@@ -146,17 +164,58 @@ def _learned(summary: Mapping[str, Any]) -> str:
     return f"{summary['classes']:,} {what if summary['classes'] != 1 else what.removesuffix('s')}"
 
 
-def _legend(labels: Sequence[str]) -> str:
+def _legend(methods: Mapping[str, str]) -> str:
+    """Names of the series, by which the method of each is found; with their colours and dashes."""
     chips = [
-        f'<span><i style="background:{COLOURS[number % len(COLOURS)]}"></i>{escape(label)}</span>'
-        for number, label in enumerate(labels)
+        f'<span><svg class="key" viewBox="0 0 34 10" aria-hidden="true"><line x1="1" y1="5" x2="33" y2="5" '
+        f'stroke="{look.colour}" stroke-width="3" stroke-dasharray="{look.svg}"/></svg>{escape(label)}</span>'
+        for label, look in zip(methods, looks(list(methods.values())), strict=True)
     ]
     return f'<div class="legend">{"".join(chips)}</div>'
 
 
 def _curves(drawn: Sequence[Curve]) -> str:
-    pictures = [svg(curve_figure(drawn, name, legend=False), f"accuracy against {said}") for name, said in AXES.items()]
+    shown = {name: said for name, said in AXES.items() if _varies(drawn, name)}
+    pictures = [
+        svg(curve_figure(drawn, name, legend=False), f"accuracy against {said}", hover_texts(drawn, name))
+        for name, said in shown.items()
+    ]
     return f'<div class="figures">{"".join(f"<figure>{picture}</figure>" for picture in pictures)}</div>'
+
+
+def _varies(drawn: Sequence[Curve], against: str) -> bool:
+    """Whether there is anything to see: accuracies at more than one cost."""
+    return len({float(cost) for curve in drawn for cost in curve.costs[against]}) > 1
+
+
+def _by_class(confusion: Matrix | None) -> str:
+    """Sensitivity and precision of each class, the lowest first."""
+    if confusion is None:
+        return ""
+    counts = confusion.counts
+    right, true, predicted = np.diag(counts), counts.sum(axis=1), counts.sum(axis=0)
+    order = np.argsort(right / np.maximum(true, 1), kind="stable")
+    rows = [
+        [confusion.rows[c], f"{true[c]:,}", _share(right[c], true[c]), _share(right[c], predicted[c])] for c in order
+    ]
+    table = html_table(("class", "test examples", "sensitivity (recall), %", "precision, %"), rows)
+    opened = " open" if len(rows) <= _SHORT else ""
+    return f"<h2>Classes</h2><details{opened}><summary>Sensitivity and precision</summary>{table}</details>"
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{100 * part / whole:.2f}" if whole else "none"
+
+
+def _differences(groups: Sequence[Group]) -> str:
+    """The keys of the recipes that differ between some groups of runs."""
+    tables = [group.runs[0].recipe.settings() for group in groups]
+    keys = [key for key in dict.fromkeys(key for table in tables for key in table) if key not in ("seed", "name")]
+    apart = [key for key in keys if len({str(table.get(key)) for table in tables}) > 1]
+    if len(groups) < 2 or not apart:
+        return ""
+    rows = [[group.label, *(str(t.get(key, "")) for key in apart)] for group, t in zip(groups, tables, strict=True)]
+    return f"<details><summary>What the recipes differ in</summary>{html_table(('run', *apart), rows)}</details>"
 
 
 def _formulas(records: Sequence[Record]) -> str:
@@ -216,8 +275,9 @@ def _clients(groups: Sequence[Group]) -> str:
         f"{escape(label)}: {100 * np.mean(values):.2f} ± {100 * np.std(values):.2f} %"
         for label, values in accuracies.items()
     )
-    picture = svg(clients_figure(accuracies, legend=False), "how many clients have which accuracy")
-    legend = _legend(list(accuracies)) if len(accuracies) > 1 else ""
+    methods = _methods(groups, accuracies)
+    picture = svg(clients_figure(accuracies, methods, legend=False), "how many clients have which accuracy")
+    legend = _legend(dict(zip(accuracies, methods, strict=True))) if len(accuracies) > 1 else ""
     return (
         f"<h2>Clients</h2>{legend}<div class='figures'><figure>{picture}"
         "<figcaption>Mean ± standard deviation over clients: "
@@ -228,7 +288,7 @@ def _clients(groups: Sequence[Group]) -> str:
 def _holdings(held: Matrix | None) -> str:
     if held is None:
         return ""
-    picture = svg(partition_figure(held.counts, held.columns), "data distribution across clients")
+    picture = svg(partition_figure(held.counts, held.columns, held.rows), "data distribution across clients")
     classes = np.count_nonzero(held.counts, axis=1)
     told = f"A client holds {classes.mean():.1f} of {len(held.columns)} classes on average, {classes.min()} at least."
     return f"<h2>Data distribution across clients</h2><figure>{picture}<figcaption>{told}</figcaption></figure>"
@@ -273,9 +333,11 @@ def _left_out(records: Sequence[Record]) -> str:
 
 
 def _recipe(record: Record) -> str:
-    name = escape(record.recipe.name)
-    text = escape(record.recipe.to_toml())
-    return f"<h2>Recipe</h2><details open><summary>{name}</summary><pre>{text}</pre></details>"
+    changed, full = (escape(text) for text in (record.recipe.to_toml(defaults=False), record.recipe.to_toml()))
+    return (
+        f"<h2>Recipe</h2><pre>{changed}</pre><details><summary>{escape(record.recipe.name)} with every default"
+        f"</summary><pre>{full}</pre></details>"
+    )
 
 
 def _versions(records: Sequence[Record]) -> str:

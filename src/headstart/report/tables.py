@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -218,20 +219,35 @@ def write_tables(path: Path, columns: Sequence[str], rows: Sequence[Sequence[str
     return list(files)
 
 
-def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def _right(rows: Sequence[Sequence[str]], column: int) -> bool:
+    """Whether a column holds figures, which stand to the right."""
+    cells = [row[column] for row in rows if row[column]]
+    return bool(cells) and all(cell[0].isdigit() or cell[0] in "-−." for cell in cells)
+
+
+Places = AbstractSet[tuple[int, int]]
+"""Rows and columns of cells that stand out."""
+
+
+def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]], bold: Places = frozenset()) -> str:
     """A table in Markdown."""
-    lines = [columns, ["---"] * len(columns), *rows]
+    ruler = ["---:" if _right(rows, place) else "---" for place in range(len(columns))]
+    marked = [[f"**{c}**" if (r, p) in bold else c for p, c in enumerate(row)] for r, row in enumerate(rows)]
+    lines = [columns, ruler, *marked]
     return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines)
 
 
-def latex(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def latex(columns: Sequence[str], rows: Sequence[Sequence[str]], bold: Places = frozenset()) -> str:
     """A table in LaTeX, with the rules of the `booktabs` package."""
     special = {"\\": r"\textbackslash{}", "±": r"$\pm$", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
-    special |= {character: f"\\{character}" for character in "&%$#_{}"}
-    lines = [
-        " & ".join("".join(special.get(c, c) for c in cell) for cell in line) + r" \\" for line in (columns, *rows)
-    ]
-    parts = [rf"\begin{{tabular}}{{{'l' * len(columns)}}}", r"\toprule", lines[0], r"\midrule", *lines[1:]]
+    special |= {character: f"\\{character}" for character in "&%$#_{}"} | {"²": r"\textsuperscript{2}", "→": r"$\to$"}
+    lines = []
+    for number, line in enumerate((columns, *rows), -1):
+        cells = ["".join(special.get(c, c) for c in cell) for cell in line]
+        cells = [rf"\textbf{{{cell}}}" if (number, place) in bold else cell for place, cell in enumerate(cells)]
+        lines.append(" & ".join(cells) + r" \\")
+    kinds = "".join("r" if _right(rows, place) else "l" for place in range(len(columns)))
+    parts = [rf"\begin{{tabular}}{{{kinds}}}", r"\toprule", lines[0], r"\midrule", *lines[1:]]
     return "\n".join([*parts, r"\bottomrule", r"\end{tabular}", ""])
 
 

@@ -77,14 +77,15 @@ def fedmezo(facts: CostFacts) -> Published:
     """The thesis counts one byte for a seed and for a scalar."""
     directions = facts.stage.num_directions
     total = facts.rounds * facts.per_round * (1 + 2 * directions)
-    passes = 2 * directions * facts.rounds * int(_seen(facts).sum())
+    passes = 2 * directions * facts.rounds * int(seen_examples(facts.stage, facts.counts.sum(axis=1)).sum())
     return Published(total, passes, "thesis, Eq. 6: R · (K + 2 · K · num_z) bytes, up and down")
 
 
 def distmezo(facts: CostFacts) -> Published:
     """As training, with two passes for each direction and step."""
     stage = facts.stage
-    return _exchanged(facts, 2 * stage.num_directions * stage.local_steps * int(_seen(facts).sum()))
+    seen = int(seen_examples(stage, facts.counts.sum(axis=1)).sum())
+    return _exchanged(facts, 2 * stage.num_directions * stage.local_steps * seen)
 
 
 def slora(facts: CostFacts, primed: int, masked: int, lora: int) -> Published:
@@ -155,10 +156,11 @@ def batch_examples(stage: Any, size: int) -> int:
     return int(epochs * size + rest * width)
 
 
-def _seen(facts: CostFacts) -> Ints:
-    """Examples of each client that a step looks at."""
-    sizes: Ints = facts.counts.sum(axis=1)
-    return sizes if facts.stage.batch_size == "full" else np.minimum(sizes, facts.stage.batch_size)
+def seen_examples(stage: Any, sizes: Ints) -> Ints:
+    """Examples [M] that a step looks at, of clients with so many [M]."""
+    if getattr(stage, "batch_share", None) is not None:
+        return np.array([stage.seen(int(size)) for size in sizes], np.int64)
+    return sizes if stage.batch_size == "full" else np.minimum(sizes, stage.batch_size)
 
 
 def _size(shapes: Any) -> int:

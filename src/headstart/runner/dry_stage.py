@@ -23,7 +23,7 @@ from headstart.core.statistics import Features, Ints
 from headstart.core.update import Blocks, Total, array_name
 from headstart.engine.client_states import RemoteStates
 from headstart.engine.server import check_sum, draw
-from headstart.runner.costs import batch_examples
+from headstart.runner.costs import batch_examples, seen_examples
 from headstart.runner.run_stage import StageRun
 from headstart.solvers.cohort import Cohort
 
@@ -208,7 +208,7 @@ def client_passes(stage: Any, plan: Plan, sizes: Ints) -> Ints:
     """Forward passes [M] of a round of clients with so many examples [M], where features change; a step counts as
     three."""
     if hasattr(stage, "num_directions"):
-        seen = sizes if stage.batch_size == "full" else np.minimum(sizes, stage.batch_size)
+        seen = seen_examples(stage, sizes)
         return np.asarray(2 * stage.num_directions * getattr(stage, "local_steps", 1) * seen)
     below = any(plan.trains(f"{part}.weight") for part in ("body", "module"))
     seen = np.array([batch_examples(stage, size) for size in sizes.tolist()], np.int64)

@@ -13,6 +13,7 @@ from scipy.special import log_softmax
 
 from headstart.core.metrics import (
     Metrics,
+    Tally,
     added,
     class_metrics,
     ranking_metrics,
@@ -31,6 +32,7 @@ from headstart.heads import LinearHead
 from headstart.heads.ncm import ncm_head
 from headstart.methods import Method
 from headstart.methods.personalise import PersonaliseStage
+from headstart.runner.client_metrics import ClientMetrics, of_classes, of_owners, of_tallies
 
 if TYPE_CHECKING:  # Flower takes seconds to load
     from headstart.engine.flower import FlowerClients
@@ -58,10 +60,16 @@ class Evaluation:
     """Of a model that generates: exp of the loss of a completion's token, over all tokens of all completions."""
     client_perplexity: npt.NDArray[np.float64] | None = None
     """[K], NaN for a client without test examples of its own."""
+    by_client: Callable[[], ClientMetrics] = dict
+    """Computes the other metrics of every client, where there are any."""
+    examples: int | None = None
+    """That were tested, where that is known."""
 
     def metrics(self) -> Metrics:
         """All of them under their names."""
         figures: Metrics = {"accuracy": self.accuracy, "loss": self.loss, **self.more}
+        if self.examples is not None:
+            figures["test_examples"] = self.examples
         if self.client_accuracy is not None:
             figures |= spread("local_accuracy", self.client_accuracy)
         if self.perplexity is not None:
@@ -82,12 +90,15 @@ def evaluate(
     scores = head.scores(features)
     answers, losses = _judged(scores, labels)
     right, by_client = answers == labels, None
+    each: Callable[[], ClientMetrics] = dict
     if counts is not None and owners is not None:
         by_client = _rates(right, owners, len(counts))
+        each = partial(of_owners, scores, labels, owners, len(counts))
     elif counts is not None:
         by_client = _weighted(_rates(right, labels, counts.shape[1]), counts)
-    more = class_metrics(tally_classes(scores, labels))
-    return Evaluation(float(right.mean()), _mean(losses), by_client, (labels, answers), more)
+        each = partial(of_classes, scores, labels, counts)
+    more, asked = class_metrics(tally_classes(scores, labels)), (labels, answers)
+    return Evaluation(float(right.mean()), _mean(losses), by_client, asked, more, by_client=each, examples=len(labels))
 
 
 def evaluate_targets(head: LinearHead, features: Features, targets: Floats, kind: Target) -> Evaluation:
@@ -100,7 +111,8 @@ def evaluate_targets(head: LinearHead, features: Features, targets: Floats, kind
     examples, right, _, loss = tally["figures"]
     ranking = ranking_metrics(scores, targets) if kind == "multilabel" else {}
     accuracy = None if kind == "regression" else float(right / examples)
-    return Evaluation(accuracy, float(loss / examples), more={**target_metrics(tally, kind), **ranking})
+    more = {**target_metrics(tally, kind), **ranking}
+    return Evaluation(accuracy, float(loss / examples), more=more, examples=len(targets))
 
 
 def evaluate_completions(features: Features, owners: Ints | None, clients: int) -> Evaluation:
@@ -138,6 +150,8 @@ def evaluate_each(scorers: Iterable[Scorer], labels: Ints, owners: Ints | None, 
     """
     by_client, right_answers, losses = np.full(len(counts), np.nan), [], []
     asked, answered, tallies = [], [], []
+    alone: list[Tally | None] = [None] * len(counts)
+    everything, tested = np.zeros((len(labels), counts.shape[1]), np.float32), np.full(len(labels), -1)
     share = counts / np.maximum(np.bincount(labels, minlength=counts.shape[1]), 1)
     for client, scorer in enumerate(scorers):
         rows = np.flatnonzero(counts[client][labels] > 0 if owners is None else owners == client)
@@ -146,6 +160,9 @@ def evaluate_each(scorers: Iterable[Scorer], labels: Ints, owners: Ints | None, 
         scores, weights = scorer(rows), None if owners is not None else share[client][labels[rows]]
         answers, loss = _judged(scores, labels[rows])
         tallies.append(tally_classes(scores, labels[rows], weights))
+        alone[client] = tallies[-1]
+        if owners is not None:
+            everything[rows], tested[rows] = scores, client
         right = answers == labels[rows]
         losses.append(loss)
         asked.append(labels[rows])
@@ -159,8 +176,14 @@ def evaluate_each(scorers: Iterable[Scorer], labels: Ints, owners: Ints | None, 
     sizes = counts.sum(axis=1)[there]
     pooled = np.concatenate(right_answers).mean() if right_answers else np.average(by_client[there], weights=sizes)
     pairs = (np.concatenate(asked), np.concatenate(answered))
-    more = class_metrics(added(tallies))
-    return Evaluation(float(pooled), _mean(np.concatenate(losses)), by_client, pairs, more)
+    each = partial(of_tallies, alone)
+    if owners is not None:
+        each = partial(of_owners, everything, labels, tested, len(counts))
+    examples = len(labels) if owners is None else int((tested >= 0).sum())
+    return Evaluation(
+        float(pooled), _mean(np.concatenate(losses)), by_client, pairs, class_metrics(added(tallies)), by_client=each,
+        examples=examples,
+    )  # fmt: skip
 
 
 def combined(parts: list[Evaluation], starts: Sequence[int]) -> Evaluation:
@@ -178,7 +201,15 @@ def combined(parts: list[Evaluation], starts: Sequence[int]) -> Evaluation:
         np.concatenate(clients) if clients else None,
         (answers[0], answers[1]) if answers is not None else None,
         {name: float(np.mean(values)) if values else None for name, values in known.items()},
+        by_client=lambda: _side_by_side([part.by_client() for part in parts]),
+        examples=None if any(part.examples is None for part in parts) else sum(part.examples or 0 for part in parts),
     )
+
+
+def _side_by_side(parts: Sequence[ClientMetrics]) -> ClientMetrics:
+    """Metrics of the clients of several tasks, one task after the other, as far as all have them."""
+    names = [name for name in parts[0] if all(name in part for part in parts)]
+    return {name: np.concatenate([part[name] for part in parts]) for name in names}
 
 
 def similarity(before: Features, after: Features) -> float:
@@ -258,9 +289,9 @@ class NodeEvaluator:
             if self.generates:
                 by_client[client] = np.exp(loss / known) if known else np.nan
         if self.generates:
-            _, each, _ = self.clients.judged(0, tested[0].total)
-            perplexity = None if each is None else float(np.exp(each))
-            about = Evaluation(None, each, nbytes=tested[0].nbytes, perplexity=perplexity, client_perplexity=by_client)
+            _, loss, _ = self.clients.metrics_of(0, tested[0].total)
+            perplexity = None if loss is None else float(np.exp(loss))
+            about = Evaluation(None, loss, nbytes=tested[0].nbytes, perplexity=perplexity, client_perplexity=by_client)
             return about, {self.federation.tasks[0]: about}
         if self.federation.dataset.target == "regression":
             by_client = np.full_like(by_client, np.nan)
@@ -268,10 +299,28 @@ class NodeEvaluator:
         for task, name in enumerate(self.federation.tasks):
             mine = by_client[self.federation.clients_of(task)]
             accuracy, loss, more = self.clients.metrics_of(task, tested[task].total)
-            found[name] = Evaluation(accuracy, loss, mine, None, more, tested[task].nbytes)
+            found[name] = Evaluation(
+                accuracy, loss, mine, None, more, tested[task].nbytes, examples=self._examples(tested[task].total)
+            )
         whole = combined(list(found.values()), self.federation.class_starts)
         nbytes = sum(one.nbytes[0] for one in tested), sum(one.nbytes[1] for one in tested)
-        return replace(whole, client_accuracy=by_client, nbytes=nbytes), found
+        each = {client: tally for one in tested for client, tally in one.each.items()}
+        return replace(whole, client_accuracy=by_client, nbytes=nbytes, by_client=partial(self._by_client, each)), found
+
+    def _examples(self, total: Tally) -> int | None:
+        """How many were tested; nobody knows where noise hides it."""
+        hidden = self.clients.stage.privacy is not None or "figures" not in total
+        return None if hidden else round(float(total["figures"][0]))
+
+    def _by_client(self, each: Mapping[int, Tally]) -> ClientMetrics:
+        """What clients tell of their tests in the clear."""
+        tallies, examples = list[Tally | None](), np.full(self.federation.n_clients, np.nan)
+        for client in range(self.federation.n_clients):
+            tally = each.get(client, {})
+            tallies.append(tally if "classes" in tally else None)
+            if "figures" in tally:
+                examples[client] = tally["figures"][0]
+        return {"test_examples": examples, **of_tallies(tallies)}
 
     def features(self, state: Any, split: str) -> Features:
         """They stay with the clients."""

@@ -76,7 +76,8 @@ class Observers:
         line = {**about, **self.record.metrics, **costs, **stage.privacy()}
         run.evaluations += 1
         self.directory.log(line)
-        run.on_metrics(line)
+        for tell in run.on_metrics:
+            tell(line)
 
     # ------------------------------------------------------------------------------------------------------ evaluation
 
@@ -145,9 +146,16 @@ class Observers:
         what, each = "accuracy", found.client_accuracy
         if found.perplexity is not None:
             what, each = "perplexity", found.client_perplexity
-        self.directory.write_clients(stage.number, stage.federation.names, stage.ledger, each, what)
+        more = {} if self.directory.path is None else {"train_examples": self._sizes(), **found.by_client()}
+        self.directory.write_clients(stage.number, stage.federation.names, stage.ledger, each, what, more)
         if found.answers is not None:
             self.directory.write_confusion(stage.number, stage.run.federation.dataset.classes, *found.answers)
+
+    def _sizes(self) -> Any:
+        """Training examples [K] of every client; not where noise is to hide them."""
+        privacy = self.settings.privacy
+        hidden = privacy is not None and privacy.from_server
+        return np.full(self.stage.federation.n_clients, np.nan) if hidden else self.stage.federation.sizes
 
     # ----------------------------------------------------------------------------------------------------- checkpoints
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import errno
 import logging
 import platform
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,19 +15,20 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from headstart.config.recipe import Recipe
+from headstart.config.recipe import MEMORY, Recipe
 from headstart.config.stage import Stage
 from headstart.core.ledger import peak_memory
 from headstart.core.metrics import SHOWN
 from headstart.core.progress import reported
 from headstart.data import Federation
+from headstart.data.memory import names_clients
 from headstart.engine.body import PRETRAINED, Body
 from headstart.engine.client_states import RemoteStates, collect
 from headstart.engine.server import SMALLEST_SUM
 from headstart.errors import HeadstartError
-from headstart.heads import LinearHead
 from headstart.records import Checkpoint, NoDirectory, Record, RunDirectory, StageModel, privacy_spent
-from headstart.report import write_report
+from headstart.report import human_bytes, score, write_report
+from headstart.runner.result import Result
 from headstart.runner.run_stage import run_stage
 
 if TYPE_CHECKING:  # Flower takes seconds to load
@@ -41,32 +43,34 @@ OnMetrics = Callable[[dict[str, Any]], object]
 COSTS = ("bytes_up", "bytes_down", "forward_passes", "seconds")
 
 
-@dataclass(frozen=True, eq=False)
-class Result:
-    """What a run found: the summary as it is saved, the final head, and the federation it came from."""
-
-    summary: dict[str, Any]
-    head: LinearHead
-    federation: Federation
-    out: Path | None
-
-
 def run(
-    recipe: Recipe,
+    recipe: Recipe | Mapping[str, Any] | Path | str,
     out: Path | str | None = None,
     resume: bool = False,
     on_metrics: OnMetrics | None = None,
+    *,
+    data: Any = None,
 ) -> Result:
-    """Run a recipe; with ``out``, leave a run directory, and with ``resume`` go on with an interrupted one.
+    """Run a recipe: itself, a table, or the path of a TOML file; with ``out``, leave a run directory, and with
+    ``resume`` go on with an interrupted one.
 
-    ``on_metrics`` is called with every evaluation, as it is written to `metrics.jsonl`.
+    ``on_metrics`` is called with every evaluation, as it is written to `metrics.jsonl`. ``data``: the examples, where
+    they are in memory and not in what the recipe names: a pair (X, y); a mapping with X and y, and optionally split,
+    client and domain; a DataFrame; a Hugging Face or torch data set; or a mapping of splits to any of these. X may be
+    features [n, d], images [n, H, W], [n, H, W, 3] or [n, 3, H, W], a list of PIL images, or a list of texts.
     """
+    recipe = Recipe.of(recipe, None if data is None else in_memory(data))
     path = Path(out) if out is not None else None
     if path is not None and not resume:
         RunDirectory.check_free(path)
     if resume and path is None:
         raise HeadstartError("--resume needs --out, the directory of the run to continue")
-    return run_federation(recipe, Federation.of(recipe), path, resume, on_metrics)
+    return run_federation(recipe, Federation.of(recipe, data), path, resume, on_metrics)
+
+
+def in_memory(data: Any) -> dict[str, Any]:
+    """The keys of [data] for data in memory, where a recipe does not say otherwise."""
+    return {"dataset": MEMORY, **({"partition": {"kind": "natural"}} if names_clients(data) else {})}
 
 
 def run_federation(
@@ -88,16 +92,19 @@ def run_federation(
         directory = RunDirectory.reopen(out, recipe) if resume else RunDirectory.create(out, recipe)
     try:
         noted = directory.path / "checkpoint" / "progress.json" if directory.path else None
-        with directory.lock(), reported(noted), TemporaryDirectory() as temporary:
+        with directory.lock(), reported(noted), directory.logged(), TemporaryDirectory() as temporary:
             if nodes is not None and isinstance(directory, RunDirectory):
                 nodes.run = directory.identity()
             if federation.remote_sizes is not None:
                 federation = _known(recipe, federation, directory)
                 if nodes is not None:
                     nodes.begin(federation.members)
+            directory.refuse_other_data(federation.dataset.fingerprint)
             folder = states or (directory.path / "checkpoint" if directory.path else Path(temporary))
             return Run(recipe, federation, directory, on_metrics or (lambda line: None), folder, nodes).play()
     except BaseException as error:
+        if directory.has_checkpoint:
+            directory.note(f"stopped: {type(error).__name__}: {' '.join(str(error).split())}", "ERROR")
         if not resume and not directory.has_checkpoint:
             directory.discard()
         if isinstance(error, OSError) and error.errno in _FULL:
@@ -184,7 +191,10 @@ class Run:
     ) -> None:
         """folder: of the clients' states."""
         self.recipe, self.federation, self.directory = recipe, federation, directory
-        self.on_metrics, self.folder, self.nodes = on_metrics, folder, nodes
+        self.folder, self.nodes = folder, nodes
+        self.metrics: list[dict[str, Any]] = []
+        """Every evaluation so far."""
+        self.on_metrics: tuple[OnMetrics, ...] = (self.metrics.append, self._log_metrics, on_metrics)
         returns = any(stage.start != "previous" for stage in recipe.stages)
         owners = {"train": federation.owners, "test": federation.test_owners}
         self.body = Body(recipe.model, federation.dataset, returns, owners)
@@ -204,6 +214,10 @@ class Run:
         """All stages, from the last checkpoint on."""
         saved = self.directory.load_checkpoint()
         start = self._restore(saved) if saved is not None else 0
+        self.say(
+            f"{'resumed' if saved else 'started'} {self.recipe.name}, seed {self.recipe.seed}, with headstart "
+            f"{version('headstart')}: {self.federation.n_clients:,} clients, {len(self.recipe.stages)} stages"
+        )
         if self.federation.remote_sizes is None:
             federation = self.federation
             if federation.dataset.target == "classes":
@@ -215,11 +229,23 @@ class Run:
             self._collect_garbage()
         return self._finish()
 
+    def say(self, message: str) -> None:
+        """A line of the run's log, and of the caller's logging."""
+        log.info(message)
+        self.directory.note(message)
+
+    def _log_metrics(self, line: dict[str, Any]) -> None:
+        self.say(
+            f"stage {line['stage']}, {line['method']}, round {line['round']}: {score(line)}, "
+            f"{human_bytes(line['bytes_up'])} up, {line['seconds']:.1f} s"
+        )
+
     def _restore(self, saved: Checkpoint) -> int:
         """What a checkpoint knows of finished stages; the number of the stage to go on with."""
         progress = saved.progress
         self.stages, self.evaluations, self.spent = progress["stages"], progress["evaluations"], progress["spent"]
         assert isinstance(self.directory, RunDirectory)
+        self.metrics += self.directory.metrics()
         for number in range(progress["stage"]):
             model, version = self.directory.load_model(number)
             if version is not None:
@@ -270,6 +296,7 @@ class Run:
             "unused_examples": federation.unused,
             "peak_rss_bytes": peak_memory(),
             "versions": _versions(),
+            **self._times(),
         }
         if spent := privacy_spent(self.stages):
             summary["privacy"] = spent
@@ -282,7 +309,14 @@ class Run:
             report = self.directory.path / "report.html"
             write_report(report, [Record.read(self.directory.path, summary)])
         self.directory.finish(summary)
-        return Result(summary, heads[0], federation, self.directory.path)
+        self.say(f"finished: {score(summary)} after {summary['total_seconds']:.1f} s")
+        return Result(self.recipe, summary, heads[0], self.metrics, self.directory.path, federation)
+
+    def _times(self) -> dict[str, Any]:
+        """When the run began and ended, in UTC, and the seconds between, interruptions included."""
+        began, ended = self.directory.started, datetime.now(UTC)
+        shown = {name: when.isoformat(timespec="seconds") for name, when in (("started", began), ("ended", ended))}
+        return {**shown, "total_seconds": round((ended - began).total_seconds(), 3)}
 
 
 def _versions() -> dict[str, str]:

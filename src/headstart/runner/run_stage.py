@@ -319,14 +319,11 @@ class StageRun:
         self.run.spent = {name: round(self.run.spent[name] + cost, 3) for name, cost in ledger.totals().items()}
 
     def _certainty(self) -> dict[str, Any]:
-        """How many examples the accuracy was measured on, and its 95 % confidence interval; where they are here."""
-        accuracy, tested = (
-            self.record.metrics.get("accuracy"),
-            getattr(self.federation.dataset, self.settings.eval_split),
-        )
-        if accuracy is None or not len(tested):
+        """The 95 % confidence interval of the accuracy, where it is known how many examples were tested."""
+        accuracy, tested = self.record.metrics.get("accuracy"), self.record.metrics.get("test_examples")
+        if accuracy is None or not tested:
             return {}
-        return {"test_examples": len(tested), "accuracy_interval": wilson_interval(accuracy, len(tested))}
+        return {"accuracy_interval": list(wilson_interval(accuracy, tested))}
 
     def privacy(self) -> dict[str, Any]:
         """What the rounds so far and the tests on nodes have spent, where they guarantee anything."""

@@ -9,18 +9,18 @@ from copy import deepcopy
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from statistics import mean
 from typing import Any
 
 from headstart.config.recipe import Recipe
 from headstart.errors import HeadstartError, RecipeError
 from headstart.records import RunDirectory
-from headstart.report import human_bytes, metric_cell, metric_heading, metrics_of
-from headstart.runner import run
+from headstart.runner.run_recipe import run
 
 # Keys whose own value is a list: a sweep over one of them is a list of lists.
 _LISTS = ("classes", "label_words", "input_column", "label_column")
 SEED = "seed"
+RESERVED = ("recipe", "stage", "method", "runs", "rounds", "bytes_up", "bytes_down", "forward_passes", "seconds")
+"""Columns of the tables of a comparison: no value that is tried out has one of these names."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,8 @@ class Point:
 
     recipe: Recipe
     values: Mapping[str, Any]
+    settings: tuple[str, ...] = ()
+    """Of the values, those that are about the data: what methods are compared under."""
 
     @property
     def folder(self) -> str:
@@ -39,14 +41,17 @@ class Point:
         return re.sub(r"[^A-Za-z0-9._=,+-]+", "-", ",".join(parts)) or self.recipe.name
 
 
+OnRun = Callable[[Point, dict[str, Any]], object]
+
+
 def expand(tables: Sequence[Mapping[str, Any]]) -> list[Point]:
     """All runs of some recipes, in the order in which their lists are written; every mistake at once."""
-    points, problems = [], dict[str, None]()
+    points, problems, combinations = list[Point](), dict[str, list[str]](), 0
     for table in tables:
         axes = dict(_axes(table, ()))
         if any(not values for values in axes.values()):
             empty = ", ".join(".".join(map(str, path)) for path, values in axes.items() if not values)
-            problems[f"{empty}: an empty list sweeps over nothing"] = None
+            problems[f"{empty}: an empty list sweeps over nothing"] = []
             continue
         names = _names(list(axes))
         for chosen in product(*axes.values()):
@@ -56,17 +61,27 @@ def expand(tables: Sequence[Mapping[str, Any]]) -> list[Point]:
             values = {names[path]: value for path, value in zip(axes, chosen, strict=True)}
             if len(tables) > 1:
                 values = {"recipe": str(table.get("name", "run")), **values}
+            combinations += 1
+            settings = tuple(names[path] for path in axes if path[0] in ("data", "tasks"))
             try:
-                points.append(Point(Recipe.parse(filled), values))
+                points.append(Point(Recipe.parse(filled), values, settings))
             except RecipeError as error:
-                problems |= dict.fromkeys(error.problems)
+                for problem in error.problems:
+                    problems.setdefault(problem, []).append(", ".join(f"{k} = {v}" for k, v in values.items()))
     if problems:
-        raise RecipeError(list(problems))
+        raise RecipeError([_placed(problem, where, combinations) for problem, where in problems.items()])
     folders = [point.folder for point in points]
     if len(set(folders)) < len(folders):
         twice = sorted({folder for folder in folders if folders.count(folder) > 1})
         raise HeadstartError(f"two runs would be the same: {', '.join(twice)}; give recipes names of their own")
     return points
+
+
+def _placed(problem: str, where: list[str], combinations: int) -> str:
+    """A problem behind the combination of values that has it, unless all have."""
+    if not where or len(where) == combinations:
+        return problem
+    return f"with {where[0]}{f' and {len(where) - 1} more' if len(where) > 1 else ''}: {problem}"
 
 
 def _axes(table: Mapping[str, Any], path: tuple[str | int, ...]) -> Iterator[tuple[tuple[str | int, ...], list[Any]]]:
@@ -83,10 +98,11 @@ def _axes(table: Mapping[str, Any], path: tuple[str | int, ...]) -> Iterator[tup
 
 
 def _names(paths: list[tuple[str | int, ...]]) -> dict[tuple[str | int, ...], str]:
-    """What an axis is called: its last key, or its whole path where two end alike."""
+    """What an axis is called: its last key, or its whole path where two end alike or a table has such a column."""
     ends = [str(path[-1]) for path in paths]
     return {
-        path: end if ends.count(end) == 1 else ".".join(map(str, path)) for path, end in zip(paths, ends, strict=True)
+        path: end if ends.count(end) == 1 and end not in RESERVED else ".".join(map(str, path))
+        for path, end in zip(paths, ends, strict=True)
     }
 
 
@@ -97,48 +113,29 @@ def _put(table: Any, path: tuple[str | int, ...], value: Any) -> None:
 
 
 def sweep(
-    points: Sequence[Point], out: Path, on_run: Callable[[Point, dict[str, Any]], object]
+    points: Sequence[Point], out: Path | None, on_run: OnRun = lambda point, summary: None, data: Any = None
 ) -> list[dict[str, Any]]:
     """Run every point in a directory of its own under ``out``; what is finished stays, what was cut short goes on.
 
-    Returns the summaries; ``on_run`` is called with each as it comes.
+    Returns the summaries; ``on_run`` is called with each as it comes; data: where they are in memory.
     """
     summaries = []
     for point in points:
-        folder = out / point.folder
-        summary = RunDirectory(folder).summary()
-        if summary is None:
-            summary = run(point.recipe, folder, resume=(folder / "recipe.toml").is_file()).summary
-        elif Recipe.load(folder / "recipe.toml") != point.recipe:
-            raise HeadstartError(f"{folder} is a run of another recipe; give another --out")
-        summaries.append(summary)
-        on_run(point, summary)
+        summaries.append(_summary(point, out, data))
+        on_run(point, summaries[-1])
     return summaries
 
 
-def compared(points: Sequence[Point], summaries: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """Columns and rows: what sets runs apart, and for each stage the mean ± standard deviation over the seeds."""
-    keys = list(dict.fromkeys(key for point in points for key in point.values if key != SEED))
-    groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
-    for point, summary in zip(points, summaries, strict=True):
-        groups.setdefault(tuple(str(point.values.get(key, "")) for key in keys), []).append(summary)
-    rows, shown = [], metrics_of([stage for each in summaries for stage in each["stages"]])
-    for values, runs in groups.items():
-        for number in range(max(len(each["stages"]) for each in runs)):
-            stages = [each["stages"][number] for each in runs if number < len(each["stages"])]
-            rows.append(
-                [
-                    *values,
-                    stages[0]["method"],
-                    *(metric_cell(name, stages) for name in shown),
-                    str(len(stages)),
-                    human_bytes(mean(stage["bytes_up"] for stage in stages)),
-                    f"{mean(stage['forward_passes'] for stage in stages):,.0f}",
-                    f"{mean(stage['seconds'] for stage in stages):.2f}",
-                ]
-            )
-    metrics = map(metric_heading, shown)
-    return [*keys, "method", *metrics, "runs", "bytes up", "forward passes", "seconds"], rows
+def _summary(point: Point, out: Path | None, data: Any) -> dict[str, Any]:
+    if out is None:
+        return run(point.recipe, data=data).summary
+    folder = out / point.folder
+    summary = RunDirectory(folder).summary()
+    if summary is None:
+        return run(point.recipe, folder, resume=(folder / "recipe.toml").is_file(), data=data).summary
+    if Recipe.load(folder / "recipe.toml") != point.recipe:
+        raise HeadstartError(f"{folder} is a run of another recipe; give another --out")
+    return summary
 
 
 def refuse_other_tables(points: Sequence[Point], out: Path) -> None:

@@ -10,7 +10,6 @@ import json
 import logging
 import os
 import re
-import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -133,7 +132,9 @@ class _Follower:
             action()
         except Exception as error:  # a full disk, a server that is gone: libraries raise what they like
             self.failed = True
-            print(f"--log {self.name} failed: {first_line(error)}; the run continues without it", file=sys.stderr)
+            logging.getLogger("headstart").warning(
+                f"--log {self.name} failed: {first_line(error)}; the run continues without it"
+            )
 
 
 # ------------------------------------------------------------------------------------------------------- the three logs

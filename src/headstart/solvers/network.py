@@ -170,7 +170,8 @@ class _Steps:
         if size >= len(labels):
             return _gradients(self.network.losses(inputs, labels, "mean"), self.moving)
         total: list[Tensor] = []
-        for part in torch.arange(len(labels)).split(size):
+        for start in range(0, len(labels), size):
+            part = torch.arange(start, min(start + size, len(labels)))
             loss = self.network.losses(taken(inputs, part), labels[part]).sum() / len(labels)
             found = _gradients(loss, self.moving)
             total = [a + b for a, b in zip(total, found, strict=True)] if total else found

@@ -17,6 +17,7 @@ from headstart.records import FederationState, NodeState, Record, RoundsLog
 from headstart.records.federation import moment
 from headstart.records.rounds import outcome
 from headstart.report import html_table, human_bytes
+from headstart.report.tables import score
 
 SOON = 30
 """Days before its end from which a certificate is spoken of."""
@@ -137,8 +138,9 @@ def _tile(name: str, figure: str, about: str, more: str = "") -> str:
 def _progress_tiles(federation: Federation, record: Record) -> list[str]:
     stage, done, rounds = federation.where()
     stages = record.recipe.stages
-    tested = [line["accuracy"] for line in record.metrics if line["stage"] == stage][-1:]
-    told = [f"accuracy {100 * accuracy:.1f}\N{NO-BREAK SPACE}%" for accuracy in tested if accuracy is not None]
+    tested = [line for line in record.metrics if line["stage"] == stage][-1:]
+    told = [f"accuracy {score(line)}" for line in tested if line["accuracy"] is not None]
+    told += [score(line) for line in tested if line.get("r2") is not None]
     now = min(done + federation.running, rounds)
     bar = f'<progress max="{rounds}" value="{done}"></progress>'
     left = f'<span class="soft" data-left="{escape(federation.id)}"></span>' if federation.running else ""

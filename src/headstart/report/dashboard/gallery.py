@@ -14,6 +14,7 @@ from headstart.errors import HeadstartError
 from headstart.records import FederationState, Record, RoundsLog, RunDirectory, find, find_federations
 from headstart.report import report_body
 from headstart.report.dashboard.federation import Federation, panel
+from headstart.report.tables import score
 
 _WATCHED = ("recipe.toml", "metrics.jsonl", "summary.json", "clients.csv", "confusion.csv")
 
@@ -31,10 +32,15 @@ class Status:
     """Between 0 and 1."""
     left: float | None
     """Seconds that what it is doing may still take."""
-    accuracy: float | None
+    score: str
+    """How good its last finished stage is: an accuracy, or R²; empty where there is none."""
     dropped: int
     version: str
     """Another one means that there is more to see."""
+    began: float
+    """Seconds since 1970."""
+    report: bool
+    """Whether there is a page of it."""
 
 
 @dataclass
@@ -59,15 +65,23 @@ class Gallery:
         one = self.folders[0] if len(self.folders) == 1 else None
         return str(path.relative_to(one) if one and path != one and path.is_relative_to(one) else path)
 
+    def report(self, chosen: Sequence[str]) -> str:
+        """The page that a run has left in its directory."""
+        known = self.paths()
+        if len(chosen) != 1 or chosen[0] not in known or not (known[chosen[0]] / "report.html").is_file():
+            raise HeadstartError("there is no report of this run")
+        return (known[chosen[0]] / "report.html").read_text(encoding="utf-8")
+
     def statuses(self) -> list[Status]:
-        """Every run that can be read; what is being deleted or is no run of this version is left out."""
+        """Every run that can be read, the newest first; what is being deleted or is no run of this version is left
+        out."""
         found = []
         for name, path in self.paths().items():
             try:
                 found.append(self._status(name, path))
             except (HeadstartError, OSError, ValueError, KeyError):
                 continue
-        return found
+        return sorted(found, key=lambda status: -status.began)
 
     def body(self, chosen: Sequence[str]) -> str:
         """What there is to see of the chosen runs together."""
@@ -127,7 +141,7 @@ class Gallery:
         rounds = [stage.rounds or 1 for stage in stages]
         with self._reading:
             dropped, (number, played) = self._log(path).dropped, self._log(path).where(rounds, record.evaluated)
-        accuracy = done[-1]["accuracy"] if done else None
+        tested = score(done[-1]) if done else ""
         state = "finished" if record.summary else "running" if RunDirectory(path).running else "stopped"
         doing, share, left = state, 1.0, None
         if record.summary is None:
@@ -135,7 +149,8 @@ class Gallery:
             share = min((sum(rounds[:number]) + played) / sum(rounds), 1.0)
             if state == "running":
                 doing, left = _under_way(path, doing)
-        return Status(name, record.recipe.name, state, doing, share, left, accuracy, dropped, version)
+        began, page = (path / "recipe.toml").stat().st_mtime, (path / "report.html").is_file()
+        return Status(name, record.recipe.name, state, doing, share, left, tested, dropped, version, began, page)
 
     def _log(self, path: Path) -> RoundsLog:
         """Which clients participated in the rounds of a run so far."""

@@ -91,6 +91,7 @@ class _Handler(BaseHTTPRequestHandler):
             "/runs": ("application/json", self._runs),
             "/federations": ("text/html", lambda: gallery.panels(chosen).encode()),
             "/view": ("text/html", lambda: gallery.body(chosen).encode()),
+            "/report": ("text/html", lambda: gallery.report(chosen).encode()),
         }
         if url.path not in answers:
             self._send(HTTPStatus.NOT_FOUND, "text/plain", b"there is no such page\n")

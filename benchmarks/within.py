@@ -1,0 +1,190 @@
+"""FedCOF's default beside the paper's, example by example; PACS by what clients tell and by split; published figures.
+
+    python -m benchmarks.within paired [NAME …]    default − paper's, with the standard error of the paired difference
+    python -m benchmarks.within pacs               the four domains as clients, several splits
+    python -m benchmarks.within published          FedNCM, FedCOF and Fed3R beside the papers' figures
+    python -m benchmarks.within centres            FedNCM with five centres beside pooled k-means of scikit-learn
+
+They read the features that `python -m benchmarks.heads extract` has written.
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from benchmarks.common import SHARED, show
+from benchmarks.heads import CLIENTS, SETS, dealt, features, file_of
+from headstart.heads.estimators import Fed3R, FedCOF, FedNCM
+
+PARTITIONS = 5
+PUBLISHED = {"CUB-200": "cub200-mobilenet", "Stanford Cars": "cars-mobilenet", "CIFAR-100": "cifar100-mobilenet"}
+
+
+def right(head: Any, name: str, owners: np.ndarray) -> np.ndarray:
+    """Whether each test example [n] is predicted right by a head of these clients [N]."""
+    data = features(name)
+    train, test = data["split"] == 0, data["split"] == 2
+    head.fit(data["X"][train], data["y"][train], client=owners)
+    return np.asarray(head.predict(data["X"][test]) == data["y"][test])
+
+
+def paired(names: list[str]) -> None:
+    """The mean over partitions of each example's difference, and its standard error over the test examples."""
+    rows = []
+    for name in names:
+        data = features(name)
+        train = data["split"] == 0
+        y, domain = data["y"][train], data["domain"][train]
+        domains = int(domain.max()) + 1
+        for clients in (domains, 2 * domains, 5 * domains, 100, 1000) if domains > 1 else CLIENTS:
+            if clients > train.sum() // 4:
+                continue
+            partitions = range(1 if clients == domains > 1 else PARTITIONS)
+            owners = [dealt(y, domain, clients, seed) for seed in partitions]
+            old, new = (
+                np.mean([right(head, name, who) for who in owners], axis=0)
+                for head in (FedCOF(within="estimated"), FedCOF())
+            )
+            error = 100 * (new - old).std() / np.sqrt(len(old))
+            cells = (
+                f"{100 * old.mean():.2f}",
+                f"{100 * new.mean():.2f}",
+                f"{100 * (new - old).mean():+.2f} ± {error:.2f}",
+            )
+            rows.append((name, clients, len(owners), *cells))
+            print(*rows[-1], file=sys.stderr, flush=True)
+    columns = ("features", "clients", "partitions", 'FedCOF (`within = "estimated"`)', "default", "difference")
+    show("FedCOF's default and the paper's: difference ± standard error over the test examples", columns, rows)
+
+
+def pacs() -> None:
+    """Accuracy over all test images, and the mean of the four domains' accuracies, for several splits."""
+    data = features("pacs-squeezenet")
+    x, y, domain = data["X"], data["y"], data["domain"]
+    heads: dict[str, Any] = {
+        "FedNCM": FedNCM(),
+        "FedCOF, γ = 1": FedCOF(1.0, within="estimated"),
+        "FedCOF, γ auto": FedCOF(within="estimated"),
+        "2 means, γ = 1": FedCOF(1.0, 2, within="estimated"),
+        "10 means, γ = 1": FedCOF(1.0, 10, within="estimated"),
+        "default": FedCOF(),
+        "trace": FedCOF(within="trace"),
+        "diagonal": FedCOF(within="diagonal"),
+        **{f"rank {rank}": FedCOF(rank=rank) for rank in (4, 16, 64)},
+        "Fed3R, λ = 0.01": Fed3R(0.01),
+        "Fed3R, λ auto": Fed3R(),
+    }
+    splits = {"a fifth of every class and domain": data["split"] == 2}
+    for share in (0.2, 0.5):
+        splits |= {f"{share:.0%} at random, seed {s}": np.random.default_rng(s).random(len(y)) < share for s in (0, 1)}
+    splits["the training images themselves"] = np.ones(len(y), bool)
+    rows = []
+    for title, head in heads.items():
+        cells = []
+        for split, test in splits.items():
+            train = test if split.startswith("the training") else ~test
+            head.fit(x[train], y[train], client=domain[train])
+            hits = head.predict(x[test]) == y[test]
+            each = np.mean([hits[domain[test] == site].mean() for site in range(4)])
+            cells.append(f"{100 * hits.mean():.1f} / {100 * each:.1f}")
+        rows.append((title, *cells))
+        print(*rows[-1], file=sys.stderr, flush=True)
+    show("PACS, four clients: over all test images / mean of the domains, by test split", ("head", *splits), rows)
+
+
+def published() -> None:
+    """MobileNetV2, 100 clients: the FedCOF paper's Table 2 and what is measured here, mean of two partitions."""
+    with (SHARED / "published" / "fedcof.csv").open(newline="", encoding="utf-8") as file:
+        table = [row for row in csv.DictReader(file) if row["table"] == "2" and row["quantity"] == "accuracy"]
+    heads = {"FedNCM": FedNCM(), "FedCOF": FedCOF(0.1, within="estimated"), "Fed3R": Fed3R(0.01, bias=False)}
+    rows = []
+    for dataset, name in PUBLISHED.items():
+        if not file_of(name).exists():
+            continue
+        data = features(name)
+        train = data["split"] == 0
+        owners = [dealt(data["y"][train], data["domain"][train], 100, seed) for seed in (0, 1)]
+        for method, head in heads.items():
+            (row,) = [
+                r for r in table if (r["method"], r["dataset"], r["backbone"]) == (method, dataset, "MobileNetV2")
+            ]
+            found = 100 * np.mean([right(head, name, who).mean() for who in owners])
+            ours = FedCOF() if method == "FedCOF" else Fed3R() if method == "Fed3R" else head
+            usual = 100 * np.mean([right(ours, name, who).mean() for who in owners])
+            rows.append((dataset, method, f"{row['value']} ± {row['deviation']}", f"{found:.1f}", f"{usual:.1f}"))
+            print(*rows[-1], file=sys.stderr, flush=True)
+    columns = ("data", "method", "published", "its settings, here", "headstart's defaults")
+    show("MobileNetV2, 100 clients, Dirichlet 0.1", columns, rows)
+
+
+@dataclass(frozen=True)
+class Clustered:
+    """Features [N, d] and labels [N] to learn from, and [n, d], [n] to test on."""
+
+    x: np.ndarray
+    y: np.ndarray
+    test: np.ndarray
+    labels: np.ndarray
+
+    def pooled(self, init: str, n_init: int, seed: int) -> float:
+        """Accuracy of five centres of each class by scikit-learn's k-means, all examples being in one place."""
+        from sklearn.cluster import KMeans
+
+        k_means = [KMeans(5, init=init, n_init=n_init, random_state=seed).fit(self.x[self.y == c]) for c in range(10)]
+        rows = np.concatenate([each.cluster_centers_ for each in k_means])
+        scores = self.test @ (rows / np.linalg.norm(rows, axis=1, keepdims=True)).T
+        return float((scores.argmax(axis=1) // 5 == self.labels).mean())
+
+    def federated(self, centres: int, iterations: int, seed: int) -> float:
+        """Accuracy of FedNCM's."""
+        head = FedNCM(centres=centres, iterations=iterations, random_state=seed).fit(self.x, self.y)
+        return float(head.score(self.test, self.labels))
+
+
+def centres() -> None:
+    """FedNCM with five centres of each class, and as many by k-means on the pooled examples."""
+    from headstart.backbones import load_backbone
+    from headstart.backbones.extract import extract
+    from headstart.config.recipe import Data, Model
+    from headstart.data.load import load_dataset
+
+    rows = []
+    for name, backbone in (("mnist-mini", "efficientnet-lite0"), ("digits", None)):
+        dataset = load_dataset(Data(dataset=name))
+        body = load_backbone(Model(backbone=backbone)) if backbone else None
+        x, test = (
+            np.asarray(extract(body, part, name) if body else part.features(), np.float64)
+            for part in (dataset.train, dataset.test)
+        )
+        data = Clustered(x, dataset.train.labels, test, dataset.test.labels)
+        ways: dict[str, Callable[[int], float]] = {"one centre": partial(data.federated, 1, 1)}
+        ways |= {f"headstart, {n} iterations": partial(data.federated, 5, n) for n in (10, 30, 100)}
+        for init, n in (("random", 1), ("k-means++", 1), ("k-means++", 10)):
+            ways[f"scikit-learn, {init}, best of {n}"] = partial(data.pooled, init, n)
+        for title, way in ways.items():
+            found = 100 * np.array([way(seed) for seed in range(5)])
+            spread = f"{found.min():.1f} to {found.max():.1f}"
+            rows.append((name, title, f"{found.mean():.1f} ± {found.std(ddof=1):.1f}", spread))
+            print(*rows[-1], file=sys.stderr, flush=True)
+    show("Five centres of each class, cosine, five seeds", ("data", "k-means", "accuracy", "from, to"), rows)
+
+
+def main() -> None:
+    os.environ.setdefault("HEADSTART_DATA", str(SHARED / "data"))
+    what, *names = sys.argv[1:]
+    if what == "paired":
+        paired(names or [name for name in SETS if file_of(name).exists()])
+    else:
+        {"pacs": pacs, "published": published, "centres": centres}[what]()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""The first sentence of a report: one number, of how many examples, against what, for how many bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from statistics import mean
+from typing import Any
+
+import numpy as np
+
+from headstart.core.metrics import wilson_interval
+from headstart.records.record import Group, Record, score_of
+from headstart.report.tables import human_bytes, metric_cell
+
+
+def opening(groups: Sequence[Group]) -> str:
+    """One sentence about one run, or about the best of several groups; nothing where nobody has tested."""
+    scored = [(group, found) for group in groups if (found := _score(group)) is not None]
+    if not scored:
+        return ""
+    if len(groups) == 1 and len(groups[0].runs) == 1:
+        return f'<p class="lead">{_of_one(groups[0].runs[0])}</p>'
+    scored.sort(key=lambda each: -each[1])
+    best = scored[0][0]
+    told = f"<b>{_cell(best)}</b>: {escape(best.label)}, {_runs(best)}, {_sent(best)}"
+    if len(scored) > 1:
+        told += f"; next is {escape(scored[1][0].label)} with {_cell(scored[1][0])}, {_sent(scored[1][0])}"
+    return f'<p class="lead">{told}.</p>'
+
+
+def _of_one(record: Record) -> str:
+    stage, told = record.stages[-1], escape(record.stages[-1]["method"])
+    sent = human_bytes(sum(each["bytes_up"] for each in record.stages))
+    summary: Mapping[str, Any] = record.summary or {}
+    clients = f"{summary['clients']:,} clients" if "clients" in summary else "clients"
+    if stage.get("r2") is not None:
+        return f"<b>R² {stage['r2']:.4f}</b> (variance explained) by {told}; the {clients} have sent {sent} in all."
+    return f"{correct(stage, record)} by {told}; the {clients} have sent {sent} in all."
+
+
+def correct(stage: Mapping[str, Any], record: Record | None = None) -> str:
+    """The accuracy of a stage, of how many examples, and its confidence interval; against the most frequent class."""
+    accuracy, examples = stage["accuracy"], stage.get("test_examples")
+    split = stage.get("eval_split", "test")
+    of = f" of {examples:,} {split} examples" if examples else f" on the {split} split"
+    told = f"<b>{100 * accuracy:.2f} %</b>{of}"
+    notes = []
+    if examples:
+        low, high = wilson_interval(accuracy, examples)
+        notes.append(f"95 % confidence interval {100 * low:.1f} to {100 * high:.1f} %")
+    confusion = record.confusion() if record is not None else None
+    if confusion is not None:
+        counts = confusion.counts.sum(axis=1)
+        usual = confusion.rows[int(np.argmax(counts))]
+        notes.append(f"to say {escape(usual)!r} always would be right in {100 * counts.max() / counts.sum():.1f} %")
+    return f"{told} ({'; '.join(notes)})" if notes else told
+
+
+def _score(group: Group) -> float | None:
+    """Mean accuracy, or R², of the last stage over the seeds."""
+    known = [score for record in group.runs if record.stages and (score := score_of(record.stages[-1])) is not None]
+    return mean(known) if known else None
+
+
+def _cell(group: Group) -> str:
+    stages = [record.stages[-1] for record in group.runs if record.stages]
+    if any(stage.get("r2") is not None for stage in stages):
+        return f"R² {metric_cell('r2', stages)}"
+    return f"{metric_cell('accuracy', stages)} %"
+
+
+def _runs(group: Group) -> str:
+    return f"{len(group.runs)} seeds" if len(group.runs) > 1 else "one run"
+
+
+def _sent(group: Group) -> str:
+    sums = [sum(stage["bytes_up"] for stage in record.stages) for record in group.runs]
+    return f"{human_bytes(mean(sums))} up"

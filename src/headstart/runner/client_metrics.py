@@ -1,0 +1,68 @@
+"""Metrics of every client beside its accuracy: on its own test examples, or on the shared ones by its classes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+from scipy.special import softmax
+from scipy.stats import rankdata
+
+from headstart.core.metrics import BINS, CLASSIFICATION, Tally, class_metrics, tally_classes
+from headstart.core.statistics import Floats, Ints
+
+ClientMetrics = dict[str, Floats]
+"""[K] by name, NaN for a client that has none."""
+
+Scores = npt.NDArray[np.float32]
+
+
+def of_owners(scores: Scores, labels: Ints, owners: Ints, clients: int) -> ClientMetrics:
+    """On each client's own test examples: how many there are, macro-F1, balanced accuracy, calibration error, and the
+    area under the ROC curve. scores: [n, C]; labels, owners: [n], a negative number being nobody."""
+    found = [dict.fromkeys((*CLASSIFICATION, "roc_auc"), np.nan) for _ in range(clients)]
+    order = np.argsort(owners, kind="stable")
+    bounds = np.searchsorted(owners[order], np.arange(clients + 1))
+    for client in range(clients):
+        rows = order[bounds[client] : bounds[client + 1]]
+        if len(rows):
+            known = class_metrics(tally_classes(scores[rows], labels[rows]))
+            known["roc_auc"] = roc_auc(scores[rows], labels[rows])
+            found[client] = {name: np.nan if value is None else value for name, value in known.items()}
+    figures = {name: np.array([each[name] for each in found]) for name in (*CLASSIFICATION, "roc_auc")}
+    return {"test_examples": np.diff(bounds).astype(np.float64), **figures}
+
+
+def of_classes(scores: Scores, labels: Ints, counts: Ints) -> ClientMetrics:
+    """On shared test examples, each class counting as often as the client has training examples [K, C] of it."""
+    n_classes = counts.shape[1]
+    parts = [tally_classes(scores[labels == label], labels[labels == label]) for label in range(n_classes)]
+    sizes = np.bincount(labels, minlength=n_classes)
+    weights = counts * (sizes > 0) / np.maximum(sizes, 1)  # of a test example of each class [K, C]
+    true, predicted, right = (weights @ np.stack([part["classes"][row] for part in parts]) for row in range(3))
+    bins = np.einsum("kc,cib->ikb", weights, np.stack([part["bins"] for part in parts]))
+    classes = np.stack([true, predicted, right], axis=1)
+    return of_tallies([{"classes": classes[client], "bins": bins[:, client]} for client in range(len(counts))])
+
+
+def of_tallies(tallies: Sequence[Tally | None]) -> ClientMetrics:
+    """Of each client's tally; None: it has no test examples."""
+    empty: Tally = {"classes": np.zeros((3, 1)), "bins": np.zeros((3, BINS))}
+    found = [class_metrics(tally or empty) for tally in tallies]
+    return {name: np.array([np.nan if (v := each[name]) is None else v for each in found]) for name in CLASSIFICATION}
+
+
+def roc_auc(scores: Scores, labels: Ints) -> float | None:
+    """Area under the ROC curve of each class against the others, averaged over the classes [C] that some examples [n]
+    have and some have not, as in scikit-learn; None where no class has both."""
+    shares = softmax(scores.astype(np.float64), axis=1)
+    present = np.bincount(labels, minlength=scores.shape[1])
+    classes = np.flatnonzero((present > 0) & (present < len(labels)))
+    if not len(classes) or not np.isfinite(shares).all():
+        return None
+    ranks = rankdata(shares[:, classes], axis=0)
+    own = labels[:, None] == classes[None]
+    positive = own.sum(axis=0)
+    above = (ranks * own).sum(axis=0) - positive * (positive + 1) / 2
+    return float((above / (positive * (len(labels) - positive))).mean())

@@ -1,0 +1,285 @@
+"""Comparisons: recipes and every combination of the values that they list, as runs, tables and tests over seeds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from statistics import mean, stdev
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from headstart.config.recipe import Recipe, read_table
+from headstart.core.files import csv_text, write_text
+from headstart.errors import HeadstartError
+from headstart.records import Record
+from headstart.records.record import score_of
+from headstart.report import (
+    html_table,
+    human_bytes,
+    latex,
+    markdown,
+    metric_cell,
+    metric_heading,
+    metrics_of,
+    write_figures,
+    write_report,
+)
+from headstart.runner.run_recipe import in_memory
+from headstart.runner.sweep import SEED, OnRun, Point, expand, refuse_other_tables, sweep
+
+if TYPE_CHECKING:
+    import pandas
+
+_COSTS = ("rounds", "bytes_up", "bytes_down", "forward_passes", "seconds")
+
+
+def compare(
+    recipes: Recipe | Mapping[str, Any] | Path | str | Sequence[Recipe | Mapping[str, Any] | Path | str],
+    out: Path | str | None = None,
+    settings: Sequence[str] = (),
+    on_run: OnRun = lambda point, summary: None,
+    *,
+    data: Any = None,
+) -> Comparison:
+    """Run recipes (tables, or paths of TOML files), and every combination of values where a list stands in the place
+    of a value; means and tests over the seeds.
+
+    With ``out``, every run has a directory under it, finished ones stay and interrupted ones go on; without, nothing is
+    written. ``settings``: as of ``--set``; ``on_run`` is called with each point and its summary; ``data``: as of `run`.
+    """
+    given = [recipes] if isinstance(recipes, Recipe | Mapping | Path | str) else list(recipes)
+    tables = [_table(each, settings, data) for each in given]
+    points, where = expand(tables), Path(out) if out is not None else None
+    if where is not None:
+        refuse_other_tables(points, where)
+    found = Comparison(points, sweep(points, where, on_run, data))
+    if where is not None:
+        found.write(where)
+    return found
+
+
+def _table(recipe: Any, settings: Sequence[str], data: Any) -> dict[str, Any]:
+    table = recipe.model_dump(mode="json", exclude_none=True) if isinstance(recipe, Recipe) else recipe
+    if isinstance(table, Mapping) and settings:
+        raise HeadstartError("settings are for recipes in files; change the table instead")
+    table = dict(table) if isinstance(table, Mapping) else read_table(table, settings)
+    if not table.get("tasks"):
+        table.pop("tasks", None)
+    return table if data is None else {**table, "data": {**in_memory(data), **table.get("data", {})}}
+
+
+@dataclass(frozen=True, eq=False)
+class Row:
+    """A stage of runs that differ in nothing but the seed."""
+
+    values: dict[str, Any]
+    """What sets these runs apart from the others."""
+    number: int
+    """Of the stage, from 0."""
+    stages: dict[int, dict[str, Any]]
+    """The stage as each seed's run summarises it."""
+
+    @property
+    def method(self) -> str:
+        """Of the stage."""
+        return str(next(iter(self.stages.values()))["method"])
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Comparison:
+    """Finished runs, and what they say together."""
+
+    points: Sequence[Point]
+    summaries: Sequence[dict[str, Any]]
+
+    @cached_property
+    def keys(self) -> list[str]:
+        """What sets runs apart, but for the seed."""
+        return list(dict.fromkeys(key for point in self.points for key in point.values if key != SEED))
+
+    @cached_property
+    def settings(self) -> list[str]:
+        """Of these, what is about the data: methods are compared under each combination of them."""
+        return [key for key in self.keys if any(key in point.settings for point in self.points)]
+
+    @cached_property
+    def rows(self) -> list[Row]:
+        """Every stage of every group of runs."""
+        groups: dict[str, tuple[dict[str, Any], dict[int, dict[str, Any]]]] = {}
+        for point, summary in zip(self.points, self.summaries, strict=True):
+            values = {key: point.values[key] for key in self.keys if key in point.values}
+            groups.setdefault(str(values), (values, {}))[1][point.recipe.seed] = summary
+        found = []
+        for values, runs in groups.values():
+            for number in range(max(len(each["stages"]) for each in runs.values())):
+                stages = {s: each["stages"][number] for s, each in runs.items() if number < len(each["stages"])}
+                found.append(Row(values, number, stages))
+        return found
+
+    @cached_property
+    def _metrics(self) -> list[str]:
+        return metrics_of([stage for row in self.rows for stage in row.stages.values()])
+
+    def records(self) -> Iterator[dict[str, Any]]:
+        """Numbers, tidy: a row for every stage of every combination, with mean and standard deviation over the seeds of
+        each metric, the number of runs, and means of the costs."""
+        for row in self.rows:
+            found: dict[str, Any] = {key: row.values.get(key) for key in self.keys}
+            found |= {"stage": row.number, "method": row.method, "runs": len(row.stages)}
+            for name in self._metrics:
+                known = [value for stage in row.stages.values() if (value := stage.get(name)) is not None]
+                found[f"{name}_mean"] = mean(known) if known else None
+                found[f"{name}_std"] = stdev(known) if len(known) > 1 else None
+            yield found | {name: mean(stage[name] for stage in row.stages.values()) for name in _COSTS}
+
+    def to_frame(self) -> pandas.DataFrame:
+        """`records` as a data frame."""
+        import pandas
+
+        return pandas.DataFrame(self.records())
+
+    def table(self) -> tuple[list[str], list[list[str]]]:
+        """Columns and rows for a reader: mean ± standard deviation over the seeds."""
+        columns = [*self.keys, "method", *map(metric_heading, self._metrics), "runs", "bytes up", "forward passes"]
+        rows = []
+        for row in self.rows:
+            stages = list(row.stages.values())
+            rows.append(
+                [
+                    *(str(row.values.get(key, "")) for key in self.keys),
+                    row.method,
+                    *(metric_cell(name, stages) for name in self._metrics),
+                    str(len(stages)),
+                    human_bytes(mean(stage["bytes_up"] for stage in stages)),
+                    f"{mean(stage['forward_passes'] for stage in stages):,.0f}",
+                    f"{mean(stage['seconds'] for stage in stages):.2f}",
+                ]
+            )
+        return [*columns, "seconds"], rows
+
+    def _named(self, row: Row) -> tuple[str, ...]:
+        """What a row of the pivot is called: the method, and what is set apart beside the data."""
+        others = [key for key in self.keys if key not in self.settings]
+        return (*(str(row.values.get(key, "")) for key in others), row.method, str(row.number))
+
+    def _under(self, row: Row) -> str:
+        """The setting of the data that a row belongs to."""
+        return ", ".join(f"{key} {row.values.get(key, '')}" for key in self.settings)
+
+    def pivot(self) -> tuple[list[str], list[list[str]], set[tuple[int, int]]]:
+        """Methods × settings: columns, rows, and the places of the best figure of each setting.
+
+        A cell is the mean ± standard deviation over the seeds of accuracy (in %), or of R² where there are no classes.
+        """
+        metric = "accuracy" if "accuracy" in self._metrics else "r2"
+        under = list(dict.fromkeys(self._under(row) for row in self.rows))
+        named = list(dict.fromkeys(map(self._named, self.rows)))
+        cells = {(self._named(row), self._under(row)): list(row.stages.values()) for row in self.rows}
+        several = len({(*name[:-1],) for name in named}) < len(named)  # a method more than once in a recipe
+        others = [key for key in self.keys if key not in self.settings]
+        columns = [*others, "method", *(["stage"] if several else [])]
+        fixed = len(columns)
+        columns += [f"{metric_heading(metric)}{f', {each}' if each else ''}" for each in under] + ["bytes up"]
+        rows, best = [], set()
+        for name in named:
+            mine = [cells.get((name, each), []) for each in under]
+            sent = mean(stage["bytes_up"] for stages in mine for stage in stages)
+            shown = [metric_cell(metric, stages) if stages else "" for stages in mine]
+            rows.append([*(name if several else name[:-1]), *shown, human_bytes(sent)])
+        for place, each in enumerate(under):
+            means = [_mean_score(cells.get((name, each), [])) for name in named]
+            highest = max((value for value in means if value is not None), default=None)
+            best |= {(row, fixed + place) for row, value in enumerate(means) if value == highest is not None}
+        return columns, rows, best
+
+    def tests(self) -> list[dict[str, Any]]:
+        """Paired t-tests over the seeds: in each setting of the data, the best row against each of the others.
+
+        `difference` is the mean of best − other over the seeds that both have, at least two; `p_value` is two-sided;
+        `p_holm` holds for all tests of a setting together (Holm, 1979).
+        """
+        found: list[dict[str, Any]] = []
+        for under in dict.fromkeys(map(self._under, self.rows)):
+            mine = [(row, scores) for row in self.rows if self._under(row) == under and (scores := _scores(row))]
+            if not mine:
+                continue
+            best, top = max(mine, key=lambda each: mean(each[1].values()))
+            tested = [self._test(best, top, row, scores) for row, scores in mine if row is not best]
+            found += _holm([each for each in tested if each is not None])
+        return found
+
+    def _test(
+        self, best: Row, top: Mapping[int, float], row: Row, scores: Mapping[int, float]
+    ) -> dict[str, Any] | None:
+        from scipy.stats import ttest_rel
+
+        seeds = [seed for seed in top if seed in scores]
+        if len(seeds) < 2:
+            return None
+        ours, theirs = (np.array([each[seed] for seed in seeds]) for each in (top, scores))
+        constant = np.ptp(ours - theirs) < 1e-12  # no spread to compare a difference with
+        named = [" ".join(filter(None, self._named(each)[:-1])) for each in (best, row)]
+        return {
+            **{key: row.values.get(key) for key in self.settings},
+            "best": named[0], "other": named[1], "stage": row.number, "seeds": len(seeds),
+            "difference": float((ours - theirs).mean()),
+            "p_value": None if constant else float(ttest_rel(ours, theirs).pvalue),
+        }  # fmt: skip
+
+    def write(self, folder: Path) -> list[Path]:
+        """`compare.csv` (tidy), `compare.md` and `compare.tex` (methods × settings), `compare-tests.csv`, figures, and
+        the page of all runs; returns the tables."""
+        columns, rows, best = self.pivot()
+        texts = {
+            "compare.csv": _csv(list(self.records())),
+            "compare.md": markdown(columns, rows, best),
+            "compare.tex": latex(columns, rows, best),
+        }
+        if tests := self.tests():
+            texts["compare-tests.csv"] = _csv(tests)
+        for name, text in texts.items():
+            write_text(folder / name, text)
+        records = [Record.read(folder / point.folder) for point in self.points]
+        write_figures(folder / "figures", records)
+        write_report(folder / "report.html", records)
+        return [folder / name for name in texts]
+
+    def __repr__(self) -> str:
+        return f"<Comparison of {len(self.points)} runs: {', '.join(self.keys) or 'one recipe'}>"
+
+    def _repr_html_(self) -> str:
+        """The table, for notebooks."""
+        return html_table(*self.table())
+
+
+def _scores(row: Row) -> dict[int, float]:
+    """Accuracy, or R², by seed, where it is known."""
+    return {seed: score for seed, stage in row.stages.items() if (score := score_of(stage)) is not None}
+
+
+def _mean_score(stages: Sequence[Mapping[str, Any]]) -> float | None:
+    known = [score for stage in stages if (score := score_of(stage)) is not None]
+    return mean(known) if known else None
+
+
+def _holm(tests: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The same tests with p-values that hold for all of them together."""
+    known = sorted((each for each in tests if each["p_value"] is not None), key=lambda each: float(each["p_value"]))
+    highest, adjusted = 0.0, dict[int, float]()
+    for place, each in enumerate(known):
+        highest = max(highest, min(1.0, (len(known) - place) * each["p_value"]))
+        adjusted[id(each)] = highest
+    return [{**each, "p_holm": adjusted.get(id(each))} for each in tests]
+
+
+def _csv(records: Sequence[Mapping[str, Any]]) -> str:
+    """Records as CSV; what is not known is empty."""
+    columns = list(dict.fromkeys(name for each in records for name in each))
+    return csv_text([columns, *([_plain(each.get(name)) for name in columns] for each in records)])
+
+
+def _plain(value: Any) -> Any:
+    return "" if value is None else f"{value:.10g}" if isinstance(value, float) else value

@@ -1,0 +1,153 @@
+"""Comparisons: tidy numbers, methods × settings, tests over seeds."""
+
+import csv
+import io
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy.stats import ttest_rel
+
+import headstart
+from headstart.errors import HeadstartError, RecipeError
+from headstart.records import Record
+from headstart.records.record import grouped
+from headstart.runner.compare import Comparison, _holm
+from headstart.runner.sweep import Point, expand
+
+DATA = {"dataset": "digits", "partition": {"kind": "dirichlet", "clients": 5, "alpha": [0.1, 100.0]}}
+TABLE: dict[str, Any] = {"seed": [0, 1, 2], "data": DATA, "model": {"backbone": "features"}}
+RECIPES = [
+    {**TABLE, "name": "means", "stages": [{"method": "fedncm"}]},
+    {**TABLE, "name": "covariance", "stages": [{"method": "fedcof", "shrinkage": 1.0}]},
+]
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory: pytest.TempPathFactory, no_report: None) -> tuple[Comparison, Path]:
+    out = tmp_path_factory.mktemp("all")
+    return headstart.compare(RECIPES, out), out
+
+
+def accuracies(found: Comparison, recipe: str, alpha: float) -> list[float]:
+    pairs = zip(found.points, found.summaries, strict=True)
+    return [s["accuracy"] for p, s in pairs if (p.values["recipe"], p.values["alpha"]) == (recipe, alpha)]
+
+
+def test_the_table_is_numbers_and_no_two_columns_have_one_name(compared: tuple[Comparison, Path]) -> None:
+    found, out = compared
+    columns, *rows = list(csv.reader(io.StringIO((out / "compare.csv").read_text())))
+    assert len(set(columns)) == len(columns)
+    assert columns[:6] == ["recipe", "alpha", "stage", "method", "runs", "accuracy_mean"]
+    assert len(rows) == 4
+    for row in rows:
+        line = dict(zip(columns, row, strict=True))
+        values = accuracies(found, line["recipe"], float(line["alpha"]))
+        assert float(line["accuracy_mean"]) == pytest.approx(mean(values), rel=1e-9)
+        assert float(line["accuracy_std"]) == pytest.approx(stdev(values), rel=1e-9)
+        assert line["runs"] == "3"
+        for name in ("bytes_up", "bytes_down", "forward_passes", "seconds", "rounds"):
+            float(line[name])
+    table = found.to_frame()
+    assert table["accuracy_mean"].dtype == float
+    assert table["bytes_up"].tolist() == pytest.approx([float(row[columns.index("bytes_up")]) for row in rows])
+
+
+def test_a_key_that_is_a_column_already_is_called_by_its_path(no_report: None) -> None:
+    stages = [{"method": ["fedncm", "fedcof"]}]
+    data = {"dataset": "digits", "partition": {"kind": "iid", "clients": 3}}
+    found = headstart.compare({"data": data, "model": {"backbone": "features"}, "stages": stages})
+    table = found.to_frame()
+    assert table["stages.0.method"].tolist() == table["method"].tolist() == ["fedncm", "fedcof"]
+
+
+def test_methods_meet_settings_and_the_best_is_bold(compared: tuple[Comparison, Path]) -> None:
+    found, out = compared
+    lines = [line.strip("| \n").split(" | ") for line in (out / "compare.md").read_text().splitlines()]
+    assert lines[0] == ["recipe", "method", "accuracy, %, alpha 0.1", "accuracy, %, alpha 100.0", "bytes up"]
+    assert lines[1] == ["---", "---", "---:", "---:", "---:"]
+    for place, alpha in ((2, 0.1), (3, 100.0)):
+        means = {name: mean(accuracies(found, name, alpha)) for name in ("means", "covariance")}
+        for line in lines[2:]:
+            assert line[place].startswith("**") == (means[line[0]] == max(means.values()))
+            assert f"{100 * means[line[0]]:.2f} ±" in line[place]
+    tex = (out / "compare.tex").read_text()
+    assert r"\begin{tabular}{llrrr}" in tex
+    assert tex.count(r"\textbf{") == 2
+
+
+def test_differences_are_tested_over_the_seeds(compared: tuple[Comparison, Path]) -> None:
+    found, out = compared
+    tests = found.tests()
+    assert len(tests) == 2
+    for test in tests:
+        one, other = (np.array(accuracies(found, name, test["alpha"])) for name in ("means", "covariance"))
+        if test["best"].startswith("covariance"):
+            one, other = other, one
+        assert test["difference"] == pytest.approx((one - other).mean())
+        assert test["p_value"] == pytest.approx(ttest_rel(one, other).pvalue)
+        assert test["p_holm"] == test["p_value"]  # the only one of its setting
+    assert (out / "compare-tests.csv").read_text().startswith("alpha,best,other,stage,seeds,difference,p_value,p_holm")
+
+
+def test_p_values_of_several_tests_hold_together() -> None:
+    # Holm, 1979: 3 · 0.01, then 2 · 0.03, then the largest so far, since 1 · 0.04 would be less.
+    tests = [{"p_value": p} for p in (0.04, 0.01, None, 0.03)]
+    assert [each["p_holm"] for each in _holm(tests)] == pytest.approx([0.06, 0.03, None, 0.06])
+
+
+def test_a_setting_without_several_seeds_has_no_test() -> None:
+    stage = {
+        "method": "a",
+        "accuracy": 0.5,
+        "bytes_up": 1,
+        "bytes_down": 1,
+        "forward_passes": 1,
+        "seconds": 1,
+        "rounds": 1,
+    }
+    points = expand([{**each, "seed": 0} for each in RECIPES])
+    found = Comparison(points, [{"stages": [stage]} for _ in points])
+    assert found.tests() == []
+    same = expand(RECIPES)
+    constant = Comparison(same, [{"stages": [stage]} for _ in same])
+    assert [test["p_holm"] for test in constant.tests()] == [None, None]
+
+
+def test_problems_stand_behind_their_combination() -> None:
+    with pytest.raises(RecipeError) as caught:
+        expand([{**RECIPES[1], "seed": 0, "stages": [{"method": "fed3r", "ridge": [1.0, -1.0]}]}])
+    (problem,) = caught.value.problems
+    assert problem.startswith("with alpha = 0.1, ridge = -1.0 and 1 more: stages.0.ridge:")
+    with pytest.raises(RecipeError) as caught:
+        expand([{**RECIPES[1], "stages": [{"method": "fed4r"}]}])
+    assert caught.value.problems[0].startswith("stages.0.method: 'fed4r'")
+
+
+def test_series_are_called_by_what_differs_and_never_by_a_seed(compared: tuple[Comparison, Path]) -> None:
+    _, out = compared
+    groups = grouped([Record.read(path.parent) for path in sorted(out.glob("*/recipe.toml"))])
+    assert [len(group.runs) for group in groups] == [3] * 4
+    assert all("seed" not in group.label and "alpha" in group.label for group in groups)
+
+
+def test_a_comparison_is_shown_as_a_table(compared: tuple[Comparison, Path]) -> None:
+    found, out = compared
+    assert repr(found) == "<Comparison of 12 runs: recipe, alpha>"
+    assert found._repr_html_().count("<tr>") == 5
+    assert {path.suffix for path in (out / "figures").iterdir()} == {".svg", ".png", ".pdf"}
+    with pytest.raises(HeadstartError, match="settings are for recipes in files"):
+        headstart.compare(RECIPES, settings=["seed=0"])
+
+
+def test_data_in_memory_are_compared(no_report: None) -> None:
+    rng = np.random.default_rng(0)
+    y = np.arange(90) % 3
+    data = {"X": rng.normal(size=(90, 4)) + np.eye(3, 4)[y] * 3, "y": y, "client": np.arange(90) % 5}
+    table = {"seed": [0, 1], "model": {"backbone": "features"}, "stages": [{"method": "fedncm"}]}
+    found = headstart.compare(table, data=data)
+    assert found.to_frame()["runs"].tolist() == [2]
+    assert isinstance(found.points[0], Point)
+    assert found.summaries[0]["clients"] == 5
