@@ -102,16 +102,20 @@ class StatisticsChannel:
         statistics, owners = self._encoded(counted, result.owners, cohort.clients, round)
         places, everybody = np.searchsorted(cohort.clients, owners), len(cohort.clients)
         rows = np.bincount(places, minlength=everybody)
-        layout, rank = (self.summary.dim, self.summary.moments, self.summary.counts), self.summary.rank
-        sent: list[int | None] = [None] * len(rows)
-        if rank:
-            examples = np.bincount(places, statistics.counts, everybody).astype(np.int64)
-            sent = sent_directions(examples, rows, rank, self.summary.dim, self.min_examples).tolist()
-        nbytes = np.array([message_nbytes(n, *layout, some) for n, some in zip(rows.tolist(), sent, strict=True)])
+        nbytes = self.nbytes(rows, np.bincount(places, statistics.counts, everybody).astype(np.int64))
         hidden = self.privacy is not None and self.privacy.from_server  # how many examples they have
         passes = np.zeros_like(result.passes) if hidden else result.passes
         message = statistics.to_message(precise=self.shared is not None, noisy=self.by_client)
         return [Reply(cohort.clients, message, nbytes, passes, task=cohort.task)]
+
+    def nbytes(self, rows: Ints, examples: Ints) -> Ints:
+        """Bytes [M] of the messages of clients that speak of so many rows [M], of so many examples [M]."""
+        summary = self.summary
+        sent: list[int | None] = [None] * len(rows)
+        if summary.rank:
+            sent = sent_directions(examples, rows, summary.rank, summary.dim, self.min_examples).tolist()
+        layout = (summary.dim, summary.moments, summary.counts)
+        return np.array([message_nbytes(n, *layout, some) for n, some in zip(rows.tolist(), sent, strict=True)])
 
     def _encoded(
         self, statistics: ClientStatistics, owners: Ints, clients: Ints, round: int

@@ -13,6 +13,7 @@ from headstart.cli.data import check, new
 from headstart.cli.deployment import deploy, node, server
 from headstart.cli.lists import backbones, datasets, keys, methods, schema
 from headstart.cli.models import export, predict, push, replay, update
+from headstart.cli.plan import plan
 from headstart.cli.reports import dashboard, partition, report
 from headstart.cli.runs import compare, demo, reproduce, run
 from headstart.cli.shared import logging_to_terminal
@@ -24,7 +25,7 @@ app = typer.Typer(
 )  # fmt: skip
 
 _COMMANDS = (
-    new, check, run, compare, advise, report, dashboard, reproduce, demo, replay, predict, export, push, update,
+    new, check, run, compare, advise, plan, report, dashboard, reproduce, demo, replay, predict, export, push, update,
     partition, methods, keys, schema, backbones, datasets, server,
 )  # fmt: skip
 for _command in _COMMANDS:  # --help shows them in this order

@@ -77,14 +77,15 @@ def fedmezo(facts: CostFacts) -> Published:
     """The thesis counts one byte for a seed and for a scalar."""
     directions = facts.stage.num_directions
     total = facts.rounds * facts.per_round * (1 + 2 * directions)
-    passes = 2 * directions * facts.rounds * int(_seen(facts).sum())
+    passes = 2 * directions * facts.rounds * int(seen_examples(facts.stage, facts.counts.sum(axis=1)).sum())
     return Published(total, passes, "thesis, Eq. 6: R · (K + 2 · K · num_z) bytes, up and down")
 
 
 def distmezo(facts: CostFacts) -> Published:
     """As training, with two passes for each direction and step."""
     stage = facts.stage
-    return _exchanged(facts, 2 * stage.num_directions * stage.local_steps * int(_seen(facts).sum()))
+    seen = int(seen_examples(stage, facts.counts.sum(axis=1)).sum())
+    return _exchanged(facts, 2 * stage.num_directions * stage.local_steps * seen)
 
 
 def slora(facts: CostFacts, primed: int, masked: int, lora: int) -> Published:
@@ -137,15 +138,14 @@ def _passes(facts: CostFacts) -> int:
 
     A step on the backbone counts as three.
     """
-    stage = facts.stage
-    examples = (stage.local_epochs or 1) * facts.examples
-    if stage.local_steps:
-        examples = sum(_of_steps(stage, int(size)) for size in facts.counts.sum(axis=1))
-    return (3 if stage.plan.changes_features else 1) * examples
+    examples = sum(batch_examples(facts.stage, int(size)) for size in facts.counts.sum(axis=1))
+    return (3 if facts.stage.plan.changes_features else 1) * examples
 
 
-def _of_steps(stage: Any, size: int) -> int:
-    """Examples in the batches of the local steps of a client with so many; a meta step takes two batches of a half."""
+def batch_examples(stage: Any, size: int) -> int:
+    """Examples in the batches of a round of a client with so many; a meta step takes two batches of a half."""
+    if not stage.local_steps:
+        return int((stage.local_epochs or 1) * size)
     paired = stage.method == "per-fedavg"
     whole = -(-size // 2) if paired else size
     width = whole if stage.batch_size == "full" else min(stage.batch_size, whole)
@@ -156,12 +156,11 @@ def _of_steps(stage: Any, size: int) -> int:
     return int(epochs * size + rest * width)
 
 
-def _seen(facts: CostFacts) -> Ints:
-    """Examples of each client that a step looks at."""
-    sizes: Ints = facts.counts.sum(axis=1)
-    if getattr(facts.stage, "batch_share", None) is not None:
-        return np.array([facts.stage.seen(int(size)) for size in sizes], np.int64)
-    return sizes if facts.stage.batch_size == "full" else np.minimum(sizes, facts.stage.batch_size)
+def seen_examples(stage: Any, sizes: Ints) -> Ints:
+    """Examples [M] that a step looks at, of clients with so many [M]."""
+    if getattr(stage, "batch_share", None) is not None:
+        return np.array([stage.seen(int(size)) for size in sizes], np.int64)
+    return sizes if stage.batch_size == "full" else np.minimum(sizes, stage.batch_size)
 
 
 def _size(shapes: Any) -> int:

@@ -68,8 +68,7 @@ class StageRun:
         run.body.load(self.begin.body)
         self.personal = self._personal()
         self.plan = plan_of(self.settings, self.personal, run.body.fixed_head)
-        shares = "shared" in (self.plan.body, self.plan.module) and not run.body.fixed_head
-        self.before = run.body.known(self.settings.eval_split) if shares and not self.remote else None
+        self.before = self._before()
         """Features of the evaluated split before the stage, where it changes those of all clients."""
         module, norm_statistics = run.body.module, run.body.norm_statistics
         self.tasks = self._tasks()
@@ -161,6 +160,12 @@ class StageRun:
             rows = federation.examples_of(task, "validation")
             labels = federation.dataset.validation.labels[rows] - federation.classes_of(task).start  # type: ignore[union-attr]
             method.validation = features[rows], labels  # type: ignore[attr-defined]
+
+    def _before(self) -> Any:
+        """Features of the evaluated split, to be compared with those after the stage; None where they stay."""
+        body = self.run.body
+        shares = "shared" in (self.plan.body, self.plan.module) and not body.fixed_head
+        return body.known(self.settings.eval_split) if shares and not self.remote else None
 
     def _embed(self) -> None:
         """Features, before the clock of the stage starts, and with a progress bar of their own."""
