@@ -17,6 +17,7 @@ from headstart.records import RunDirectory
 from headstart.runner import run
 from tests.export.test_export import digits, loaded, npz
 from tests.helpers import Bench, context_of, round_trip
+from tests.variants import ON_MODULES
 
 pytestmark = pytest.mark.usefixtures("no_report")
 
@@ -176,8 +177,7 @@ def test_training_starts_with_the_temperature_of_the_head_that_it_starts_from(tm
     assert new.head.temperature == 1
 
 
-MODULES_ONLY = ("slora", "fedyolo")  # their heads are FedAvg's
-TRAINED = [n for n, s in STAGES.items() if issubclass(s, TrainingStage | ZerothOrderStage) and n not in MODULES_ONLY]
+TRAINED = [n for n, s in STAGES.items() if issubclass(s, TrainingStage | ZerothOrderStage) and n not in ON_MODULES]
 
 
 @pytest.mark.parametrize("method", TRAINED)

@@ -76,6 +76,8 @@ SILENT = ("local-only", "local-only-plain", *PERSONALISE)
 CLOSED_FORM = list(VARIANTS)
 VARIANTS |= {name: LOCAL | keys for name, keys in (TRAINING | PERSONAL).items()} | PERSONALISE
 VARIANTS |= {name: {"train": "head", "rounds": 4, "lr": 1e-3} | keys for name, keys in ZEROTH.items()}
+ON_MODULES = ("slora", "fedyolo", "fedex-lora", "flexlora", "fedsa-lora")
+"""Methods that need a transformer to put modules on; their heads are FedAvg's."""
 CLIENTS = 12
 
 

@@ -5,7 +5,9 @@ import os
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,7 @@ from headstart.core import files
 from headstart.core.ledger import Ledger
 from headstart.data import federation
 from headstart.errors import HeadstartError
+from headstart.records import RunDirectory
 from headstart.runner import run, run_recipe
 from tests.disk import FAULTS, Disk, Fault, Killed, contents
 from tests.variants import VARIANTS
@@ -76,6 +79,10 @@ def _light() -> Iterator[None]:
         patch.setattr(os, "fsync", lambda handle: None)  # what it is for is what `Disk` models
         patch.setattr(Ledger, "tick", lambda self: None)
         patch.setattr(run_recipe, "peak_memory", lambda: 0)
+        now = datetime(2026, 1, 1, tzinfo=UTC)
+        patch.setattr(run_recipe, "datetime", SimpleNamespace(now=lambda zone: now))
+        patch.setattr(RunDirectory, "started", now)
+        patch.setattr(RunDirectory, "note", lambda *line: None)  # with the time
         patch.setattr(run_recipe, "write_report", lambda path, records: files.write_text(path, "no pictures"))
         yield
 
@@ -118,7 +125,7 @@ def recipe_of(case: str, vit: dict[str, Any], features: str) -> Recipe:
     stages = (CHAINS | TASK_STAGES).get(case)
     if stages is None:
         short = {"rounds": 2} if "rounds" in VARIANTS[case] else {"epochs": 2} if "epochs" in VARIANTS[case] else {}
-        stages = [VARIANTS[case] | short]
+        stages = [VARIANTS[case] | short | ({"probe_rounds": 1} if "probe_rounds" in VARIANTS[case] else {})]
     return Recipe.parse(data | {"model": {"backbone": "features"}, "stages": stages})
 
 

@@ -25,7 +25,7 @@ from headstart.methods.closed_form import ClosedFormState
 from headstart.runner.costs import paper_cost
 from headstart.solvers.cohort import Cohort
 from tests.helpers import Bench, cohort_of, context_of, played_on, round_trip
-from tests.variants import CLIENTS, CLOSED_FORM, PERSONAL_METHODS, SILENT, VARIANTS, recipe_of
+from tests.variants import CLIENTS, CLOSED_FORM, ON_MODULES, PERSONAL_METHODS, SILENT, VARIANTS, recipe_of
 
 
 def bench_of(recipe: Recipe, federation: Federation) -> Bench:
@@ -72,7 +72,7 @@ class Played:
 def test_the_matrix_covers_every_method() -> None:
     assert set(METHODS) == set(STAGES)
     # What needs a transformer is tested on one, beside its formulas.
-    assert {keys["method"] for keys in VARIANTS.values()} == set(METHODS) - {"slora", "fedyolo"}
+    assert {keys["method"] for keys in VARIANTS.values()} == set(METHODS) - set(ON_MODULES)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -125,7 +125,7 @@ def test_samples_before_and_after_are_kept_and_scored(tmp_path: Path) -> None:
     assert [(row["stage"], row["round"]) for row in rows] == [("0", "0")] * 3 + [("0", "8")] * 3
     test = Federation.of(recipe).dataset.test.raw(0, 3)
     assert [(row["prompt"], row["reference"]) for row in rows] == list(test) * 2
-    backbone = Exported.of(tmp_path / "run").body.backbone
+    backbone = Exported.load(tmp_path / "run").body.backbone
     assert backbone is not None
     transform: Any = backbone.transform
     said = [complete(backbone, transform.prompt_tokens(prompt), Sampling(4)).strip() for prompt, _ in test]
@@ -219,7 +219,7 @@ def test_completions_are_those_of_transformers_and_of_the_seed(
 ) -> None:
     run(Recipe.parse(table(tmp_path, rounds=8)), tmp_path / "run")
     write_text(tmp_path / "prompts.txt", "the cat\nthe dog\nfilm")
-    model = Exported.of(tmp_path / "run")
+    model = Exported.load(tmp_path / "run")
     found = dict(completions(model, [tmp_path / "prompts.txt"], Sampling(5)))
     export(tmp_path / "run", tmp_path / "out", merge=True)
     merged: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "body")

@@ -77,7 +77,7 @@ def test_a_run_leaves_what_the_contract_says(tmp_path: Path) -> None:
     predictions = (test.features() @ head["weight"].T + head["bias"]).argmax(axis=1)
     assert (predictions == test.labels).mean() == summary["accuracy"]
     page = (out / "report.html").read_text()
-    assert page.count('role="img"') == 6
+    assert page.count('role="img"') == 4
     assert "fedcof γ" in page
     assert "http" not in page.replace("http://www.w3.org", "").replace("https://www.w3.org", "").replace(
         "http://purl.org", ""

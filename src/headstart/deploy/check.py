@@ -5,11 +5,11 @@ Everything is looked at, whatever is found; nothing is written, and nothing abou
 
 from __future__ import annotations
 
-import io
+import logging
 import shutil
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import redirect_stderr, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -161,11 +161,19 @@ class NodeCheck:
 
     @cached_property
     def _silo(self) -> tuple[Federation, str]:
-        """The node's data, and what reading them says."""
-        said = io.StringIO()
-        with redirect_stderr(said):
+        """The node's data, and what reading them warns of."""
+        log, warnings = logging.getLogger("headstart"), list[str]()
+
+        def keep(record: logging.LogRecord) -> bool:
+            warnings.append(record.getMessage())
+            return False  # it is told with everything else
+
+        log.addFilter(keep)
+        try:
             federation = Federation.silo(self.recipe, self.data, self.kit.name, self.task)
-        return federation, said.getvalue().strip()
+        finally:
+            log.removeFilter(keep)
+        return federation, "; ".join(warnings)
 
     def _data(self) -> Said:
         """Labels and class counts against the recipe."""
