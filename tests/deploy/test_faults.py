@@ -353,10 +353,14 @@ def test_several_tasks_on_one_federation(commands: Folders, tmp_path: Path) -> N
         federation.node(name, "--task", task)
     assert process.wait(PATIENCE) == 0, federation.log("server")
     assert here is not None
-    assert_same_models(here, federation.server / "run")
-    ours, theirs = (summary_of(out)["stages"] for out in (here, federation.server / "run"))
-    for stage, other in zip(ours, theirs, strict=True):
-        for task in ("low", "high"):
+    assert_same_tasks(here, federation.server / "run", ("low", "high"))
+
+
+def assert_same_tasks(here: Path, there: Path, tasks: tuple[str, str]) -> None:
+    """The models bit for bit, and the figures of every task."""
+    assert_same_models(here, there)
+    for stage, other in zip(summary_of(here)["stages"], summary_of(there)["stages"], strict=True):
+        for task in tasks:
             for name in ("accuracy", "local_accuracy_mean"):
                 assert other["tasks"][task][name] == pytest.approx(stage["tasks"][task][name])
         assert other["dropped"] == []
@@ -397,13 +401,7 @@ def test_modules_of_several_tasks_on_one_federation(commands: Folders, tmp_path:
         federation.node(name, "--task", task)
     assert process.wait(PATIENCE) == 0, federation.log("server")
     assert here is not None
-    assert_same_models(here, federation.server / "run")
-    ours, theirs = (summary_of(out)["stages"] for out in (here, federation.server / "run"))
-    for stage, other in zip(ours, theirs, strict=True):
-        for task in ("one", "two"):
-            assert other["tasks"][task]["local_accuracy_mean"] == pytest.approx(
-                stage["tasks"][task]["local_accuracy_mean"]
-            )
+    assert_same_tasks(here, federation.server / "run", ("one", "two"))
     # What each node made of its module stays with it.
     assert len(list(federation.home.glob("[abde]/state/*/clients-2/personal.bin"))) == 4
     assert not list((federation.server / "run").rglob("personal.bin"))

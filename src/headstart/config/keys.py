@@ -215,6 +215,27 @@ class OptimiserKeys(StageKeys):
         rounds: int = getattr(self, "rounds")  # noqa: B009 (of a subclass)
         return rounds
 
+    def seen(self, size: int) -> int:
+        """Examples that a step looks at, of a client with so many."""
+        return size if self.batch_size == "full" else min(self.batch_size, size)
+
+    def steps_for(self, size: int) -> int:
+        """Steps of a client with so many examples in a round."""
+        steps, epochs = getattr(self, "local_steps", None), getattr(self, "local_epochs", None)
+        return steps or -(-size // max(self.seen(size), 1)) * (epochs or 1)
+
+    @property
+    def directions(self) -> int:
+        """Directions that slopes are measured along; none where there are gradients."""
+        count: int = getattr(self, "num_directions", 0)
+        return count
+
+    @property
+    def head_passes(self) -> int:
+        """Epochs on the head alone, before the others of a round."""
+        epochs: int = getattr(self, "head_epochs", 0)
+        return epochs
+
     @property
     def known_temperature(self) -> float:
         """The temperature, once it is known which head the stage starts from."""

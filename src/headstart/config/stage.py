@@ -80,6 +80,12 @@ class ClosedFormStage(SamplingKeys):
     hide_task: ClassVar[bool] = False
 
     @property
+    def rows_per_class(self) -> int:
+        """Of the head: one, or as many as the method finds centres."""
+        centres: int = getattr(self, "centres", 1)
+        return centres
+
+    @property
     def validates_temperature(self) -> bool:
         """Whether the recipe asks for it."""
         return self.temperature == "validation"
@@ -161,6 +167,7 @@ class ZerothOrderStage(Plain, RoundKeys):
     """Slopes along random directions instead of gradients; batch norm and dropout as in evaluation."""
 
     one_task: ClassVar[bool] = True
+    checkpoint_gradients: ClassVar[bool] = False
     norm_statistics: ClassVar[Literal["freeze"]] = "freeze"
     augment: ClassVar[Literal["none"]] = "none"
     train: Literal["head", "body", "all", "norms", "lora", "adapter"]

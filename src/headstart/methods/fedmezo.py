@@ -42,6 +42,7 @@ class FedMeZOStage(ZerothOrderStage):
     """One seed and a few scalars per round (thesis, chapter 4)."""
 
     replays: ClassVar[bool] = True
+    local_steps: ClassVar[int] = 1
     method: Literal["fedmezo"]
     batch_size: PositiveInt | Literal["full"] = "full"
     """Examples of each client that a round looks at: all of them, or so many."""
@@ -60,9 +61,7 @@ class FedMeZOStage(ZerothOrderStage):
 
     def seen(self, size: int) -> int:
         """Examples that a round looks at, of a client with so many."""
-        if self.batch_share is not None:
-            return max(1, round(self.batch_share * size))
-        return size if self.batch_size == "full" else min(self.batch_size, size)
+        return super().seen(size) if self.batch_share is None else max(1, round(self.batch_share * size))
 
 
 @dataclass(frozen=True)

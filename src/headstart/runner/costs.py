@@ -158,9 +158,7 @@ def batch_examples(stage: Any, size: int) -> int:
 
 def seen_examples(stage: Any, sizes: Ints) -> Ints:
     """Examples [M] that a step looks at, of clients with so many [M]."""
-    if getattr(stage, "batch_share", None) is not None:
-        return np.array([stage.seen(int(size)) for size in sizes], np.int64)
-    return sizes if stage.batch_size == "full" else np.minimum(sizes, stage.batch_size)
+    return np.array([stage.seen(size) for size in sizes.tolist()], np.int64)
 
 
 def _size(shapes: Any) -> int:

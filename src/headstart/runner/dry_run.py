@@ -62,7 +62,7 @@ class DryClosedForm(DryStage):
     def leave(self) -> None:
         """A head of the right shapes for later stages to start from."""
         parts = zip(self.method.methods, self.tasks, strict=True)
-        heads = tuple(_head(method, task.n_classes, self._centres) for method, task in parts)
+        heads = tuple(_head(method, task.n_classes, self.stage.rows_per_class) for method, task in parts)
         self.run.models.append(StageModel(heads, self.begin.body))
 
     def _request(self, round: int, task: int, since: int) -> int:
@@ -77,10 +77,6 @@ class DryClosedForm(DryStage):
     def _pass(self, round: int) -> int:
         method: Any = self.method.methods[0]
         return int(method.pass_of(round))
-
-    @property
-    def _centres(self) -> int:
-        return int(getattr(self.stage, "centres", 1))
 
     def _channels(self, number: int) -> list[StatisticsChannel]:
         """The channel of each task in a pass over the clients."""
@@ -120,8 +116,8 @@ class DryClosedForm(DryStage):
             kept = counts >= channel.min_examples
             who = keys[kept] // width // summary.n_classes
             each = np.ones(kept.sum())
-            if self._centres > 1 and number and not calibrates:  # distinct ones of k, drawn so often
-                each = self._centres * (1 - (1 - 1 / self._centres) ** counts[kept])
+            if self.stage.rows_per_class > 1 and number and not calibrates:  # distinct ones of k, drawn so often
+                each = self.stage.rows_per_class * (1 - (1 - 1 / self.stage.rows_per_class) ** counts[kept])
             rows[mine] = np.rint(np.bincount(who, each, federation.n_clients))[mine]
             examples[mine] = np.bincount(who, counts[kept], federation.n_clients)[mine]
             if channel.private:
@@ -146,7 +142,7 @@ class DryClosedForm(DryStage):
         state, length = method.init(), self.stage.rounds_per_pass(self.federation.n_clients)
         yield state
         present = np.unique(self._cohort(task).labels)
-        labels = np.repeat(present, 4 * self._centres)
+        labels = np.repeat(present, 4 * self.stage.rows_per_class)
         rng = np.random.default_rng([0xD2F])
         for number in range(self.stage.passes - 1):
             total = StatisticsTotal(method.summaries[number])
@@ -172,7 +168,7 @@ class DryClosedForm(DryStage):
         for task, method in enumerate(self.method.methods):
             summary, mine = method.summary, self.federation.clients_of(task)  # type: ignore[attr-defined]
             mine = mine[asked[mine]]
-            pooled = len(np.unique(self._cohort(task).labels)) * self._centres
+            pooled = len(np.unique(self._cohort(task).labels)) * self.stage.rows_per_class
             added = _statistics(summary, pooled)
             total += pack(added).nbytes
             parts: tuple[ClientStatistics, ...] = (added,)
@@ -197,7 +193,7 @@ class DryClosedForm(DryStage):
         kept = growing if settings.keep_statistics else 0.0
         return {
             "state": pack(whole).nbytes + round(kept), "total": total, "state_per_client": growing / int(asked.sum()),
-            "exact": not (calibrates or self._centres > 1 or settings.noise_on_counts or by_client),
+            "exact": not (calibrates or self.stage.rows_per_class > 1 or settings.noise_on_counts or by_client),
         }  # fmt: skip
 
 

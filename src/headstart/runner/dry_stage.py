@@ -175,9 +175,8 @@ class DryTraining(DryStage):
         if self.plan.changes_features:
             passes = client_passes(self.settings, self.plan, sizes)
         tasks, found = self.federation.tasks_of(drawn), []
-        steps = local_steps(self.settings, sizes)
-        for task, size, taken in zip(tasks.tolist(), sizes.tolist(), steps.tolist(), strict=True):
-            key = (task, len(str(size)), len(str(taken)))
+        for task, size in zip(tasks.tolist(), sizes.tolist(), strict=True):
+            key = (task, len(str(size)), len(str(self.settings.steps_for(size))))  # type: ignore[union-attr]
             if key not in self._replies:
                 self._replies[key] = self._reply(round, *key)
             found.append(self._replies[key])
@@ -207,21 +206,12 @@ class DryTraining(DryStage):
 def client_passes(stage: Any, plan: Plan, sizes: Ints) -> Ints:
     """Forward passes [M] of a round of clients with so many examples [M], where features change; a step counts as
     three."""
-    if hasattr(stage, "num_directions"):
-        seen = seen_examples(stage, sizes)
-        return np.asarray(2 * stage.num_directions * getattr(stage, "local_steps", 1) * seen)
+    if stage.directions:
+        return np.asarray(2 * stage.directions * stage.local_steps * seen_examples(stage, sizes))
     below = any(plan.trains(f"{part}.weight") for part in ("body", "module"))
     seen = np.array([batch_examples(stage, size) for size in sizes.tolist()], np.int64)
     trained = (3 if below else 1) * seen * (2 if stage.twin else 1)
-    return np.asarray(trained + getattr(stage, "head_epochs", 0) * sizes)
-
-
-def local_steps(stage: Any, sizes: Ints) -> Ints:
-    """Steps [M] that clients with so many examples [M] take in a round."""
-    if getattr(stage, "local_steps", None):
-        return np.full(len(sizes), stage.local_steps)
-    width = sizes if stage.batch_size == "full" else np.minimum(sizes, stage.batch_size)
-    return np.asarray(-(-sizes // np.maximum(width, 1)) * (getattr(stage, "local_epochs", None) or 1))
+    return np.asarray(trained + stage.head_passes * sizes)
 
 
 def _zeros(blocks: Blocks) -> dict[str, Params]:

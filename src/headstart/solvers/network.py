@@ -47,7 +47,7 @@ class Network:
                 raise HeadstartError(f"no parameter of {self.backbone.name} has a gradient; set train to 'head'")
             self.trained = {name: each for name, each in self.trained.items() if name not in frozen}
         model.require_gradients(self.parameters, self.trained)
-        model.checkpoint_gradients(getattr(stage, "checkpoint_gradients", False))
+        model.checkpoint_gradients(stage.checkpoint_gradients)
         norms = model.norms()
         counts = {name: norm.num_batches_tracked for name, norm in norms.items()}
         self._counts = {name: count for name, count in counts.items() if count is not None}
