@@ -49,7 +49,7 @@ class Version:
     module: Module | None = None
 
 
-class Body:
+class ModelStore:
     """A backbone and the weights that stages have given it, by the number of the stage; or features, and no
     backbone."""
 
@@ -87,7 +87,7 @@ class Body:
 
     @property
     def _dataset(self) -> Dataset:
-        assert self._data is not None, "this body was made to be rebuilt, not to read examples"
+        assert self._data is not None, "this store was made to be rebuilt, not to read examples"
         return self._data
 
     @property
