@@ -22,6 +22,9 @@ from flwr.supercore.protobuf.constants import PROTOBUF_MEDIA_TYPE
 from flwr.supercore.protobuf.translation import PROTOBUF_REQUEST_TYPES
 
 from headstart.config.recipe import Recipe
+from headstart.deploy.admit import Server
+from headstart.deploy.control import Control
+from headstart.deploy.control import main as admit
 from headstart.deploy.folder import init
 from headstart.deploy.guard import app_digest
 from headstart.engine.flower_messages import recipe_digest
@@ -436,3 +439,10 @@ def test_nodes_that_cannot_take_part_stay_out_and_the_run_says_why(
     assert summary["accuracy"] > 0.8
     with (out / "clients.csv").open(newline="") as file:
         assert {row["client"] for row in csv.DictReader(file) if int(row["bytes_up"])} == set(NODES)
+
+    # Whose key is taken away is unregistered by the next run.
+    (machines.folder / "keys" / "empty.pub").unlink()
+    admit(str(machines.folder), "127.0.0.1", str(machines.port))
+    with Control.of(Server(machines.folder, "127.0.0.1", machines.port)) as control:
+        gone = {node.name for node in control.nodes() if node.status == "unregistered"}
+    assert gone == {"empty"}
