@@ -45,7 +45,10 @@ def check(recipe: RecipeFile, settings: Settings = None) -> None:
 
 def _clients(sizes: list[int], unused: int) -> list[str]:
     """How many clients there are, and how large."""
-    spread = f"{len(sizes):,} clients with {min(sizes):,} to {max(sizes):,} training examples"
+    held = f"{min(sizes):,} to {max(sizes):,} training examples"
+    if min(sizes) == max(sizes):
+        held = f"{min(sizes):,} training examples each"
+    spread = f"{len(sizes):,} clients with {held}"
     return [spread + (f"; {unused:,} examples are not assigned to any client" if unused else "")]
 
 
