@@ -1,9 +1,11 @@
 """headstart check: every mistake in one pass, and what the data are; headstart new: a recipe from a look at them."""
 
+import json
 import tomllib
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import numpy as np
 import pytest
 from PIL import Image
@@ -165,6 +167,8 @@ def made(command: Command, data: Path, cwd: Path) -> dict[str, Any]:
     text = (cwd / "recipe.toml").read_text()
     (cwd / "recipe.toml").unlink()
     table = tomllib.loads(text)
+    assert text.startswith("#:schema recipe.schema.json\n")
+    jsonschema.validate(table, json.loads((cwd / "recipe.schema.json").read_text()))
     Recipe.parse(table)
     assert table["data"]["split_seed"] == 0
     return table
