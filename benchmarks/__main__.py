@@ -14,6 +14,7 @@ NAMES = (
     "heads",
     "training",
     "finetuning",
+    "compression",
     "mezo",
     "modules",
     "language",

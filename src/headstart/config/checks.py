@@ -336,6 +336,17 @@ def _unshared(stage: Mapping[str, Any], kind: type[Any], tasks: bool) -> list[st
     return problems
 
 
+def _unfed(stage: Mapping[str, Any], kind: type[Any]) -> list[str]:
+    """Why a client cannot add what was left out of an update to its next one."""
+    reasons = {
+        "adds what was left out of an update to the next, and privacy's noise is for each by itself": stage["privacy"],
+        f"makes sums right, and combine = {stage['combine']!r} is none": stage["combine"] != "mean",
+        f"adds rounds up, and {stage['method']} sends other values in its first rounds than in its last": kind.phased,
+        f"adds rounds up, and {stage['method']} multiplies the factors of each": kind.products,
+    }
+    return [f"{why}; use 'int8' or leave it out" for why, holds in reasons.items() if holds]
+
+
 def _unprotected(stage: Mapping[str, Any], kind: type[Any], tasks: bool) -> list[str]:
     """Why a training stage, given with its defaults, cannot withstand or hide single clients as it is asked to.
 
@@ -358,6 +369,8 @@ def _unprotected(stage: Mapping[str, Any], kind: type[Any], tasks: bool) -> list
         problems.append(f"combine: what {method}'s clients accumulate adds up to the mean of the updates; use 'mean'")
     if robust["combine"] and stage["hide_task"]:
         problems.append("combine: with hide_task the server needs no more than sums; use 'mean'")
+    if stage["compress"] in ("top-k", "sign") and kind.communicates:
+        problems += [f"compress: {stage['compress']!r} {why}" for why in _unfed(stage, kind)]
     if privacy is None or not kind.communicates:
         return problems
     if "update" in kind.accumulates.values():

@@ -348,3 +348,4 @@ class Plain(StageKeys):
     max_norm: ClassVar[None] = None
     privacy: ClassVar[None] = None
     compress: ClassVar[None] = None
+    top_k: ClassVar[float] = 0.0

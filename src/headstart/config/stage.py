@@ -144,8 +144,12 @@ class TrainingStage(RoundKeys, SGDKeys):
     """Largest norm of a client's update; a longer one is shortened to it."""
     privacy: Privacy | None = None
     """Hides any one client (DP-FedAvg): needs weighting = "uniform"."""
-    compress: Literal["int8"] | None = None
-    """Updates travel as whole numbers of eight bits, a quarter of the bytes, rounded at random: right on average."""
+    compress: Literal["int8", "top-k", "sign"] | None = None
+    """What travels of an update: "int8", whole numbers of eight bits, a quarter of the bytes, rounded at random and
+    right on average; "top-k", the numbers of largest absolute value; "sign", a bit for every number. What "top-k" and
+    "sign" leave out, the client keeps and adds to its next update (error feedback)."""
+    top_k: float = Field(default=0.01, gt=0, le=1)
+    """Share of the numbers of an update that compress = "top-k" sends."""
 
 
 class AdaptiveStage(TrainingStage):

@@ -29,7 +29,7 @@ from headstart.heads.calibrate import N_TEMPERATURES
 from headstart.methods.closed_form import ClosedFormState
 from headstart.methods.tasks import ClosedFormStates
 from headstart.records import NoDirectory, StageModel
-from headstart.runner.dry_stage import Bill, DryStage, DryTraining, nothing
+from headstart.runner.dry_stage import Bill, DryStage, DryTraining
 from headstart.runner.run_recipe import Run
 from headstart.solvers.cohort import Cohort
 
@@ -211,3 +211,8 @@ def _head(method: Any, n_classes: int, centres: int) -> LinearHead:
     random = getattr(method, "random", None)
     shape = centres * n_classes, method.context.dim if random is None else len(random.phase)
     return LinearHead(np.zeros(shape, np.float32), np.zeros(shape[:1], np.float32), random, centres=centres)
+
+
+def nothing(name: str, start: Any) -> Any:
+    """The client state of nobody."""
+    raise AssertionError("nobody is asked")

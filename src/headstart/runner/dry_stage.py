@@ -73,7 +73,7 @@ class DryStage(StageRun, ABC):
 
     def _states(self, slots: Any) -> RemoteStates:
         """Who has kept something, and nothing of it."""
-        return RemoteStates(self.federation.n_clients, self.method.client_state, slots, self.begin.states)
+        return RemoteStates(self.federation.n_clients, self.runtime.client_state, slots, self.begin.states)
 
     # --------------------------------------------------------------------------------------------------- the rounds
 
@@ -103,7 +103,7 @@ class DryStage(StageRun, ABC):
         for client in np.flatnonzero(asked).tolist() if self.states.shapes else ():
             self.states.accept(client)
         self.states.commit()
-        kept = 4 * sum(int(np.prod(shape)) for shape in self.method.client_state.values())
+        kept = 4 * sum(int(np.prod(shape)) for shape in self.runtime.client_state.values())
         return Bill(settings, self.rounds, ledger, setup, asked, firsts, kept, **self._on_server(asked > 0))
 
     def _down(self, round: int, drawn: Ints) -> Ints:
@@ -191,7 +191,11 @@ class DryTraining(DryStage):
         scalars = {"examples": 10 ** (size - 1) * one} | (
             {} if self.method.replays else {"steps": 10 ** (taken - 1) * one}
         )
-        cohort = Cohort(0 * one, self._source(), one[:0], one[:0], one[:0], one > 0, nothing, task)
+
+        def kept(name: str, start: Any) -> Any:
+            return np.zeros((1, *self.runtime.client_state[name]), np.float32)
+
+        cohort = Cohort(0 * one, self._source(), one[:0], one[:0], one[:0], one > 0, kept, task)
         result = ClientResult(_zeros(self.method.expected(task)), one, scalars)
         (reply,) = self.channel.encode(result, cohort, round)  # type: ignore[arg-type]
         return int(reply.bytes_up[0]), int(reply.forward_passes[0])
@@ -225,8 +229,3 @@ def _zeros(blocks: Blocks) -> dict[str, Params]:
         assert array_name(block, parameter) == name
         found.setdefault(block, Params())[parameter] = np.broadcast_to(np.float32(0), (1, *shape))
     return found
-
-
-def nothing(name: str, start: Any) -> Any:
-    """The client state of nobody."""
-    raise AssertionError("nobody is asked")

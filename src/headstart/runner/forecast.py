@@ -14,7 +14,6 @@ import numpy as np
 from headstart.config.recipe import Recipe
 from headstart.core.ledger import peak_memory
 from headstart.data import Federation
-from headstart.engine.client import ClientRuntime
 from headstart.methods.base import ALONE
 from headstart.runner.dry_run import dry_run
 from headstart.runner.dry_stage import Bill
@@ -295,7 +294,7 @@ def _per_example(stage: StageRun) -> float:
     if stage.plan.changes_features:
         return 0.0
     federation, method = stage.federation, stage.method
-    runtime = ClientRuntime(method, stage.channel)
+    runtime = stage.runtime
     mine = federation.clients_of(0)
     several = max(1, int(np.searchsorted(np.cumsum(federation.sizes[mine]), _PROBED)))
     mine = mine[: 1 if runtime.memory_per_client >= ALONE else several]
@@ -304,7 +303,7 @@ def _per_example(stage: StageRun) -> float:
     source = np.random.default_rng([0xF0CA]).standard_normal((len(rows), stage.run.store.dim)).astype(np.float32)
 
     def nothing(name: str, start: Any) -> Any:
-        zeros = np.zeros((len(mine), *method.client_state[name]), np.float32)
+        zeros = np.zeros((len(mine), *runtime.client_state[name]), np.float32)
         return zeros if start is None else zeros + start
 
     targets = None if train.targets is None else train.targets[rows]

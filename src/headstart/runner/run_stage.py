@@ -195,7 +195,7 @@ class StageRun:
 
     def _states(self, slots: Any) -> ClientStates:
         """What stays with clients: here, or on machines of their own."""
-        count, shapes, earlier = self.federation.n_clients, self.method.client_state, self.begin.states
+        count, shapes, earlier = self.federation.n_clients, self.runtime.client_state, self.begin.states
         if self.remote:
             return RemoteStates(count, shapes, slots, earlier)
 
@@ -208,11 +208,16 @@ class StageRun:
         """What clients read here: examples where the backbone changes, features where it does not."""
         return self.run.store.inputs() if self.plan.changes_features else self.run.store.features("train")
 
+    @property
+    def runtime(self) -> ClientRuntime:
+        """What a client does."""
+        return ClientRuntime(self.method, self.channel)
+
     @cached_property
     def clients(self) -> Transport:
         """The clients: in this process, or on nodes."""
         if self.run.nodes is None or self.settings.pooled:
-            return LocalClients(ClientRuntime(self.method, self.channel), self.federation, self._source(), self.states)
+            return LocalClients(self.runtime, self.federation, self._source(), self.states)
         from headstart.engine.flower import FlowerClients
 
         return FlowerClients(
