@@ -64,17 +64,24 @@ def test_round_0_is_the_model_as_it_comes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("words", [SHORT, LONG])
-@pytest.mark.parametrize("train", ["all", "norms"])
-def test_fedmezo_is_mezo_on_the_pooled_data(train: str, words: tuple[str, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("train", "blocks", "count"),  # of two blocks: two norms each, and the last one
+    [("all", None, 20), ("norms", None, 5), ("norms", 1, 3), ("norms", 0, 1)],
+)
+def test_fedmezo_is_mezo_on_the_pooled_data(
+    train: str, blocks: int | None, count: int, words: tuple[str, ...], tmp_path: Path
+) -> None:
     """Whoever holds what: the loop below knows no clients, and perturbs the whole model at once."""
-    recipe = recipe_of(tmp_path, words, clients=4, train=train)
+    recipe = recipe_of(tmp_path, words, clients=4, train=train, blocks=blocks)
     stage: Any = recipe.stages[0]
     run(recipe, tmp_path / "run")
     dataset = Federation.of(recipe).dataset
     backbone = ModelStore(recipe.model, dataset).backbone
     assert backbone is not None
     names = {n: p for n, p in backbone.core.named_parameters() if train == "all" or p.ndim == 1}
-    assert len(names) == (20 if train == "all" else 5)  # of two blocks: two norms each, and the last one
+    for left_out in range(0 if blocks is None else 2 - blocks):
+        names = {n: p for n, p in names.items() if f"layers.{left_out}." not in n}
+    assert len(names) == count
     batch = backbone.transform.collate([backbone.transform(text, "x") for text in dataset.train.raw(0, 1000)])
     labels = torch.from_numpy(dataset.train.labels)
 
