@@ -96,7 +96,7 @@ def test_every_recipe_is_valid_with_its_settings_and_is_used() -> None:
         if row.recipe:
             recipes = [point.recipe for point in row.points()]
             assert len({recipe.seed for recipe in recipes}) == len(recipes)
-    (recipe,) = (point.recipe for point in BY_ID["fedcof/15/cars/means-2/alpha-0.05"].points())
+    recipe, *_ = (point.recipe for point in BY_ID["fedcof/15/cars/means-2/alpha-0.05"].points())
     assert recipe.datasets == "stanford-cars"
     assert recipe.data is not None
     assert recipe.data.partition.alpha == 0.05  # type: ignore[union-attr]
