@@ -15,6 +15,7 @@ NAMES = (
     "training",
     "finetuning",
     "compression",
+    "stragglers",
     "mezo",
     "modules",
     "language",

@@ -57,7 +57,7 @@ def chosen(rates: tuple[float, ...]) -> float:
 def table(title: str, curves: Any, stage: dict[str, Any], seeds: tuple[int, ...]) -> None:
     """Of each way: what is sent, how good it gets, and what it takes to within two points of float32's end."""
     rows: list[tuple[object, ...]] = []
-    whole, goal = 0.0, {}
+    whole, goal = 0.0, dict[int, float]()
     for name, keys in WAYS.items():
         runs = {seed: curves(stage | keys, seed) for seed in seeds}
         ends = [100 * lines[-1]["accuracy"] for lines in runs.values()]

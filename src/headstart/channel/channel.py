@@ -158,7 +158,10 @@ class UpdateChannel:
         """Add a reply to the total of the round; one that cannot be right raises `MessageError` and changes nothing."""
         message = self._read(reply.message, sender)
         self.method.check(message)
-        total.add(self.method.counted(message.arrays), self._weight(reply.message))
+        arrays = message.arrays
+        if reply.discount != 1:  # of the update itself, not of its weight: a buffer of old updates is a short step
+            arrays = {name: a * reply.discount if _is_update(name) else a for name, a in arrays.items()}  # type: ignore[operator]
+        total.add(self.method.counted(arrays), self._weight(reply.message))
 
     def _read(self, message: Message, sender: Sender) -> Message:
         for link in reversed(self.links):
@@ -263,7 +266,12 @@ def _errors(blocks: Blocks) -> Blocks:
 
     Of the block `update` alone: SCAFFOLD's `control` is the difference to what the server has read already.
     """
-    return {_ERROR + name: shape for name, shape in blocks.items() if block_of(name).partition("@")[0] == "update"}
+    return {_ERROR + name: shape for name, shape in blocks.items() if _is_update(name)}
+
+
+def _is_update(name: str) -> bool:
+    """Whether an array is of the block `update`, of whichever task."""
+    return block_of(name).partition("@")[0] == "update"
 
 
 def _by_coordinate(centre: Callable[[Floats], Floats], updates: Mapping[str, Floats], _: Floats) -> dict[str, Floats]:

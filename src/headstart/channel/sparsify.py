@@ -14,13 +14,15 @@ from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from headstart.channel.links import Link
 from headstart.core.message import Array, Message
 from headstart.core.reply import Sender
-from headstart.core.statistics import Floats
 from headstart.core.update import Blocks, block_of
 from headstart.errors import MessageError
+
+Values = npt.NDArray[np.float32]
 
 _DIFFERENCES = ("update", "control")
 
@@ -55,11 +57,11 @@ class _Packed(Link):
         return Message(arrays, message.scalars)
 
     @abstractmethod
-    def pack(self, vectors: Sequence[Array]) -> Mapping[str, Array]:
+    def pack(self, vectors: Sequence[Values]) -> Mapping[str, Array]:
         """What travels of the flat arrays of a block, by part."""
 
     @abstractmethod
-    def unpack(self, message: Message, block: str, sizes: Sequence[int]) -> Floats:
+    def unpack(self, message: Message, block: str, sizes: Sequence[int]) -> Values:
         """All numbers of a block, from its parts; `MessageError` where they cannot be right."""
 
 
@@ -76,14 +78,14 @@ class TopK(_Packed):
     def _kept(self, size: int) -> int:
         return min(size, max(1, round(self.share * size)))
 
-    def pack(self, vectors: Sequence[Array]) -> dict[str, Array]:
+    def pack(self, vectors: Sequence[Values]) -> dict[str, Array]:
         """Values [k] and positions [k]."""
         flat = np.concatenate(vectors)
         left = len(flat) - self._kept(len(flat))
         positions = np.sort(np.argpartition(np.abs(flat), left)[left:] if left else np.arange(len(flat)))
         return {"values": flat[positions], "positions": positions.astype(np.int32)}
 
-    def unpack(self, message: Message, block: str, sizes: Sequence[int]) -> Floats:
+    def unpack(self, message: Message, block: str, sizes: Sequence[int]) -> Values:
         """Zeros but for k of them."""
         flat = np.zeros(sum(sizes), np.float32)
         shape = (self._kept(len(flat)),)
@@ -101,15 +103,15 @@ class Sign(_Packed):
     Travels: eight signs in a byte, set for what is not negative, and the mean of every array as float32.
     """
 
-    def pack(self, vectors: Sequence[Array]) -> dict[str, Array]:
+    def pack(self, vectors: Sequence[Values]) -> dict[str, Array]:
         """Signs [n / 8] and scales [A]."""
         scales = [np.abs(vector).mean(dtype=np.float64) if vector.size else 0.0 for vector in vectors]
         return {"signs": np.packbits(np.concatenate(vectors) >= 0), "scales": np.array(scales, np.float32)}
 
-    def unpack(self, message: Message, block: str, sizes: Sequence[int]) -> Floats:
+    def unpack(self, message: Message, block: str, sizes: Sequence[int]) -> Values:
         """Plus or minus the scale of the array."""
         signs = message.array(f"signs.{block}", "uint8", (-(-sum(sizes) // 8),))
-        scales = message.array(f"scales.{block}", "float32", (len(sizes),))
+        scales = message.array(f"scales.{block}", "float32", (len(sizes),)).astype(np.float32, copy=False)
         if scales.min(initial=0.0) < 0:
             raise MessageError(f"array 'scales.{block}' holds a negative number")
         positive = np.unpackbits(signs, count=sum(sizes)).astype(np.bool_)  # type: ignore[arg-type]

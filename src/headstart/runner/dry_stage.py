@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -75,6 +76,10 @@ class DryStage(StageRun, ABC):
         """Who has kept something, and nothing of it."""
         return RemoteStates(self.federation.n_clients, self.runtime.client_state, slots, self.begin.states)
 
+    @cached_property
+    def clock(self) -> None:
+        """No time passes."""
+
     # --------------------------------------------------------------------------------------------------- the rounds
 
     def bill(self) -> Bill:
@@ -83,8 +88,11 @@ class DryStage(StageRun, ABC):
         count = federation.n_clients
         setup, firsts, asked = np.zeros((3, count), np.int64)
         needs, everybody = self.costs.setup_bytes, np.ones(count, np.bool_)
+        drawing = settings
+        if settings.buffer:  # whoever replies first: as many as the server waits for
+            drawing = settings.model_copy(update={"clients_per_round": settings.buffer, "participation": None})
         for round in range(self.rounds):
-            drawn = draw(settings, federation, self.draw_seed, round, everybody)
+            drawn = draw(drawing, federation, self.draw_seed, round, everybody)
             if settings.secure:
                 check_sum(settings, round + 1, len(drawn))
             new = ledger.last_round[drawn] < 0
@@ -204,7 +212,9 @@ class DryTraining(DryStage):
         """Parameters in float64; a robust mean holds all updates of a round."""
         total = 8 * sum(int(np.prod(shape)) for shape in self.method.blocks.values())
         held = total // 2 if self.settings.combine != "mean" else 0  # type: ignore[union-attr]
-        return {"state": pack(self.server.state).nbytes, "total": total, "held": held}
+        clients = self.run.recipe.clients  # who is there when it is drawn, and who replies first
+        known = not self.settings.buffer and (clients is None or (clients.availability == 1 and clients.trace is None))
+        return {"state": pack(self.server.state).nbytes, "total": total, "held": held, "exact": known}
 
 
 def client_passes(stage: Any, plan: Plan, sizes: Ints) -> Ints:

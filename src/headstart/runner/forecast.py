@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from headstart.config.recipe import Recipe
+from headstart.config.recipe import Clients, Recipe
 from headstart.core.ledger import peak_memory
 from headstart.data import Federation
+from headstart.engine.clock import DAY, reply_seconds
 from headstart.methods.base import ALONE
 from headstart.runner.dry_run import dry_run
 from headstart.runner.dry_stage import Bill
@@ -21,9 +22,9 @@ from headstart.runner.run_recipe import Run, check_federation
 from headstart.runner.run_stage import StageRun
 from headstart.solvers.cohort import Cohort
 
+_USUAL = Clients()
 SCALES = (10**6, 10**9)
 """Numbers of clients that every plan looks at."""
-DAY = 86_400.0
 # Of every client, whether it is asked or not, a server has in memory: five whole numbers of the ledger, its name, and
 # what a round's draw is made of; a checkpoint has the five numbers.
 _LISTED, _SAVED = 40 + 80 + 24, 40
@@ -37,16 +38,22 @@ class Fleet:
 
     clients: int | None = None
     """How many; those of the recipe's data where that is None."""
-    uplink: float = 10e6
-    downlink: float = 50e6
-    availability: float = 1.0
+    uplink: float = _USUAL.uplink
+    downlink: float = _USUAL.downlink
+    availability: float = _USUAL.availability
     """Share of the day that a client can be asked in."""
-    flops: float = 10e9
+    flops: float = _USUAL.flops
     server_link: float = 1e9
     server_memory: float = field(
         default_factory=lambda: float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     )
     server_disk: float = field(default_factory=lambda: float(shutil.disk_usage(".").free))
+
+    @classmethod
+    def of(cls, machines: Clients | None, **given: Any) -> Fleet:
+        """As a recipe has its clients' machines, but for what is given."""
+        keys = {"uplink", "downlink", "flops", "availability"}
+        return cls(**((machines or _USUAL).model_dump(include=keys) | given))
 
 
 @dataclass(frozen=True)
@@ -145,7 +152,9 @@ def forecast(bill: Bill, clients: int, fleet: Fleet, flops: float) -> Forecast:
     """A stage with so many clients, whose messages are as large on average as those of the recipe's own."""
     stage, ledger = bill.settings, bill.ledger
     here = len(ledger.bytes_up)
-    rounds, per_round = (bill.rounds, 1) if stage.pooled else (stage.rounds_for(clients), stage.sampled(clients))
+    rounds, per_round = (
+        (bill.rounds, 1) if stage.pooled else (stage.rounds_for(clients), stage.buffer or stage.asked(clients))
+    )
     asked, replied = int(bill.asked.sum()), int(np.count_nonzero(bill.asked))
     turns = float(rounds * per_round)
     if not stage.trains:
@@ -163,14 +172,12 @@ def forecast(bill: Bill, clients: int, fleet: Fleet, flops: float) -> Forecast:
     most = float((ledger.bytes_up / np.maximum(bill.asked, 1)).max() * turns / seen)
     if clients == here:  # then who is drawn how often is known
         most = float(ledger.bytes_up.max())
-    parts = {
-        "the clients' downlinks": 8 * down / turns / fleet.downlink,
-        "the clients' arithmetic": passes / turns * flops / fleet.flops,
-        "the clients' uplinks": 8 * up / turns / fleet.uplink,
-    }
+    parts = reply_seconds(down / turns, passes / turns * flops, up / turns, fleet)
     server = 8 * max(up, down) / rounds / fleet.server_link
     waiting = max(0.0, per_round / everybody - fleet.availability) * DAY if not stage.pooled else 0.0
-    seconds = max(sum(parts.values()), server) + waiting
+    # Of asynchronous clients, as many updates come in a reply's time as clients are at work.
+    rate = stage.buffer / stage.sampled(clients) if stage.buffer else 1.0
+    seconds = max(rate * sum(parts.values()), server) + waiting
     parts |= {"the server's link": server, "waiting for clients to be available": waiting}
     return Forecast(
         stage.method, clients, rounds, per_round, up / seen, most, down / seen, up, down, passes,
@@ -279,14 +286,10 @@ def _forward(run: Run) -> tuple[float, float]:
     """Operations and seconds of a forward pass of one example; nothing where the data are features."""
     if run.store.backbone is None:
         return 0.0, 0.0
-    from torch.utils.flop_counter import FlopCounterMode
-
-    rows = np.arange(min(8, len(run.federation.dataset.train)))
-    with FlopCounterMode(display=False) as counter:
-        run.store.embedded("train", rows)
+    rows, flops = np.arange(min(8, len(run.federation.dataset.train))), run.store.flops_per_pass
     began = time.perf_counter()
     run.store.embedded("train", rows)
-    return counter.get_total_flops() / len(rows), (time.perf_counter() - began) / len(rows)
+    return flops, (time.perf_counter() - began) / len(rows)
 
 
 def _per_example(stage: StageRun) -> float:

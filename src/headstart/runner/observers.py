@@ -163,7 +163,9 @@ class Observers:
         """A checkpoint to go on from; the states of rounds that it no longer names are removed after it."""
         stage, record = self.stage, self.record
         where = stage.run.progress(stage.number, record.done) | {"metrics": record.metrics, "best": record.best}
-        saved = StageCheckpoint(pack(state), stage.ledger, stage.states.slots)
+        flights = stage.server.under_way
+        under_way = Message() if flights is None else pack(flights)
+        saved = StageCheckpoint(pack(state), stage.ledger, stage.states.slots, under_way)
         # With privacy it holds what the noise hides; or the statistics of each client.
         hidden = self.settings.privacy is not None or self.settings.keep_statistics
         self.directory.save_checkpoint(Checkpoint(where, saved), private=hidden)

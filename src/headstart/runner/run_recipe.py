@@ -87,6 +87,8 @@ def run_federation(
     states: where the states of clients of this machine are; in the run directory, where that is None and there is one.
     """
     check_federation(recipe, federation)
+    if recipe.clients is not None and nodes is not None:
+        raise HeadstartError("clients: nodes have their own speed; leave the table out, or simulate in one process")
     directory: RunDirectory | NoDirectory = NoDirectory()
     if out is not None:
         directory = RunDirectory.reopen(out, recipe) if resume else RunDirectory.create(out, recipe)
@@ -149,6 +151,11 @@ def check_federation(recipe: Recipe, federation: Federation) -> None:
                 f"stages.{number}.method: {stage.method} learns classes, and the targets of the data are "
                 f"{'numbers' if target == 'regression' else 'labels'} ({target}); use fed3r"
             )
+        if (stage.buffer or 0) > federation.n_clients:
+            raise HeadstartError(
+                f"stages.{number}.buffer: {stage.buffer} updates of different clients, and there are "
+                f"{federation.n_clients}; use fewer"
+            )
         if federation.remote_sizes is not None:
             _check_remote(number, stage, federation.n_clients)
             if target == "multilabel" and not stage.protected:
@@ -205,7 +212,8 @@ class Run:
             )  # fmt: skip
         self.stages: list[dict[str, Any]] = []
         """What is in the summary of each finished stage."""
-        self.spent: dict[str, float] = dict.fromkeys(COSTS, 0)
+        simulated = () if recipe.clients is None else ("simulated_seconds",)
+        self.spent: dict[str, float] = dict.fromkeys((*COSTS, *simulated), 0)
         self.evaluations = 0
         self.models: list[StageModel] = []
         """What each finished stage left."""
@@ -288,7 +296,7 @@ class Run:
             "name": self.recipe.name,
             "stages": self.stages,
             **{name: self.stages[-1][name] for name in SHOWN if name in self.stages[-1]},
-            **{name: self.spent[name] for name in COSTS},
+            **self.spent,
             "clients": federation.n_clients,
             "target": federation.dataset.target,
             "classes": len(federation.dataset.classes),

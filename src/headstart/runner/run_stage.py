@@ -19,8 +19,10 @@ from headstart.core.metrics import wilson_interval
 from headstart.core.plan import part_of
 from headstart.core.seeds import Secret, Seed, extended
 from headstart.core.state import pack, unpack
+from headstart.engine.buffered import Flights
 from headstart.engine.client import ClientRuntime
 from headstart.engine.client_states import ClientStates, RemoteStates
+from headstart.engine.clock import Clock
 from headstart.engine.local import LocalClients, shared_examples
 from headstart.engine.model_store import PRETRAINED
 from headstart.engine.round import Costs, Transport, play_rounds
@@ -87,7 +89,8 @@ class StageRun:
 
     def _open(self, saved: Checkpoint | None) -> None:
         """The server, the ledger and the clients' states, as they are at first or in a checkpoint."""
-        self.ledger, slots, self.record = Ledger.open(self.federation.n_clients), None, StageRecord()
+        simulated = None if self.run.recipe.clients is None else 0.0
+        self.ledger, slots, self.record = Ledger.open(self.federation.n_clients, simulated), None, StageRecord()
         if saved is None or saved.stage is None:
             state = self.method.init()
         else:
@@ -99,6 +102,8 @@ class StageRun:
             self.record = StageRecord(progress["round"], progress["metrics"], progress["best"])
         self.states = self._states(slots)
         self.server = Server(self.settings, self.method, self.channel, self.federation, state)
+        if self.settings.buffer and saved is not None and saved.stage is not None:
+            self.server.under_way = unpack(Flights, saved.stage.under_way)
         if self.settings.share:
             self.server.data = shared_examples(self.settings.share, self.federation, self._source(), self.seed)
 
@@ -214,10 +219,23 @@ class StageRun:
         return ClientRuntime(self.method, self.channel)
 
     @cached_property
+    def clock(self) -> Clock | None:
+        """Simulated time, from where the stages before have left it."""
+        clients = self.run.recipe.clients
+        if clients is None or self.settings.pooled:
+            return None
+        clock = Clock.of(clients, self.federation.names, self.run.recipe.seed)
+        clock.operations = self.run.body.flops_per_pass
+        clock.began, clock.now = self.run.spent["simulated_seconds"], self.ledger.simulated_seconds or 0.0
+        return clock
+
+    @cached_property
     def clients(self) -> Transport:
         """The clients: in this process, or on nodes."""
         if self.run.nodes is None or self.settings.pooled:
-            return LocalClients(self.runtime, self.federation, self._source(), self.states)
+            waits = self.settings.communicates and self.settings.trains  # others are asked whenever they are there
+            clock = self.clock if waits else None
+            return LocalClients(self.runtime, self.federation, self._source(), self.states, clock)
         from headstart.engine.flower import FlowerClients
 
         return FlowerClients(
@@ -249,7 +267,7 @@ class StageRun:
         sizes = {key: setup.nbytes for key, setup in self.setups.items()}
         # Whose task is not known is not asked.
         needs = np.array([sizes.get((int(task), has), 0) for task, has in zip(self._members, owns, strict=True)])
-        return Costs(self.ledger, needs, self.settings.communicates)
+        return Costs(self.ledger, needs, self.settings.communicates, self.clock)
 
     # ------------------------------------------------------------------------------------------------- what is noted
 
