@@ -225,7 +225,7 @@ class StageRun:
         if clients is None or self.settings.pooled:
             return None
         clock = Clock.of(clients, self.federation.names, self.run.recipe.seed)
-        clock.operations = self.run.body.flops_per_pass
+        clock.operations = self.run.store.flops_per_pass
         clock.began, clock.now = self.run.spent["simulated_seconds"], self.ledger.simulated_seconds or 0.0
         return clock
 
