@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from headstart.backbones import moved, run_body, some, taken, unused
+from headstart.backbones import Prefixed, moved, run_body, some, taken, unused
 from headstart.config.stage import Rounds, Training
 from headstart.core.params import Params
 from headstart.core.plan import Plan
@@ -41,8 +41,10 @@ class Network:
             self.trained = {name: each for name, each in self.trained.items() if ".lora_A." not in name}
         below = {name: parameter for name, parameter in self.trained.items() if name.startswith("body.")}
         if self.backbone is not None and below:
-            # What the features do not depend on, such as a pooler, cannot be trained; it stays frozen.
-            frozen = unused(self.backbone, below)
+            # What the features do not depend on, such as a pooler or what comes before a prefix that is computed once,
+            # cannot be trained; it stays frozen.
+            batch = self.backbone.sample()
+            frozen = unused(self.backbone, below, Prefixed.of(batch, model.prefix) if model.prefix else batch)
             if len(frozen) == len(below):
                 raise HeadstartError(f"no parameter of {self.backbone.name} has a gradient; set train to 'head'")
             self.trained = {name: each for name, each in self.trained.items() if name not in frozen}
