@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -84,9 +85,10 @@ def _bounds(metadata: list[Any]) -> str:
     return f" {' and '.join(said)}" if said else ""
 
 
-def schema() -> dict[str, Any]:
+def schema() -> str:
     """The JSON schema of recipes, for editors; methods that are registered are in it."""
     load_plugins()
     Recipe.rebuild()
     found = Recipe.model_json_schema()
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **found, "title": "A recipe of headstart"}
+    titled = {"$schema": "https://json-schema.org/draft/2020-12/schema", **found, "title": "A recipe of headstart"}
+    return json.dumps(titled, separators=(",", ":"), ensure_ascii=False) + "\n"

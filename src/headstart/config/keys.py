@@ -320,9 +320,9 @@ class RoundKeys(SamplingKeys, OptimiserKeys):
     """Width of adapters."""
     tokens: PositiveInt = 8
     """Prompts at every block."""
-    blocks: PositiveInt | None = None
-    """The module sits in the last so many blocks, and what comes before is computed once (not where images are flipped:
-    set augment to "none"); None: in all of them."""
+    blocks: NonNegativeInt | None = None
+    """The module, or the norms that train, are those of the last so many blocks, and what comes before is computed once
+    (not where images are flipped: set augment to "none"); 0: norms behind the blocks alone; None: all of them."""
 
     @property
     def module_settings(self) -> dict[str, Any]:

@@ -148,7 +148,7 @@ class DryClosedForm(DryStage):
             total = StatisticsTotal(method.summaries[number])
             for client in range(3):  # covariances are estimated from how clients' means differ
                 rows, owners = np.arange(len(labels)), np.full(len(labels), client)
-                source = rng.standard_normal((len(labels), self.run.body.dim)).astype(np.float32)
+                source = rng.standard_normal((len(labels), self.run.store.dim)).astype(np.float32)
                 one = np.array([client])
                 cohort = Cohort(one, source, rows, labels, owners, np.array([True]), nothing, task)
                 message = method.broadcast(state, number * length, -1)

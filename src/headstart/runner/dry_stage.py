@@ -70,7 +70,7 @@ class DryStage(StageRun, ABC):
 
     def _source(self) -> Features:
         """As many features as there are examples, in the memory of one number."""
-        return np.broadcast_to(np.float32(0), (len(self.federation.dataset.train), self.run.body.dim))
+        return np.broadcast_to(np.float32(0), (len(self.federation.dataset.train), self.run.store.dim))
 
     def _states(self, slots: Any) -> RemoteStates:
         """Who has kept something, and nothing of it."""

@@ -133,18 +133,18 @@ def make_plan(recipe: Recipe, fleet: Fleet) -> Plan:
     bills = [bill for _, bill in stages]
     forecasts = tuple(forecast(bill, clients, fleet, speed.flops) for bill in bills)
     limits = [limit for number, bill in enumerate(bills) for limit in _limits(number, bill, fleet, speed.flops)]
-    features = 4 * run.body.dim * (len(federation.dataset.train) + len(federation.dataset.test))
+    features = 4 * run.store.dim * (len(federation.dataset.train) + len(federation.dataset.test))
     own = [forecast(bill, federation.n_clients, fleet, speed.flops) for bill in bills]
     return Plan(
         forecasts,
         tuple(sorted(limits, key=lambda limit: limit.enough_for)),
         speed.seconds(stages),
         peak_memory() + features + max(one.server_memory for one in own),
-        (features if run.body.backbone else 0)
+        (features if run.store.backbone else 0)
         + max(one.server_disk for one in own)
         + sum(2 * federation.n_clients * bill.kept for bill in bills),
         speed.flops,
-        tuple(_notes(bills, fleet, federation, run.body.backbone is None)),
+        tuple(_notes(bills, fleet, federation, run.store.backbone is None)),
     )  # fmt: skip
 
 
@@ -284,11 +284,11 @@ class Speed:
 
 def _forward(run: Run) -> tuple[float, float]:
     """Operations and seconds of a forward pass of one example; nothing where the data are features."""
-    if run.body.backbone is None:
+    if run.store.backbone is None:
         return 0.0, 0.0
-    rows, flops = np.arange(min(8, len(run.federation.dataset.train))), run.body.flops_per_pass
+    rows, flops = np.arange(min(8, len(run.federation.dataset.train))), run.store.flops_per_pass
     began = time.perf_counter()
-    run.body.embedded("train", rows)
+    run.store.embedded("train", rows)
     return flops, (time.perf_counter() - began) / len(rows)
 
 
@@ -303,7 +303,7 @@ def _per_example(stage: StageRun) -> float:
     mine = mine[: 1 if runtime.memory_per_client >= ALONE else several]
     rows, owners = federation.rows_of(mine)
     train = federation.dataset.train
-    source = np.random.default_rng([0xF0CA]).standard_normal((len(rows), stage.run.body.dim)).astype(np.float32)
+    source = np.random.default_rng([0xF0CA]).standard_normal((len(rows), stage.run.store.dim)).astype(np.float32)
 
     def nothing(name: str, start: Any) -> Any:
         zeros = np.zeros((len(mine), *runtime.client_state[name]), np.float32)

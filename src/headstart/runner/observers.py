@@ -117,7 +117,7 @@ class Observers:
             return
         examples: Examples = getattr(stage.run.federation.dataset, self.settings.eval_split)
         some = examples.take(np.arange(min(recipe.samples, len(examples))))
-        rows = sampled(stage.run.body, some, recipe.max_new_tokens)
+        rows = sampled(stage.run.store, some, recipe.max_new_tokens)
         self.directory.write_samples(stage.number, self.record.done, rows)
         metrics["exact_match"] = sum(exact_match(said, meant) for _, meant, said in rows) / len(rows)
         metrics["rouge_l"] = sum(rouge_l(said, meant) for _, meant, said in rows) / len(rows)

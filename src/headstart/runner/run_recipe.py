@@ -22,8 +22,8 @@ from headstart.core.metrics import SHOWN
 from headstart.core.progress import reported
 from headstart.data import Federation
 from headstart.data.memory import names_clients
-from headstart.engine.body import PRETRAINED, Body
 from headstart.engine.client_states import RemoteStates, collect
+from headstart.engine.model_store import PRETRAINED, ModelStore
 from headstart.engine.server import SMALLEST_SUM
 from headstart.errors import HeadstartError
 from headstart.records import Checkpoint, NoDirectory, Record, RunDirectory, StageModel, privacy_spent
@@ -204,8 +204,8 @@ class Run:
         self.on_metrics: tuple[OnMetrics, ...] = (self.metrics.append, self._log_metrics, on_metrics)
         returns = any(stage.start != "previous" for stage in recipe.stages)
         owners = {"train": federation.owners, "test": federation.test_owners}
-        self.body = Body(recipe.model, federation.dataset, returns, owners)
-        if cut := self.body.cut():
+        self.store = ModelStore(recipe.model, federation.dataset, returns, owners)
+        if cut := self.store.cut():
             log.warning(
                 "model.max_tokens: %d of %d training examples have more than %d tokens and are cut",
                 cut, len(federation.dataset.train), recipe.model.max_tokens,
@@ -257,7 +257,7 @@ class Run:
         for number in range(progress["stage"]):
             model, version = self.directory.load_model(number)
             if version is not None:
-                self.body.remember(number, version)
+                self.store.remember(number, version)
             self.models.append(model)
         self._collect_garbage()
         return int(progress["stage"])
@@ -309,9 +309,9 @@ class Run:
         if spent := privacy_spent(self.stages):
             summary["privacy"] = spent
         final = [head for head in heads if head is not None]
-        self.body.load(model.body)
-        body = self.body if model.body != PRETRAINED else None
-        self.directory.save_final(body, final, federation.tasks, federation.class_names)
+        self.store.load(model.body)
+        store = self.store if model.body != PRETRAINED else None
+        self.directory.save_final(store, final, federation.tasks, federation.class_names)
         (self.folder / "noise.secret").unlink(missing_ok=True)  # nothing is left to be drawn from it
         if self.directory.path:
             report = self.directory.path / "report.html"
