@@ -36,7 +36,7 @@ SETS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "trec": ("MiniLM-L6", MINILM, {}),
 }
 VALIDATION, ALPHAS = 0.2, ("0.05", "0.5", "100.0")
-TITLES = {"closed-form": "", "trained": " from zeros", "fedcof, trained": " from FedCOF's head"}
+TITLES = {"closed-form": "", "trained": " from zeros", "fedcof-trained": " from FedCOF's head"}
 
 
 def features(name: str) -> None:
@@ -86,7 +86,7 @@ def results() -> dict[str, list[dict[str, str]]]:
             with (RUNS / name / "compare.csv").open(newline="", encoding="utf-8") as file:
                 rows = list(csv.DictReader(file))
             last = {(row["recipe"], row["method"], row["alpha"], row.get("lr")): row for row in rows}
-            found[name] = [row for row in last.values() if row["recipe"] != "fedcof, trained" or row["stage"] == "1"]
+            found[name] = [row for row in last.values() if row["recipe"] != "fedcof-trained" or row["stage"] == "1"]
     return found
 
 

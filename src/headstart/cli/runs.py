@@ -162,7 +162,8 @@ def reproduce(
             print(f"about {left / 60:.0f} min left" if left > 90 else f"about {left:.0f} s left", file=sys.stderr)
 
     with interruptible(where, "the same command and"):
-        found = reproduce(rows, where, say, as_published)
+        command = ["headstart reproduce", *(names or []), *(["--as-published"] if as_published else [])]
+        found = reproduce(rows, where, say, as_published, " ".join(command))
     show_table(COLUMNS, [each.cells for each in found])
     print(f"tables: {where} (open {where / 'reproduce.html'}); the page of results: {where / 'results.md'}")
 

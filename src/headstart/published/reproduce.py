@@ -122,12 +122,13 @@ def reproduce(
     out: Path,
     on_row: Callable[[Found, float | None], object],
     as_published: bool = False,
+    command: str = "",
 ) -> list[Found]:
     """Compute rows; runs go to ``out/ROWID``, where finished ones stay and those cut short go on.
 
     ``on_row`` is called with each row as it comes, and with the seconds that the others may take; what goes wrong with
     one is told, and the others come. ``as_published``: closed forms by the papers' own code, too. Leaves
-    reproduce.html, .csv, .md and .tex in ``out``, and results.md.
+    reproduce.html, .csv, .md and .tex in ``out``, and results.md, which shows the ``command``.
     """
     out.mkdir(parents=True, exist_ok=True)
     found, start, steps = list[Found](), time.monotonic(), _Steps(chosen)
@@ -143,7 +144,7 @@ def reproduce(
     body = f"<h1>Published and measured</h1><ul>{sources}</ul>{html_table(COLUMNS, cells)}"
     write_text(out / "reproduce.html", html_page("Published and measured", body))
     write_tables(out / "reproduce", COLUMNS, cells)
-    write_text(out / "results.md", results_page(found))
+    write_text(out / "results.md", results_page(found, command))
     return found
 
 

@@ -38,13 +38,16 @@ published** where a learning rate or a width had to be chosen; otherwise **unexp
 """
 
 
-def results_page(found: Sequence[Found]) -> str:
-    """Everything that was computed of some rows, as Markdown."""
-    parts = [_OPENING, f"{_machine()}\n"]
+def results_page(found: Sequence[Found], command: str = "") -> str:
+    """Everything that was computed of some rows, as Markdown; command: what computes all of it."""
+    parts = [_OPENING, *([f"All of this page is what this gives:\n\n```text\n{command}\n```\n"] if command else [])]
+    parts.append(f"{_machine()}\n")
     measured = [each for each in found if each.figures and not each.row.formula]
     if measured:
         counted = Counter(each.verdict or "nothing printed" for each in measured)
-        parts.append(f"{len(measured)} figures: {', '.join(f'{n} {name}' for name, n in counted.most_common())}.\n")
+        said = ", ".join(f"{count} {name}" for name, count in counted.most_common())
+        runs = {(each.row.recipe, each.row.set): each.seconds for each in measured}  # some rows share their runs
+        parts.append(f"{len(measured)} figures: {said}. Their runs took {sum(runs.values()) / 60:.0f} minutes.\n")
     for (source, table), group in groupby(measured, key=lambda each: (each.row.source, each.row.table)):
         where = f"table {table}" if table[:1].isdigit() else table
         parts.append(f"## {source}, {where}\n\n{markdown(COLUMNS, [_cells(each) for each in group])}")
