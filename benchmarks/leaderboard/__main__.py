@@ -35,7 +35,7 @@ SETS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "ag_news": ("MiniLM-L6", MINILM, {"train_examples": 4000, "test_examples": 1900}),
     "trec": ("MiniLM-L6", MINILM, {}),
 }
-VALIDATION, ALPHAS = 0.2, ("0.05", "0.5", "100.0")
+VALIDATION, ALPHAS = 0.2, ("0.05", "0.5", "100")
 TITLES = {"closed-form": "", "trained": " from zeros", "fedcof-trained": " from FedCOF's head"}
 
 
@@ -79,14 +79,19 @@ def run(name: str) -> None:
 
 
 def results() -> dict[str, list[dict[str, str]]]:
-    """The last stage of every row of every comparison that is finished."""
+    """The last stage of every row of every comparison that is finished, with the bytes of the stages before it."""
     found = {}
     for name in SETS:
         if (RUNS / name / "compare.csv").is_file():
             with (RUNS / name / "compare.csv").open(newline="", encoding="utf-8") as file:
                 rows = list(csv.DictReader(file))
-            last = {(row["recipe"], row["method"], row["alpha"], row.get("lr")): row for row in rows}
-            found[name] = [row for row in last.values() if row["recipe"] != "fedcof-trained" or row["stage"] == "1"]
+            last = []
+            for row in rows:
+                if row["stage"] != "0":
+                    before = last.pop()
+                    row |= {key: str(float(row[key]) + float(before[key])) for key in ("bytes_up", "bytes_down")}
+                last.append(row)
+            found[name] = last
     return found
 
 
@@ -108,7 +113,7 @@ def tables(found: dict[str, list[dict[str, str]]]) -> str:
             sent = [human_bytes(np.mean([float(row[key]) for row in mine])) for key in ("bytes_up", "bytes_down")]
             lines.append([title, *cells, *sent, mine[0]["rounds"].split(".")[0], rates])
         lines.sort(key=lambda line: -float(line[1].split()[0]))
-        columns = ("method", *(f"α = {a.removesuffix('.0')}" for a in ALPHAS), "up", "down", "rounds", "lr by α")
+        columns = ("method", *(f"α = {a}" for a in ALPHAS), "up", "down", "rounds", "lr by α")
         parts.append(f"## {name}, {SETS[name][0]}\n\n{markdown(columns, lines)}")
     return "\n".join(parts)
 
