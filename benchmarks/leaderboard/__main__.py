@@ -36,7 +36,7 @@ SETS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "trec": ("MiniLM-L6", MINILM, {}),
 }
 VALIDATION, ALPHAS = 0.2, ("0.05", "0.5", "100")
-TITLES = {"closed-form": "", "trained": " from zeros", "fedcof-trained": " from FedCOF's head"}
+TITLES = {"closed-form": "", "trained": " from a random head", "fedcof-trained": " from FedCOF's head"}
 
 
 def features(name: str) -> None:
