@@ -23,8 +23,9 @@ _OPENING = """# Results
 Accuracies in %, each in three columns:
 
 - **published**: as printed.
-- **as published**: computed again the way the paper's own code does it, where that differs from what the paper
-  describes: training images mirrored at random, and in FedCOF's code a pseudo-inverse in float32.
+- **as published**: computed again the way FedCOF's own code does it, where that differs from what the paper describes:
+  a pseudo-inverse in float32, and CIFAR-100 normalised by the constants of CIFAR-10. `--mirrored` mirrors half of the
+  training images, too, as that code does.
 - **ours**: what the paper describes, by headstart.
 
 `headstart reproduce ROW --as-published` computes a row; the name of a table or a paper computes all of its rows, and
