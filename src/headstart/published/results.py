@@ -52,6 +52,9 @@ def results_page(found: Sequence[Found], command: str = "") -> str:
     for (source, table), group in groupby(measured, key=lambda each: (each.row.source, each.row.table)):
         where = f"table {table}" if table[:1].isdigit() else table
         parts.append(f"## {source}, {where}\n\n{markdown(COLUMNS, [_cells(each) for each in group])}")
+    if open_ := [each for each in measured if each.verdict == "unexplained"]:
+        cells = [[f"`{each.row.id}`", _cells(each)[4], each.row.note] for each in open_]
+        parts.append(f"## Not explained\n\n{markdown(('row', 'difference', 'what is known'), cells)}")
     parts += _formulas([each for each in found if each.row.formula])
     return "\n".join(parts)
 
