@@ -82,19 +82,19 @@ def _formulas(found: Sequence[Found]) -> Iterator[str]:
     if not found:
         return
     others = [each for each in found if each.row.value is not None and not _printed(each)]
-    yield f"## Costs by formula\n\n{len(found) - len(others)} of {len(found)} come out as they are printed.\n"
+    yield f"## Costs by formula\n\n{len(found) - len(others)} of {len(found)} come out as they are printed, to a unit of the last place.\n"
     if others:
         cells = [[f"`{each.row.id}`", *each.cells[1:4], each.row.note] for each in others]
         yield markdown(("row", "published", "computed", "difference", "note"), cells)
 
 
 def _printed(found: Found) -> bool:
-    """Whether a figure rounds to the printed one: to half of the last of its digits."""
+    """Whether a figure is the printed one, but for a unit of the last of its digits, and what printing cuts off."""
     value = found.row.value or 0.0
     digits = f"{value:.10g}"
     places = len(digits.partition(".")[2])
     step = 10.0**-places if places else 10.0 ** (len(digits) - len(digits.rstrip("0")))
-    return abs(found.figures[0] - value) <= 0.6 * step
+    return abs(found.figures[0] - value) <= 1.2 * step
 
 
 def _machine() -> str:
