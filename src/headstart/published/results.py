@@ -82,7 +82,8 @@ def _formulas(found: Sequence[Found]) -> Iterator[str]:
     if not found:
         return
     others = [each for each in found if each.row.value is not None and not _printed(each)]
-    yield f"## Costs by formula\n\n{len(found) - len(others)} of {len(found)} come out as they are printed, to a unit of the last place.\n"
+    same = f"{len(found) - len(others)} of {len(found)}"
+    yield f"## Costs by formula\n\n{same} come out as they are printed, to a unit of the last place.\n"
     if others:
         cells = [[f"`{each.row.id}`", *each.cells[1:4], each.row.note] for each in others]
         yield markdown(("row", "published", "computed", "difference", "note"), cells)
