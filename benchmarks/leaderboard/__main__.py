@@ -120,8 +120,8 @@ def tables(found: dict[str, list[dict[str, str]]]) -> str:
 
 def draw(found: dict[str, list[dict[str, str]]], path: Path) -> None:
     """Accuracy at α = 0.05 against bytes up, a panel for each data set."""
-    columns = min(4, len(found))
-    figure = Figure(figsize=(3.2 * columns, 2.8 * -(-len(found) // columns) + 0.9), layout="constrained")
+    columns = min(3, len(found))
+    figure = Figure(figsize=(10, 2.8 * -(-len(found) // columns) + 1.1), layout="constrained")
     axes = np.atleast_1d(figure.subplots(-(-len(found) // columns), columns)).ravel()
     for axis in axes[len(found) :]:
         axis.remove()
@@ -131,7 +131,7 @@ def draw(found: dict[str, list[dict[str, str]]], path: Path) -> None:
             point = float(row["bytes_up"]) / 1e6, 100 * float(row["accuracy_mean"])
             axis.scatter(*point, s=30, marker=marker, label=titled(row))
         axis.set(xscale="log", xlabel="MB up", ylabel="accuracy, %", title=name)
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=8)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8)
     write_atomically(path, lambda temporary: figure.savefig(temporary, dpi=100, facecolor="white"))
 
 
