@@ -632,7 +632,7 @@ def test_the_site_builds_and_needs_nothing_from_elsewhere(site: Path) -> None:
     for style in site.rglob("*.css"):
         assert not re.findall(r"(?:url\(|@import) *[\"']?(?:https?:)?//", style.read_text("utf-8")), style
     assert 'id="headstart.register"' in pages[Path("api.html")]
-    assert 'id="heads-by-what-clients-tell"' in pages[Path("results.html")]  # RESULTS.md is in the page
+    assert 'id="heads-by-what-clients-tell"' in pages[Path("measurements.html")]  # RESULTS.md is in the page
 
 
 @pytest.mark.slow
@@ -723,7 +723,7 @@ def test_which_method_says_what_was_measured(page: str) -> None:
     assert any("few clients" in row and "fed3r" in row and "rank = 16" in row for row in rows)
     everything = (ROOT / "benchmarks/RESULTS.md").read_text("utf-8")
     for row in rows:
-        anchors = re.findall(r"results\.md#([\w-]+)", row)
+        anchors = re.findall(r"measurements\.md#([\w-]+)", row)
         assert anchors or page == "README.md", row
         tables = " ".join(sections()[anchor] for anchor in anchors) or everything
         shown = re.findall(r"(?<![\w.])\d+\.\d+\b", re.sub(r"\]\([^)]*\)|`[^`]*`|α = [\d.]+", "", row))

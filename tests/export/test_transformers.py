@@ -203,11 +203,11 @@ def test_images(merge: bool, tmp_path: Path) -> None:
         load = AutoModelForImageClassification if merge else AutoPeftModel
         model = load.from_pretrained(".", trust_remote_code=True).eval()
     run = Model.load(tmp_path / "run")
-    assert run.body.backbone is not None
+    assert run.store.backbone is not None
     with torch.inference_mode():
         # The usual mean and deviation of a vision transformer, 0.5 each.
         found = model(pixel_values=torch.tensor(pixels).permute(0, 3, 1, 2) / 127.5 - 1).logits
-        features = run.body.backbone.body(torch.tensor(pixels)).numpy()
+        features = run.store.backbone.body(torch.tensor(pixels)).numpy()
     np.testing.assert_allclose(found.numpy(), run.head.scores(features), atol=1e-4)
     assert model.config.id2label == {number: str(number) for number in range(10)}
 

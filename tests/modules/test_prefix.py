@@ -24,7 +24,7 @@ from headstart.backbones.transforms import NORMALISATIONS, ImageInput, ImageTran
 from headstart.config.recipe import Model
 from headstart.data import Examples
 from headstart.errors import HeadstartError
-from headstart.modules import Attached, attach
+from headstart.modules import attach, prefix_of
 from headstart.modules.blocks import blocks_of
 from tests.modules.test_modules import SETTINGS, WIDTH, ChannelsFirst, bert, shaken, tiny_vit, vit
 
@@ -54,11 +54,6 @@ def examples_of(backbone: Backbone) -> Examples:
         return Examples("text", Table(), ("text",), np.arange(n), np.zeros(n, np.int64))
     images = np.random.default_rng(0).integers(0, 256, (n, 8, 8, 3), dtype=np.uint8)
     return Examples("image", images, (), np.arange(n), np.zeros(n, np.int64))
-
-
-def prefix_of(backbone: Backbone, module: Attached) -> Prefix:
-    blocks = blocks_of(backbone.core)
-    return Prefix(backbone, blocks[: module.depth], blocks[module.depth])
 
 
 def inputs_of(backbone: Backbone, prefix: Prefix | None = None) -> Inputs:
@@ -204,7 +199,7 @@ def test_prompts_start_at_the_first_of_the_last_blocks() -> None:
 def test_a_module_cannot_be_on_more_blocks_than_there_are(kind: str, blocks: int) -> None:
     backbone = bert()
     before = trace(backbone)
-    with pytest.raises(HeadstartError, match=f"^bert has 3 blocks, and the module is to be on the last {blocks}; set "):
+    with pytest.raises(HeadstartError, match=f"^bert has 3 blocks, and what trains is to be in the last {blocks};"):
         attach(kind, backbone, {**SETTINGS, "blocks": blocks}, seed=0)
     assert trace(backbone) == before
 
@@ -218,7 +213,7 @@ def test_a_module_cannot_be_on_more_blocks_than_there_are(kind: str, blocks: int
 def test_features_and_gradients_are_those_without_a_cache(kind: str, blocks: int, body: str) -> None:
     backbone = BODIES[body]()
     module = shaken(attach(kind, backbone, {**SETTINGS, "blocks": blocks}, seed=1))
-    cached = inputs_of(backbone, prefix_of(backbone, module))
+    cached = inputs_of(backbone, prefix_of(backbone, module.depth))
     parameters = list(module.parameters.values())
     weights = torch.linspace(-1, 1, WIDTH) ** 3
     for epoch in EPOCHS:
@@ -240,7 +235,7 @@ def test_features_and_gradients_are_those_without_a_cache(kind: str, blocks: int
 def test_frozen_blocks_run_once_for_an_example(kind: str, body: str) -> None:
     backbone = BODIES[body]()
     module = shaken(attach(kind, backbone, {**SETTINGS, "blocks": 1}, seed=1))
-    inputs = inputs_of(backbone, prefix_of(backbone, module))
+    inputs = inputs_of(backbone, prefix_of(backbone, module.depth))
     with watched(inner(backbone)) as counts:
         first = features(backbone, inputs, EPOCHS[0])
         assert counts == [7, 7, 7]
@@ -253,7 +248,7 @@ def test_frozen_blocks_run_once_for_an_example(kind: str, body: str) -> None:
 
 def test_an_example_that_nobody_asks_for_is_not_computed() -> None:
     backbone = bert()
-    inputs = inputs_of(backbone, prefix_of(backbone, attach("lora", backbone, {**SETTINGS, "blocks": 1}, seed=1)))
+    inputs = inputs_of(backbone, prefix_of(backbone, 2))
     with watched(inner(backbone)) as counts:
         features(backbone, inputs, [[4, 4], [2, 4]])
     assert counts == [2, 2, 4]
@@ -267,7 +262,7 @@ def test_states_are_those_behind_the_leading_blocks_and_do_not_depend_on_the_bat
     for epoch in EPOCHS[:2]:
         states = {}
         for members, batch in zip(
-            epoch, inputs_of(backbone, prefix_of(backbone, module)).batches(rows(epoch)), strict=True
+            epoch, inputs_of(backbone, prefix_of(backbone, module.depth)).batches(rows(epoch)), strict=True
         ):
             assert isinstance(batch, Prefixed)
             assert batch.states.dtype == torch.float32
@@ -292,7 +287,7 @@ def test_states_are_those_behind_the_leading_blocks_and_do_not_depend_on_the_bat
 
 def test_the_model_runs_in_the_thread_of_whoever_asks() -> None:
     backbone = bert()
-    inputs = inputs_of(backbone, prefix_of(backbone, attach("lora", backbone, {**SETTINGS, "blocks": 1}, seed=1)))
+    inputs = inputs_of(backbone, prefix_of(backbone, 2))
     threads = set()
     backbone.core.register_forward_pre_hook(lambda module, given: threads.add(threading.get_ident()))
     for _ in range(2):
@@ -312,7 +307,7 @@ def test_a_prefix_has_no_dropout_while_the_body_trains() -> None:
             assert layer.p == 0.1
             layer.p = 0.0
     before = trace(backbone)
-    inputs = inputs_of(backbone, prefix_of(backbone, module))
+    inputs = inputs_of(backbone, prefix_of(backbone, module.depth))
     for _ in range(2):
         found = features(backbone, inputs, EPOCHS[0])
         for one, other in zip(found, expected, strict=True):
@@ -324,7 +319,7 @@ def test_a_prefix_has_no_dropout_while_the_body_trains() -> None:
 
 def test_states_are_float32_whatever_the_precision() -> None:
     backbone = bert()
-    prefix = prefix_of(backbone, attach("lora", backbone, {**SETTINGS, "blocks": 1}, seed=1))
+    prefix = prefix_of(backbone, 2)
     (batch,) = inputs_of(backbone).batches(rows([[2]]))
     with torch.autocast("cpu", torch.bfloat16):
         found = prefix.states(batch)
@@ -341,7 +336,7 @@ def test_the_body_is_left_without_a_trace(kind: str, body: str) -> None:
     blocks = blocks_of(backbone.core)
     vars(blocks[1])["forward"] = own = blocks[1].forward  # somebody else has been here before
     before, state = trace(backbone), {name: value.clone() for name, value in backbone.body.state_dict().items()}
-    prefix = prefix_of(backbone, module)
+    prefix = prefix_of(backbone, module.depth)
     inputs = inputs_of(backbone, prefix)
     features(backbone, inputs, EPOCHS[0])
     assert trace(backbone) == before
@@ -407,7 +402,7 @@ def test_blocks_may_return_tuples_and_take_their_states_by_name(returning: str) 
     backbone = stacked(returning)
     module = shaken(attach("lora", backbone, {**SETTINGS, "blocks": 1}, seed=1))
     expected = features(backbone, inputs_of(backbone), EPOCHS[0])
-    inputs = inputs_of(backbone, prefix_of(backbone, module))
+    inputs = inputs_of(backbone, prefix_of(backbone, module.depth))
     for _ in range(2):
         for one, other in zip(features(backbone, inputs, EPOCHS[0]), expected, strict=True):
             torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
@@ -418,7 +413,7 @@ def test_blocks_that_hand_on_more_than_states_cannot_be_skipped() -> None:
     module = attach("lora", backbone, {**SETTINGS, "blocks": 1}, seed=1)
     before = trace(backbone)
     with pytest.raises(HeadstartError, match=r"^the blocks of stack hand on more than hidden states, so that none "):
-        features(backbone, inputs_of(backbone, prefix_of(backbone, module)), EPOCHS[0])
+        features(backbone, inputs_of(backbone, prefix_of(backbone, module.depth)), EPOCHS[0])
     assert trace(backbone) == before
 
 
@@ -427,6 +422,19 @@ def test_a_block_that_never_runs_is_named() -> None:
     prefix = Prefix(backbone, blocks_of(backbone.core)[:2], nn.Identity())
     with pytest.raises(HeadstartError, match=r"^stack never runs the block behind its first 2$"):
         prefix.states((torch.zeros(1, 8, 8, 3),))
+
+
+def test_the_layer_behind_all_blocks_is_found() -> None:
+    backbone = image_backbone()
+    inputs = inputs_of(backbone, prefix_of(backbone, 3))
+    expected = features(backbone, inputs_of(backbone), EPOCHS[0])
+    with watched(inner(backbone)) as counts:
+        for _ in range(2):
+            for one, other in zip(features(backbone, inputs, EPOCHS[0]), expected, strict=True):
+                torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+    assert counts == [7, 7, 7]
+    with pytest.raises(HeadstartError, match=r"^no layer of stack follows its blocks; set blocks to 1 or more$"):
+        prefix_of(stacked("states"), 3)
 
 
 # --------------------------------------------------------------------------------------------------------- the features
@@ -438,7 +446,7 @@ def test_embedding_through_inputs_skips_the_prefix(body: str, monkeypatch: pytes
     backbone = BODIES[body]()
     examples = examples_of(backbone)
     module = attach("adapter", backbone, {**SETTINGS, "blocks": 2}, seed=1)
-    inputs = Inputs(backbone, examples, "test", prefix_of(backbone, module))
+    inputs = Inputs(backbone, examples, "test", prefix_of(backbone, module.depth))
     for epoch in range(3):  # training goes on in between
         shaken(module)
         with watched(inner(backbone)) as counts:
@@ -453,7 +461,7 @@ def test_embedding_through_inputs_refuses_what_is_not_finite() -> None:
     module = attach("adapter", backbone, {**SETTINGS, "blocks": 1}, seed=1)
     module.parameters["0.up.bias"].data[3] = torch.inf
     with pytest.raises(HeadstartError, match=r"^bert gives NaN or infinity on birds test; check its weights"):
-        embed_rows(backbone, inputs_of(backbone, prefix_of(backbone, module)), np.arange(2), "birds test")
+        embed_rows(backbone, inputs_of(backbone, prefix_of(backbone, module.depth)), np.arange(2), "birds test")
 
 
 def test_the_real_minilm() -> None:
@@ -464,7 +472,7 @@ def test_the_real_minilm() -> None:
         parameter.data += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(5))
     assert module.depth == 4
     examples = examples_of(backbone)
-    inputs = Inputs(backbone, examples, "train", prefix_of(backbone, module))
+    inputs = Inputs(backbone, examples, "train", prefix_of(backbone, module.depth))
     backbone.body.eval()
     expected = embed(backbone, examples, "train")
     for _ in range(2):
@@ -477,7 +485,7 @@ def test_the_real_minilm() -> None:
 
 def test_states_are_in_a_file_without_a_name_that_goes_with_its_owner(tmp_path: Path) -> None:
     backbone = bert()
-    inputs = inputs_of(backbone, prefix_of(backbone, attach("lora", backbone, {**SETTINGS, "blocks": 1}, seed=1)))
+    inputs = inputs_of(backbone, prefix_of(backbone, 2))
     features(backbone, inputs, EPOCHS[0])
     number = inputs._states._file
     assert number is not None

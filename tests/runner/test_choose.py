@@ -13,7 +13,7 @@ from peft import PeftModel
 from headstart.config.recipe import Recipe
 from headstart.core.files import write_text
 from headstart.data import Federation
-from headstart.engine.body import Body
+from headstart.engine.model_store import ModelStore
 from headstart.errors import HeadstartError
 from headstart.export import Model, export
 from headstart.export.replay import replay
@@ -54,8 +54,8 @@ def lines(out: Path) -> list[dict[str, Any]]:
 def test_round_0_is_the_model_as_it_comes(tmp_path: Path) -> None:
     recipe = recipe_of(tmp_path)
     run(recipe, tmp_path / "run")
-    federation, body = Federation.of(recipe), Body(recipe.model, Federation.of(recipe).dataset)
-    scores, labels = body.features("test"), federation.dataset.test.labels
+    federation, store = Federation.of(recipe), ModelStore(recipe.model, Federation.of(recipe).dataset)
+    scores, labels = store.features("test"), federation.dataset.test.labels
     first, *others = lines(tmp_path / "run")
     assert (first["round"], first["bytes_up"], [line["round"] for line in others]) == (0, 0, [1, 2, 3])
     assert first["accuracy"] == pytest.approx(np.mean(scores.argmax(axis=1) == labels))
@@ -64,17 +64,24 @@ def test_round_0_is_the_model_as_it_comes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("words", [SHORT, LONG])
-@pytest.mark.parametrize("train", ["all", "norms"])
-def test_fedmezo_is_mezo_on_the_pooled_data(train: str, words: tuple[str, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("train", "blocks", "count"),  # of two blocks: two norms each, and the last one
+    [("all", None, 20), ("norms", None, 5), ("norms", 1, 3), ("norms", 0, 1)],
+)
+def test_fedmezo_is_mezo_on_the_pooled_data(
+    train: str, blocks: int | None, count: int, words: tuple[str, ...], tmp_path: Path
+) -> None:
     """Whoever holds what: the loop below knows no clients, and perturbs the whole model at once."""
-    recipe = recipe_of(tmp_path, words, clients=4, train=train)
+    recipe = recipe_of(tmp_path, words, clients=4, train=train, blocks=blocks)
     stage: Any = recipe.stages[0]
     run(recipe, tmp_path / "run")
     dataset = Federation.of(recipe).dataset
-    backbone = Body(recipe.model, dataset).backbone
+    backbone = ModelStore(recipe.model, dataset).backbone
     assert backbone is not None
     names = {n: p for n, p in backbone.core.named_parameters() if train == "all" or p.ndim == 1}
-    assert len(names) == (20 if train == "all" else 5)  # of two blocks: two norms each, and the last one
+    for left_out in range(0 if blocks is None else 2 - blocks):
+        names = {n: p for n, p in names.items() if f"layers.{left_out}." not in n}
+    assert len(names) == count
     batch = backbone.transform.collate([backbone.transform(text, "x") for text in dataset.train.raw(0, 1000)])
     labels = torch.from_numpy(dataset.train.labels)
 
@@ -98,7 +105,7 @@ def test_fedmezo_is_mezo_on_the_pooled_data(train: str, words: tuple[str, ...], 
     from safetensors.torch import load_file
 
     found = load_file(tmp_path / "run" / "model" / "model.safetensors")
-    start = dict(Body(recipe.model, None).backbone.core.named_parameters())  # type: ignore[union-attr]
+    start = dict(ModelStore(recipe.model, None).backbone.core.named_parameters())  # type: ignore[union-attr]
     for name, parameter in names.items():
         assert torch.allclose(found[name], parameter, atol=2e-4)
         assert (found[name] - start[name]).abs().max() > 1e-3

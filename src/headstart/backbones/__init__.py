@@ -3,7 +3,7 @@
 from headstart.backbones.backbone import Backbone, moved, run_body, some, taken, unused
 from headstart.backbones.extract import embed, embed_rows, extract
 from headstart.backbones.inputs import Inputs
-from headstart.backbones.prefix import Prefix, evaluating
+from headstart.backbones.prefix import Prefix, Prefixed, evaluating
 from headstart.backbones.registry import BACKBONES, load_backbone, register_backbone
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "Backbone",
     "Inputs",
     "Prefix",
+    "Prefixed",
     "embed",
     "embed_rows",
     "evaluating",

@@ -79,14 +79,17 @@ class Backbone:
         return digest.hexdigest()
 
 
-def unused(backbone: Backbone, parameters: Mapping[str, nn.Parameter]) -> list[str]:
-    """Names of those parameters that the features do not depend on: one forward pass, and the graph behind it."""
+def unused(
+    backbone: Backbone, parameters: Mapping[str, nn.Parameter], batch: tuple[Tensor, ...] | None = None
+) -> list[str]:
+    """Names of the parameters that the features of a batch do not depend on (None: a made-up one): one forward pass,
+    and the graph behind it."""
     required = [parameter.requires_grad for parameter in parameters.values()]
     try:
         for parameter in parameters.values():
             parameter.requires_grad_(True)
         with evaluating(backbone.body), torch.enable_grad(), torch.random.fork_rng():
-            waiting: list[Any] = [run_body(backbone.body, backbone.sample()).grad_fn]
+            waiting: list[Any] = [run_body(backbone.body, backbone.sample() if batch is None else batch).grad_fn]
     finally:
         for parameter, before in zip(parameters.values(), required, strict=True):
             parameter.requires_grad_(before)

@@ -132,6 +132,11 @@ class Prefixed(tuple[Tensor, ...]):
         batch.states, batch.prefix = states, prefix
         return batch
 
+    @classmethod
+    def of(cls, batch: tuple[Tensor, ...], prefix: Prefix) -> Prefixed:
+        """A batch with its states."""
+        return cls(batch, prefix.states(batch), prefix)
+
 
 class StateFile:
     """States [T, D] in float32 of the examples that have been asked for, T of their own; on disk, by row.

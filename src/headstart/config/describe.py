@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from headstart.config.recipe import PARTITIONS, Data, Model, Recipe, Task
+from headstart.config.recipe import PARTITIONS, Clients, Data, Model, Recipe, Task
 from headstart.config.stage import STAGES, CountNoise, Named, Privacy, load_plugins
 from headstart.errors import HeadstartError, nearest
 
@@ -22,6 +22,7 @@ def tables() -> dict[str, type[BaseModel]]:
     load_plugins()
     partitions = {f"data.partition.{kind}": table for kind, table in PARTITIONS.items()}
     fixed: dict[str, type[BaseModel]] = {"recipe": Recipe, "data": Data, "tasks": Task, "model": Model, **partitions}
+    fixed["clients"] = Clients
     return {**fixed, "stages.privacy": Privacy, "stages.count_noise": CountNoise, **STAGES}
 
 

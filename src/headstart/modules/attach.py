@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headstart.backbones import Backbone, some, unused
+from headstart.backbones import Backbone, Prefix, evaluating, run_body, some, unused
 from headstart.errors import HeadstartError
 from headstart.modules.adapter import adapters
 from headstart.modules.blocks import blocks_of, linear_in, projections_of, widths
@@ -46,7 +46,7 @@ def attach(kind: str, backbone: Backbone, settings: Mapping[str, Any], seed: int
     blocks = blocks_of(backbone.core)
     if not blocks:
         raise HeadstartError(f"{backbone.name} has no transformer blocks for a {kind}; set train to 'all' or 'head'")
-    depth = _depth(backbone, len(blocks), settings.get("blocks"))
+    depth = depth_of(backbone, settings.get("blocks"), 1)
     targets = _targets(backbone, blocks, depth, settings.get("targets"))
     blocks = blocks[depth:]
     width = widths(backbone.core.get_submodule(projections_of(backbone.core)[0]))[1]
@@ -104,14 +104,42 @@ def _check(kind: str, backbone: Backbone, parameters: Mapping[str, nn.Parameter]
     )
 
 
-def _depth(backbone: Backbone, count: int, wanted: int | None) -> int:
+def depth_of(backbone: Backbone, wanted: int | None, least: int = 0) -> int:
     """How many of a body's blocks come before the last ``wanted``."""
-    if wanted is not None and not 1 <= wanted <= count:
+    count = len(blocks_of(backbone.core))
+    if wanted is not None and not least <= wanted <= count:
         raise HeadstartError(
-            f"{backbone.name} has {count} blocks, and the module is to be on the last {wanted}; set blocks to a number "
-            f"from 1 to {count}, or leave it out for all"
+            f"{backbone.name} has {count} blocks, and what trains is to be in the last {wanted}; set blocks to a "
+            f"number from {least} to {count}, or leave it out for all"
         )
     return 0 if wanted is None else count - wanted
+
+
+def prefix_of(backbone: Backbone, depth: int) -> Prefix | None:
+    """The first ``depth`` blocks of a body, and the layer that follows them; None where they are no blocks."""
+    blocks = blocks_of(backbone.core)
+    following = blocks[depth] if depth < len(blocks) else _behind(backbone, blocks[-1]) if blocks else None
+    return Prefix(backbone, blocks[:depth], following) if depth and following else None
+
+
+def _behind(backbone: Backbone, last: nn.Module) -> nn.Module:
+    """The module that runs after the last block, on what that hands on."""
+    called: list[nn.Module] = []
+    handles = [
+        each.register_forward_pre_hook(lambda module, given: called.append(module), prepend=True)
+        for each in backbone.body.modules()
+    ]
+    try:
+        with evaluating(backbone.body), torch.no_grad():
+            run_body(backbone.body, backbone.sample())
+    finally:
+        for handle in handles:
+            handle.remove()
+    inside = set(last.modules())
+    after = called[max(number for number, module in enumerate(called) if module in inside) + 1 :]
+    if not after:
+        raise HeadstartError(f"no layer of {backbone.name} follows its blocks; set blocks to 1 or more")
+    return after[0]
 
 
 def plain_parameters(core: nn.Module) -> dict[str, nn.Parameter]:

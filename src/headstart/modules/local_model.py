@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from headstart.backbones import Backbone
+from headstart.backbones import Backbone, Prefix
 from headstart.errors import HeadstartError
 from headstart.modules.attach import Attached, attach, plain_parameters, plain_state
 
@@ -22,6 +22,8 @@ class LocalModel:
 
     def __init__(self, backbone: Backbone | None = None, *modules: Attached) -> None:
         self.backbone, self.modules = backbone, list(modules)
+        self.prefix: Prefix | None = None
+        """What comes before all that a stage trains, where it is computed once."""
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         if backbone is not None:
             backbone.body.to(self.device)

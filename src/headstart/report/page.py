@@ -100,7 +100,9 @@ def write_figures(folder: Path, records: Sequence[Record]) -> list[str]:
     folder.mkdir(parents=True, exist_ok=True)
     groups = grouped(records)
     drawn = curves(groups)
-    written = {f"accuracy-by-{name.replace('_', '-')}": curve_figure(drawn, name) for name in AXES if drawn}
+    written = {
+        f"accuracy-by-{name.replace('_', '-')}": curve_figure(drawn, name) for name in AXES if _spent(drawn, name)
+    }
     if accuracies := _accuracies(groups):
         written["clients"] = clients_figure(accuracies, _methods(groups, accuracies))
     if len(records) == 1 and (held := records[0].holdings()) is not None:
@@ -182,6 +184,11 @@ def _curves(drawn: Sequence[Curve]) -> str:
         for name, said in shown.items()
     ]
     return f'<div class="figures">{"".join(f"<figure>{picture}</figure>" for picture in pictures)}</div>'
+
+
+def _spent(drawn: Sequence[Curve], against: str) -> bool:
+    """Whether there is any cost of a kind: not all runs simulate time."""
+    return any(curve.costs[against].any() for curve in drawn)
 
 
 def _varies(drawn: Sequence[Curve], against: str) -> bool:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from headstart.backbones import moved, run_body, some, taken, unused
+from headstart.backbones import Prefixed, moved, run_body, some, taken, unused
 from headstart.config.stage import Rounds, Training
 from headstart.core.params import Params
 from headstart.core.plan import Plan
@@ -21,7 +21,7 @@ from headstart.errors import HeadstartError
 from headstart.modules import LocalModel
 from headstart.solvers.adam import Moments
 from headstart.solvers.cohort import Cohort
-from headstart.solvers.heads import batches, layers_of, pulled
+from headstart.solvers.heads import batches, layers_of
 from headstart.solvers.objective import LocalResult, Objective, learning_rate
 
 
@@ -41,8 +41,10 @@ class Network:
             self.trained = {name: each for name, each in self.trained.items() if ".lora_A." not in name}
         below = {name: parameter for name, parameter in self.trained.items() if name.startswith("body.")}
         if self.backbone is not None and below:
-            # What the features do not depend on, such as a pooler, cannot be trained; it stays frozen.
-            frozen = unused(self.backbone, below)
+            # What the features do not depend on, such as a pooler or what comes before a prefix that is computed once,
+            # cannot be trained; it stays frozen.
+            batch = self.backbone.sample()
+            frozen = unused(self.backbone, below, Prefixed.of(batch, model.prefix) if model.prefix else batch)
             if len(frozen) == len(below):
                 raise HeadstartError(f"no parameter of {self.backbone.name} has a gradient; set train to 'head'")
             self.trained = {name: each for name, each in self.trained.items() if name not in frozen}
@@ -242,6 +244,11 @@ def _gradients(loss: Tensor, parameters: Mapping[str, nn.Parameter]) -> list[Ten
             "layers in training (layerdrop) to 0 in the network's configuration, or train another part"
         )
     return list(gradients)
+
+
+def pulled(name: str, value: Tensor) -> Tensor:
+    """What decay and proximal terms pull at: the bias of a masked class is minus infinity, and stays there."""
+    return value.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0) if name == "head.bias" else value
 
 
 def flipped(inputs: tuple[Tensor, ...], which: np.ndarray) -> tuple[Tensor, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from headstart.heads import LinearHead
 if TYPE_CHECKING:  # torch is not needed where the data are features
     from torch import Tensor
 
-    from headstart.backbones import Backbone, Inputs, Prefix
+    from headstart.backbones import Backbone, Inputs
     from headstart.modules import LocalModel
 
 Arrays = Mapping[str, np.ndarray]
@@ -49,7 +50,7 @@ class Version:
     module: Module | None = None
 
 
-class Body:
+class ModelStore:
     """A backbone and the weights that stages have given it, by the number of the stage; or features, and no
     backbone."""
 
@@ -76,7 +77,6 @@ class Body:
         """The module on the backbone, with the values that the last stage which trained it made."""
         self._features: dict[str, Features] = {}
         self._inputs: dict[str, Inputs] = {}
-        self._prefix: Prefix | None = None
         if model.backbone != "features":
             from headstart.backbones import load_backbone
             from headstart.modules import LocalModel
@@ -87,7 +87,7 @@ class Body:
 
     @property
     def _dataset(self) -> Dataset:
-        assert self._data is not None, "this body was made to be rebuilt, not to read examples"
+        assert self._data is not None, "this store was made to be rebuilt, not to read examples"
         return self._data
 
     @property
@@ -191,7 +191,7 @@ class Body:
         assert self.backbone is not None
         examples, what = getattr(self._dataset, split), f"{self._dataset.name} {split}"
         owners = self._by_client(split)
-        if rows is None and self._prefix is None and owners is None:
+        if rows is None and owners is None and not (self.model and self.model.prefix):
             return embed(self.backbone, examples, what)
         rows = np.arange(len(examples)) if rows is None else rows
         if owners is None:
@@ -202,6 +202,18 @@ class Body:
             features[mine] = embed_rows(self.backbone, self.inputs(split), rows[mine], what)
         return features
 
+    @cached_property
+    def flops_per_pass(self) -> float:
+        """Floating-point operations of a forward pass of one example; 0 where the data are features."""
+        if self.backbone is None:
+            return 0.0
+        from torch.utils.flop_counter import FlopCounterMode
+
+        rows = np.arange(min(8, len(self._dataset.train)))
+        with FlopCounterMode(display=False) as counter:
+            self.embedded("train", rows)
+        return float(counter.get_total_flops()) / len(rows)
+
     def inputs(self, split: str = "train") -> Inputs:
         """Batches of a split, for a backbone that trains."""
         from headstart.backbones import Inputs
@@ -209,7 +221,8 @@ class Body:
         assert self.backbone is not None
         if split not in self._inputs:
             examples = getattr(self._dataset, split)
-            self._inputs[split] = Inputs(self.backbone, examples, f"{self._dataset.name} {split}", self._prefix)
+            prefix = self.model.prefix if self.model else None
+            self._inputs[split] = Inputs(self.backbone, examples, f"{self._dataset.name} {split}", prefix)
         return self._inputs[split]
 
     def _forget(self) -> None:
@@ -223,7 +236,7 @@ class Body:
         """Prepare the backbone for a stage: with the module that it trains, or that clients have values of their own
         for, which is the one that an earlier stage left there, or a new one."""
         self._inputs.clear()
-        self._prefix = None
+        self._drop_prefix()
         if not plan.changes_features or self.model is None:
             return
         here = self.module
@@ -236,27 +249,28 @@ class Body:
                 f"stages.{seed[1]}.{key}: an earlier stage left a {here.kind} on the backbone; continue with it as it "
                 "is, train the head, or set start to a stage before it"
             )
-        if kind not in MODULES:
-            return
-        if here is None:
+        if kind in MODULES and here is None:
             if stage.personalises:
                 raise HeadstartError(f"stages.{seed[1]}.update: no earlier stage left a {kind} on the backbone")
             made = {key: value for key, value in settings.items() if value is not None}
             self._attach(Module(kind, made, ()), seed[0] * 1000 + seed[1])
         flips = stage.augment == "flip" and self.model.backbone and self.model.backbone.kind == "image"
-        if not flips and not stage.phased:
-            self._cache_prefix()
+        if not flips and (kind in MODULES or kind == "norms"):
+            self._cache_prefix(stage)
 
-    def _cache_prefix(self) -> None:
-        """What comes before the first block with a module is computed once."""
-        from headstart.backbones import Prefix
-        from headstart.modules.blocks import blocks_of
+    def _cache_prefix(self, stage: Stage) -> None:
+        """What comes before all that a stage trains is computed once."""
+        from headstart.modules import depth_of, prefix_of
 
         assert self.model is not None
         assert self.backbone is not None
-        if depth := self.model.modules[-1].depth:
-            blocks = blocks_of(self.backbone.core)
-            self._prefix = Prefix(self.backbone, blocks[:depth], blocks[depth])
+        modules = self.model.modules
+        depth = modules[-1].depth if modules else depth_of(self.backbone, getattr(stage, "blocks", None))
+        self.model.prefix = prefix_of(self.backbone, depth)
+
+    def _drop_prefix(self) -> None:
+        if self.model is not None:
+            self.model.prefix = None
 
     def _attach(self, module: Module, seed: int = 0) -> None:
         assert self.model is not None
@@ -295,7 +309,7 @@ class Body:
         arrays = self._copied() if trained else None
         self._versions[number] = Version(self.weights, norm_statistics, arrays, self.module)
         self.loaded = number
-        self._prefix = None
+        self._drop_prefix()
         self._forget()
         return self._versions[number]
 
@@ -320,7 +334,7 @@ class Body:
             self._attach(version.module)
         self.model.set_mode(False, version.norm_statistics)
         self.loaded = number
-        self._prefix = None
+        self._drop_prefix()
         self._forget()
 
     def _write(self, tensors: Mapping[str, Tensor], arrays: Arrays) -> None:
