@@ -14,6 +14,8 @@ NAMES = (
     "heads",
     "training",
     "finetuning",
+    "compression",
+    "stragglers",
     "mezo",
     "modules",
     "language",

@@ -10,7 +10,7 @@ import numpy as np
 from benchmarks.common import SHARED, show
 from headstart.config.recipe import Recipe
 from headstart.data import Federation
-from headstart.engine.body import Body
+from headstart.engine.model_store import ModelStore
 from headstart.runner import run
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "cifar10-closed-form.toml"
@@ -26,8 +26,8 @@ def recipe(seed: int = 0) -> Recipe:
 
 def features_of_cifar10() -> tuple[np.ndarray, ...]:
     dataset = Federation.of(recipe()).dataset
-    body = Body(recipe().model, dataset)
-    return body.features("train"), dataset.train.labels, body.features("test"), dataset.test.labels
+    store = ModelStore(recipe().model, dataset)
+    return store.features("train"), dataset.train.labels, store.features("test"), dataset.test.labels
 
 
 def main() -> None:

@@ -239,14 +239,14 @@ def cut_silos(root: Path) -> Path:
     """Features of the nodes, unlike each other, in a file each; returns the file of the server's test examples."""
     from headstart.config.recipe import Recipe
     from headstart.data import Federation
-    from headstart.engine.body import Body
+    from headstart.engine.model_store import ModelStore
 
     partition = {"kind": "dirichlet", "clients": len(NODES), "alpha": 1.0, "test": "follow"}
     data = {"dataset": "mnist-mini", "partition": partition}
     recipe = Recipe.parse({"data": data, "model": LITE0, "stages": [{"method": "fedncm"}]})
     federation = Federation.of(recipe)
-    body = Body(recipe.model, federation.dataset)
-    train, test = np.asarray(body.features("train")), np.asarray(body.features("test"))
+    store = ModelStore(recipe.model, federation.dataset)
+    train, test = np.asarray(store.features("train")), np.asarray(store.features("test"))
     labels, test_labels = federation.dataset.train.labels, federation.dataset.test.labels
     for client, name in enumerate(NODES):
         assert federation.test_owners is not None

@@ -19,8 +19,8 @@ from benchmarks.common import SHARED, THREADS, alternate, in_fresh_process, show
 from headstart.config.recipe import Recipe
 from headstart.core.ledger import Ledger, peak_memory
 from headstart.data import Federation
-from headstart.engine.body import Body
 from headstart.engine.client_states import ClientStates
+from headstart.engine.model_store import ModelStore
 from headstart.methods.fedavg import FedAvgStage
 from headstart.runner import run
 
@@ -105,17 +105,17 @@ def throughput() -> None:
 def _sides(recipe: Recipe) -> dict[str, Callable[[], object]]:
     stage, federation = recipe.stages[0], Federation.of(recipe)
     assert isinstance(stage, FedAvgStage)
-    body, labels = Body(recipe.model, federation.dataset), torch.from_numpy(federation.dataset.train.labels)
-    assert body.backbone is not None
-    bench = Bench(stage, context_of(stage, 10, body.dim, (0, 0), 8, 256, backbone=body.backbone))
-    states, inputs = ClientStates(Path(), 8, {}), body.inputs()
+    store, labels = ModelStore(recipe.model, federation.dataset), torch.from_numpy(federation.dataset.train.labels)
+    assert store.backbone is not None
+    bench = Bench(stage, context_of(stage, 10, store.dim, (0, 0), 8, 256, backbone=store.backbone))
+    states, inputs = ClientStates(Path(), 8, {}), store.inputs()
 
     def ours() -> None:
         play(bench, federation, inputs, Ledger.open(8), states)
 
     # The peer: images in memory, one model, its state loaded for each client and averaged by hand.
     images = torch.cat([images for (images,) in inputs.batches(np.split(np.arange(256), 8))])
-    model = torch.nn.Sequential(copy.deepcopy(body.backbone.body), torch.nn.Linear(body.dim, 10))
+    model = torch.nn.Sequential(copy.deepcopy(store.backbone.body), torch.nn.Linear(store.dim, 10))
     model.requires_grad_(True).train()
     start = {name: value.clone() for name, value in model.state_dict().items()}
     rows_of = [torch.from_numpy(federation.rows_of(np.array([client]))[0]) for client in range(8)]

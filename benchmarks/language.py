@@ -21,7 +21,7 @@ from benchmarks.common import SHARED, in_fresh_process, show
 from headstart.config.recipe import Recipe
 from headstart.core.ledger import peak_memory
 from headstart.data import Federation
-from headstart.engine.body import Body
+from headstart.engine.model_store import ModelStore
 from headstart.runner import run
 
 TRAIN, TEST, CLIENTS = 256, 300, 10
@@ -99,15 +99,15 @@ def _cost(name: str) -> dict[str, Any]:
     """Peak memory and the fastest of three rounds, or of three times two forward passes."""
     if name == "inference":
         found = recipe("sst2", STAGES["fedmezo"], 100.0, 32, 8)
-        body = Body(found.model, Federation.of(found).dataset)
-        assert body.backbone is not None
-        (batch,) = body.inputs().batches([body.inputs().by_length(np.arange(32))])
+        store = ModelStore(found.model, Federation.of(found).dataset)
+        assert store.backbone is not None
+        (batch,) = store.inputs().batches([store.inputs().by_length(np.arange(32))])
         times = []
         for _ in range(3):
             start = time.perf_counter()
             with torch.inference_mode():
                 for _ in range(2):
-                    body.backbone.body(*batch)
+                    store.backbone.body(*batch)
             times.append(time.perf_counter() - start)
         return {"peak": peak_memory(), "seconds": min(times)}
     lines: list[dict[str, Any]] = []

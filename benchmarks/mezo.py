@@ -16,8 +16,8 @@ from benchmarks.common import SHARED, THREADS, alternate, in_fresh_process, show
 from headstart.config.recipe import Recipe
 from headstart.core.ledger import Ledger, peak_memory
 from headstart.data import Federation
-from headstart.engine.body import Body
 from headstart.engine.client_states import ClientStates
+from headstart.engine.model_store import ModelStore
 from headstart.methods.fedmezo import FedMeZOStage
 from headstart.runner import run
 from headstart.solvers.zeroth import BATCHES
@@ -34,17 +34,17 @@ def recipe(task: str, stages: list[dict[str, Any]], clients: int = 10, alpha: fl
     return Recipe.parse({"data": table, "model": model, "stages": stages})
 
 
-def prepared(clients: int, examples: int) -> tuple[FedMeZOStage, Federation, Body]:
+def prepared(clients: int, examples: int) -> tuple[FedMeZOStage, Federation, ModelStore]:
     stages = [{"method": "fedmezo", "train": "all", "rounds": 1, "lr": 1e-6}]
     found = recipe("sst2", stages, clients, train_examples=examples)
     stage, federation = found.stages[0], Federation.of(found)
     assert isinstance(stage, FedMeZOStage)
-    return stage, federation, Body(found.model, federation.dataset)
+    return stage, federation, ModelStore(found.model, federation.dataset)
 
 
-def batches(body: Body, federation: Federation) -> list[tuple[torch.Tensor, ...]]:
+def batches(store: ModelStore, federation: Federation) -> list[tuple[torch.Tensor, ...]]:
     """The batches of a FedMeZO round, in its order."""
-    inputs = body.inputs()
+    inputs = store.inputs()
     order = inputs.by_length(np.arange(len(federation.owners)))
     size = BATCHES["text"]
     return list(inputs.batches(np.split(order, range(size, len(order), size))))
@@ -55,10 +55,10 @@ def seconds() -> None:
     torch.set_num_threads(THREADS)
     rows = []
     for clients in (1, 10, 100, 1000):
-        stage, federation, body = prepared(clients, 1000)
-        assert body.backbone is not None
-        network, given, inputs = body.backbone.body, batches(body, federation), body.inputs()
-        bench = Bench(stage, context_of(stage, 2, body.dim, (0, 0), clients, 1000, backbone=body.backbone))
+        stage, federation, store = prepared(clients, 1000)
+        assert store.backbone is not None
+        network, given, inputs = store.backbone.body, batches(store, federation), store.inputs()
+        bench = Bench(stage, context_of(stage, 2, store.dim, (0, 0), clients, 1000, backbone=store.backbone))
         state = [bench.init()]
 
         def round_(made: Any = (bench, federation, inputs), state: Any = state) -> None:
@@ -95,15 +95,15 @@ def memory() -> None:
 
 
 def _peak(what: str) -> dict[str, int]:
-    stage, federation, body = prepared(10, EXAMPLES)
-    assert body.backbone is not None
-    network = body.backbone.body
+    stage, federation, store = prepared(10, EXAMPLES)
+    assert store.backbone is not None
+    network = store.backbone.body
     if what == "fedmezo":
-        bench = Bench(stage, context_of(stage, 2, body.dim, (0, 0), 10, EXAMPLES, backbone=body.backbone))
+        bench = Bench(stage, context_of(stage, 2, store.dim, (0, 0), 10, EXAMPLES, backbone=store.backbone))
         ledger, states = Ledger.open(10), ClientStates(SHARED, 10, {})
-        bench.head(play(bench, federation, body.inputs(), ledger, states))
+        bench.head(play(bench, federation, store.inputs(), ledger, states))
         return {"peak": peak_memory()}
-    for batch in batches(body, federation):
+    for batch in batches(store, federation):
         if what == "inference":
             with torch.inference_mode():
                 network(*batch)

@@ -19,8 +19,8 @@ from headstart.backbones import Inputs
 from headstart.config.recipe import Recipe
 from headstart.core.ledger import Ledger
 from headstart.data import Federation
-from headstart.engine.body import Body
 from headstart.engine.client_states import ClientStates
+from headstart.engine.model_store import ModelStore
 from headstart.methods import Population, Task
 from headstart.methods.fedyolo import FedYoloStage
 from headstart.runner import run
@@ -147,19 +147,19 @@ def speed_of(blocks: int | None) -> tuple[str, ...]:
     made = recipe(("ag_news", "trec"), [table | ({"blocks": blocks} if blocks else {})], 0)
     stage, federation = made.stages[0], Federation.of(made)
     assert isinstance(stage, FedYoloStage)
-    body = Body(made.model, federation.dataset)
-    body.attach(stage, stage.plan, (0, 0))
-    assert body.backbone is not None
+    store = ModelStore(made.model, federation.dataset)
+    store.attach(stage, stage.plan, (0, 0))
+    assert store.backbone is not None
     tasks = tuple(Task(name, count, Population(20, 2000)) for name, count in (("ag_news", 4), ("trec", 5)))
-    bench = Bench(stage, context_of(stage, 9, body.dim, tasks=tasks, model=body.model))
-    state, inputs, asked = bench.init(), body.inputs(), Ledger.open(40)
+    bench = Bench(stage, context_of(stage, 9, store.dim, tasks=tasks, model=store.model))
+    state, inputs, asked = bench.init(), store.inputs(), Ledger.open(40)
 
     def round_() -> None:
         asked.last_round[:] = -1
         play(bench, federation, inputs, asked, ClientStates(SHARED, 40, {}), state=state)
 
     round_()
-    given, texts = [], Inputs(body.backbone, federation.dataset.train, "texts")
+    given, texts = [], Inputs(store.backbone, federation.dataset.train, "texts")
     for client in np.flatnonzero(asked.last_round == 0):
         rows, owners = federation.rows_of(np.array([client]))
         task = int(federation.tasks_of(np.array([client]))[0])
@@ -170,7 +170,7 @@ def speed_of(blocks: int | None) -> tuple[str, ...]:
         given.append([(batch, torch.from_numpy(labels[each])) for batch, each in zip(read, members, strict=True)])
     where = [4, 5] if blocks else None
     config = LoraConfig(r=8, lora_alpha=16, target_modules=["query", "value"], layers_to_transform=where)
-    core: Any = body.backbone.core
+    core: Any = store.backbone.core
     plain: Any = get_peft_model(AutoModel.from_pretrained(core.name_or_path), config)
     plain.train()
 

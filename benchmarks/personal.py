@@ -19,8 +19,8 @@ from benchmarks.common import SHARED, THREADS, alternate, in_fresh_process, show
 from headstart.config.recipe import Recipe
 from headstart.core.ledger import Ledger
 from headstart.data import Federation
-from headstart.engine.body import Body
 from headstart.engine.client_states import ClientStates
+from headstart.engine.model_store import ModelStore
 from headstart.methods.fedavg import FedAvgStage
 from headstart.methods.personalise import PersonaliseStage
 from headstart.runner import run
@@ -159,11 +159,11 @@ def cost_of(net: str) -> tuple[str, ...]:
     assert isinstance(first, FedAvgStage)
     assert isinstance(stage, PersonaliseStage)
     federation = Federation.of(recipe)
-    body = Body(recipe.model, federation.dataset)
-    random = Bench(first, context_of(first, 10, body.dim, backbone=body.backbone))
+    store = ModelStore(recipe.model, federation.dataset)
+    random = Bench(first, context_of(first, 10, store.dim, backbone=store.backbone))
     head = random.head(random.init())
-    bench = Bench(stage, context_of(stage, 10, body.dim, (0, 1), CLIENTS, 5_000, head, backbone=body.backbone))
-    source: Any = body.inputs() if changes else body.features("train")
+    bench = Bench(stage, context_of(stage, 10, store.dim, (0, 1), CLIENTS, 5_000, head, backbone=store.backbone))
+    source: Any = store.inputs() if changes else store.features("train")
 
     def tune() -> None:
         with TemporaryDirectory() as folder:
@@ -180,8 +180,8 @@ def cost_of(net: str) -> tuple[str, ...]:
 
     def plain() -> None:
         for plan in plans:
-            widths = [body.dim, 10] if changes else [body.dim, 256, 256, 10]
-            layers: list[torch.nn.Module] = [body.backbone.body] if changes and body.backbone else []
+            widths = [store.dim, 10] if changes else [store.dim, 256, 256, 10]
+            layers: list[torch.nn.Module] = [store.backbone.body] if changes and store.backbone else []
             for wide, narrow in pairwise(widths):
                 layers += [torch.nn.Linear(wide, narrow), torch.nn.ReLU()]
             network = torch.nn.Sequential(*layers[:-1]).train().requires_grad_(True)

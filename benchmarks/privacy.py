@@ -26,8 +26,8 @@ from headstart.core.ledger import Ledger
 from headstart.core.message import Message
 from headstart.core.statistics import message_nbytes
 from headstart.data import Federation
-from headstart.engine.body import Body
 from headstart.engine.client_states import ClientStates
+from headstart.engine.model_store import ModelStore
 from headstart.runner import run
 from headstart.runner.evaluate import evaluate
 
@@ -247,8 +247,8 @@ def one_noise(data: str, seed: str) -> None:
     plain: list[dict[str, Any]] = [{"method": method} for method in METHODS]
     made = recipe(data, plain, int(seed))
     federation = Federation.of(made)
-    body = Body(made.model, federation.dataset)
-    features, test = body.features("train"), body.features("test")
+    store = ModelStore(made.model, federation.dataset)
+    features, test = store.features("train"), store.features("test")
     clip = float(np.median([np.linalg.norm(row) for row in features]))
     stages = dict(zip(METHODS, plain, strict=True))
     for (method, side), epsilon in product(cells(), EPSILONS):
@@ -262,7 +262,7 @@ def one_noise(data: str, seed: str) -> None:
     ):
         key = (int(seed), number)
         classes = len(federation.dataset.classes)
-        bench = Bench(stage, context_of(stage, classes, body.dim, key, clients, len(features)))
+        bench = Bench(stage, context_of(stage, classes, store.dim, key, clients, len(features)))
         state = play(bench, federation, features, Ledger.open(clients), ClientStates(Path(), clients, {}))
         found[name] = evaluate(bench.head(state), test, federation.dataset.test.labels).accuracy
     print(json.dumps({"clip": clip, "accuracy": found}))

@@ -9,7 +9,7 @@ import numpy as np
 from benchmarks.common import SHARED, show
 from headstart.config.recipe import Recipe
 from headstart.data import Federation
-from headstart.engine.body import Body
+from headstart.engine.model_store import ModelStore
 from headstart.heads.estimators import Fed3R, FedCOF
 
 SQUEEZENET = {
@@ -38,10 +38,10 @@ def main() -> None:
         stages = [{"method": "fed3r"}]
         recipe = Recipe.parse({"data": {"dataset": dataset, "partition": partition}, "model": model, "stages": stages})
         federation = Federation.of(recipe)
-        body = Body(recipe.model, federation.dataset)
+        store = ModelStore(recipe.model, federation.dataset)
         held = federation.owners >= 0
-        x, y, who = body.features("train")[held], federation.dataset.train.labels[held], federation.owners[held]
-        test, test_labels = np.asarray(body.features("test")), federation.dataset.test.labels
+        x, y, who = store.features("train")[held], federation.dataset.train.labels[held], federation.owners[held]
+        test, test_labels = np.asarray(store.features("test")), federation.dataset.test.labels
 
         def score(head: Fed3R | FedCOF, x=x, y=y, who=who, test=test, test_labels=test_labels) -> str:  # type: ignore[no-untyped-def]
             return f"{100 * head.fit(x, y, client=who).score(test, test_labels):.2f}"

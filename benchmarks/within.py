@@ -36,33 +36,63 @@ def right(head: Any, name: str, owners: np.ndarray) -> np.ndarray:
     return np.asarray(head.predict(data["X"][test]) == data["y"][test])
 
 
-def paired(names: list[str]) -> None:
-    """The mean over partitions of each example's difference, and its standard error over the test examples."""
-    rows = []
-    for name in names:
+def differences(name: str) -> dict[int, tuple[int, np.ndarray, np.ndarray]]:
+    """Of each number of clients: partitions, and how often each test example [n] is right by the paper's FedCOF and by
+    the default; kept in a file beside the features."""
+    kept = file_of(name).with_name(f"paired-{name}.npz")
+    if not kept.exists():
         data = features(name)
         train = data["split"] == 0
         y, domain = data["y"][train], data["domain"][train]
-        domains = int(domain.max()) + 1
+        domains, found = int(domain.max()) + 1, {}
         for clients in (domains, 2 * domains, 5 * domains, 100, 1000) if domains > 1 else CLIENTS:
             if clients > train.sum() // 4:
                 continue
-            partitions = range(1 if clients == domains > 1 else PARTITIONS)
-            owners = [dealt(y, domain, clients, seed) for seed in partitions]
-            old, new = (
-                np.mean([right(head, name, who) for who in owners], axis=0)
-                for head in (FedCOF(within="estimated"), FedCOF())
+            owners = [dealt(y, domain, clients, seed) for seed in range(1 if clients == domains > 1 else PARTITIONS)]
+            heads = FedCOF(within="estimated"), FedCOF()
+            found[f"{clients} {len(owners)}"] = np.array(
+                [np.mean([right(head, name, who) for who in owners], axis=0) for head in heads]
             )
-            error = 100 * (new - old).std() / np.sqrt(len(old))
-            cells = (
-                f"{100 * old.mean():.2f}",
-                f"{100 * new.mean():.2f}",
-                f"{100 * (new - old).mean():+.2f} ± {error:.2f}",
-            )
-            rows.append((name, clients, len(owners), *cells))
-            print(*rows[-1], file=sys.stderr, flush=True)
+            print(name, clients, found[f"{clients} {len(owners)}"].mean(axis=1), file=sys.stderr, flush=True)
+        np.savez(kept, **found)  # type: ignore[arg-type]
+    with np.load(kept) as file:
+        return {int(key.split()[0]): (int(key.split()[1]), *file[key]) for key in file.files}
+
+
+def paired(names: list[str]) -> None:
+    """The mean over partitions of each example's difference, its standard error over the test examples, and whether the
+    lowest and the highest of all rows are more than chance."""
+    rows, changes = [], []
+    for name in names:
+        found = differences(name)
+        changes.append(np.array([100 * (new - old) for _, old, new in found.values()]))
+        for (clients, (partitions, old, new)), change in zip(found.items(), changes[-1], strict=True):
+            cells = f"{100 * old.mean():.2f}", f"{100 * new.mean():.2f}"
+            error = change.std() / np.sqrt(len(change))
+            rows.append((name, clients, partitions, *cells, f"{change.mean():+.2f} ± {error:.2f}"))
     columns = ("features", "clients", "partitions", 'FedCOF (`within = "estimated"`)', "default", "difference")
     show("FedCOF's default and the paper's: difference ± standard error over the test examples", columns, rows)
+    joint(changes)
+
+
+def joint(changes: list[np.ndarray], flips: int = 10_000) -> None:
+    """Over all rows at once: how often chance alone makes a row as low, and one as high, as the lowest and the highest.
+
+    changes: of each data set, the differences [rows, n] of its test examples. Were the two heads alike, each example's
+    differences would have either sign: all rows of a data set are flipped together, example by example, so that what
+    its rows have in common stays. The statistic is the lowest (highest) difference in standard errors.
+    """
+    rng = np.random.default_rng(0)
+    observed, chance = [], []
+    for each in changes:
+        error = np.maximum(each.std(axis=1), 1e-12)[:, None] * np.sqrt(each.shape[1])
+        observed.append((each / error).sum(axis=1))
+        signs = rng.integers(0, 2, (each.shape[1], flips), dtype=np.int8) * np.float32(2) - np.float32(1)
+        chance.append((each / error).astype(np.float32) @ signs)
+    seen, flipped = np.concatenate(observed), np.concatenate(chance)
+    lowest, highest = (flipped.min(axis=0) <= seen.min()).mean(), (flipped.max(axis=0) >= seen.max()).mean()
+    cells = [("lowest", f"{seen.min():.1f}", f"{lowest:.4f}"), ("highest", f"{seen.max():.1f}", f"{highest:.4f}")]
+    show(f"All {len(seen)} rows at once, {flips:,} flips of signs", ("row", "standard errors", "p"), cells)
 
 
 def pacs() -> None:

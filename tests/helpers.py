@@ -112,7 +112,7 @@ def cohort_of(
     """A client by itself, with these examples, that has kept nothing yet."""
 
     def nothing(name: str, start: np.ndarray | None) -> np.ndarray:
-        return np.zeros((1, *bench.method.client_state[name]), np.float32) + (0 if start is None else start)
+        return np.zeros((1, *bench.runtime.client_state[name]), np.float32) + (0 if start is None else start)
 
     owners = np.full(len(rows), client)
     return Cohort(np.array([client]), source, rows, labels, owners, np.array([new]), nothing, task)
@@ -161,7 +161,7 @@ def played_on(
     """The state after a stage on features, and what is each client's own [K, …] then."""
     features = federation.dataset.train.features()
     with TemporaryDirectory() as folder:
-        states = ClientStates(Path(folder), federation.n_clients, bench.method.client_state)
+        states = ClientStates(Path(folder), federation.n_clients, bench.runtime.client_state)
         for client, kept in keys.pop("kept", []):
             states.write(client, kept)
         states.commit()

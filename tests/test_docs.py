@@ -255,7 +255,7 @@ def small(table: dict[str, Any]) -> dict[str, Any]:
         table["model"] = {"backbone": "conv4", "weights": "random"}  # the Gram matrix of 1,280 features is large
     for stage in table["stages"]:
         limits = {"rounds": 2, "epochs": 2, "local_epochs": 1, "local_steps": 2, "head_epochs": 1, "warmup_rounds": 1}
-        limits |= {"clients_per_round": 3, "evaluate_every": 1, "secure_group": 3}
+        limits |= {"clients_per_round": 3, "evaluate_every": 1, "secure_group": 3, "buffer": 3}
         stage |= {key: min(stage[key], limit) for key, limit in limits.items() if key in stage}
         kind = STAGES[stage["method"]]
         if "rounds" in kind.model_fields and not issubclass(kind, ClosedFormStage):
@@ -632,7 +632,7 @@ def test_the_site_builds_and_needs_nothing_from_elsewhere(site: Path) -> None:
     for style in site.rglob("*.css"):
         assert not re.findall(r"(?:url\(|@import) *[\"']?(?:https?:)?//", style.read_text("utf-8")), style
     assert 'id="headstart.register"' in pages[Path("api.html")]
-    assert 'id="heads-by-what-clients-tell"' in pages[Path("results.html")]  # RESULTS.md is in the page
+    assert 'id="heads-by-what-clients-tell"' in pages[Path("measurements.html")]  # RESULTS.md is in the page
 
 
 @pytest.mark.slow
@@ -723,7 +723,7 @@ def test_which_method_says_what_was_measured(page: str) -> None:
     assert any("few clients" in row and "fed3r" in row and "rank = 16" in row for row in rows)
     everything = (ROOT / "benchmarks/RESULTS.md").read_text("utf-8")
     for row in rows:
-        anchors = re.findall(r"results\.md#([\w-]+)", row)
+        anchors = re.findall(r"measurements\.md#([\w-]+)", row)
         assert anchors or page == "README.md", row
         tables = " ".join(sections()[anchor] for anchor in anchors) or everything
         shown = re.findall(r"(?<![\w.])\d+\.\d+\b", re.sub(r"\]\([^)]*\)|`[^`]*`|α = [\d.]+", "", row))

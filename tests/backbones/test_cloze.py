@@ -14,7 +14,7 @@ from headstart.backbones import Backbone, Inputs, load_backbone
 from headstart.backbones.transforms import TextTransform
 from headstart.config.recipe import Model, Recipe
 from headstart.data import Examples
-from headstart.engine.body import Body
+from headstart.engine.model_store import ModelStore
 from headstart.errors import HeadstartError, RecipeError
 from headstart.methods import build
 from headstart.runner import run
@@ -92,7 +92,7 @@ def test_scores_are_the_whole_models_logits_of_the_words_at_the_mask(kind: str, 
             logits = whole(input_ids=torch.tensor([ids])).logits[0, ids.index(MASK)].numpy()
         np.testing.assert_allclose(found, logits[[numbers[word] for word in WORDS]], rtol=1e-4, atol=1e-5)
     assert np.ptp(scores, axis=0).min() > 0.05  # the text matters
-    head = Body(model_of(place), None).label_words()
+    head = ModelStore(model_of(place), None).label_words()
     assert head is not None
     np.testing.assert_allclose(head.scores(features(backbone, TEXTS)), scores, rtol=1e-5, atol=1e-6)
 
@@ -220,6 +220,6 @@ def test_the_first_stage_starts_from_the_words(method: str, train: str, tmp_path
 
 def test_another_number_of_words_than_classes_is_refused(tmp_path: Path) -> None:
     stage: Any = recipe_of(tmp_path, tmp_path / "texts.csv").stages[0]
-    body = Body(model_of(folder_of(tmp_path / "model")), None)
+    store = ModelStore(model_of(folder_of(tmp_path / "model")), None)
     with pytest.raises(HeadstartError, match="head_init"):
-        build(stage, context_of(stage, 4, 8, head=body.label_words()))
+        build(stage, context_of(stage, 4, 8, head=store.label_words()))

@@ -282,24 +282,22 @@ def listening(tmp_path: Path) -> Iterator[Path]:
         yield folder
 
 
-@pytest.mark.parametrize(
-    ("registered", "status", "code"), [("ok", "completed", 0), ("again", "completed", 0), ("ok", "failed", 1)]
-)
+@pytest.mark.parametrize(("status", "code"), [("completed", 0), ("failed", 1)])
 def test_run_admits_the_nodes_hands_over_the_recipe_and_reports_the_outcome(
-    listening: Path, tmp_path: Path, registered: str, status: str, code: int
+    listening: Path, tmp_path: Path, status: str, code: int
 ) -> None:
     body = f"""echo "$@" >>{tmp_path}/log
 case $1 in
-  supernode) [[ {registered} == ok ]] || {{ echo "Public key already in use." >&2; exit 1; }} ;;
   run) echo '{{"run-id": "12345678901234567890"}}' ;;
   list) echo '"status": "finished:{status}"' ;;
 esac"""
     stand_in(tmp_path / "bin", "flwr", body)
+    stand_in(tmp_path / "bin", "python3", f'echo "$@" >>{tmp_path}/log')
     done = shell(listening / "run.sh", tmp_path / "bin", tmp_path)
     assert (done.returncode, done.stderr) == (code, "")
+    connection = tomllib.loads((listening / "state/run/config.toml").read_text())["superlink"]["federation"]
     assert (tmp_path / "log").read_text().splitlines() == [
-        f"supernode register {listening}/keys/B2.pub federation --name B2",
-        f"supernode register {listening}/keys/hospital-a.pub federation --name hospital-a",
+        f"-P -m headstart.deploy.control {listening} 127.0.0.1 {connection['address'].split(':')[1]}",
         f"run {listening}/app federation --run-config {listening}/state/run/values.toml --format json",
         "log 12345678901234567890 federation",
         "list federation --run-id 12345678901234567890 --format json",
@@ -309,17 +307,17 @@ esac"""
     assert values == {"nodes": "hospital-a,B2", "wait": "", "test": "", "out": str(listening / "run")}
     declared = tomllib.loads((listening / "app/pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
     assert set(declared) == {"recipe", *values}
-    connection = tomllib.loads((listening / "state/run/config.toml").read_text())["superlink"]["federation"]
     assert connection["root-certificates"] == str(listening / "certificates/ca.pem")
 
 
 def test_run_shows_why_a_node_cannot_be_admitted(listening: Path, tmp_path: Path) -> None:
-    stand_in(tmp_path / "bin", "flwr", 'echo "Connection to the SuperLink is unavailable." >&2; exit 1')
+    stand_in(tmp_path / "bin", "python3", 'echo "headstart: the SuperLink refused" >&2; exit 1')
     done = shell(listening / "run.sh", tmp_path / "bin", tmp_path)
-    assert (done.returncode, done.stderr) == (1, "Connection to the SuperLink is unavailable.\n")
+    assert (done.returncode, done.stderr) == (1, "headstart: the SuperLink refused\n")
 
 
 def test_run_shows_why_a_run_is_refused(listening: Path, tmp_path: Path) -> None:
+    stand_in(tmp_path / "bin", "python3", "")
     stand_in(tmp_path / "bin", "flwr", """[[ $1 != run ]] || echo '{"success": false, "error-message": "no"}'""")
     done = shell(listening / "run.sh", tmp_path / "bin", tmp_path)
     assert (done.returncode, done.stderr) == (1, '{"success": false, "error-message": "no"}\n')
@@ -338,7 +336,7 @@ def test_run_waits_for_the_server(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     init(tmp_path / "federation", RECIPE, NODES, "127.0.0.1", port)
-    stand_in(tmp_path / "bin", "flwr", "echo asked >&2; exit 1")
+    stand_in(tmp_path / "bin", "python3", "echo asked >&2; exit 1")
     environment = {"PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin"}
     process = subprocess.Popen([tmp_path / "federation/run.sh"], env=environment, text=True, stderr=subprocess.PIPE)
     assert process.stderr is not None

@@ -244,12 +244,14 @@ def test_secure_sums_of_every_pass(silos: Path, tmp_path: Path) -> None:
 
 
 def test_compressed_updates_of_nodes_are_those_of_the_same_run_in_process(silos: Path, tmp_path: Path) -> None:
-    """To the bit, though rounded at random: in the updates, and in what clients keep of them."""
+    """To the bit, whatever is rounded or left out: in the updates, and in what clients keep of them."""
     stages = [
-        {**LOCAL, "method": method, "compress": "int8", "start": "pretrained", "clients_per_round": 2}
-        for method in ("fedavg", "scaffold", "feddyn", "fednova")
+        {**LOCAL, "method": method, "compress": how, "start": "pretrained", "clients_per_round": 2, "rounds": 3}
+        for method, how in zip(
+            ("fedavg", "scaffold", "feddyn", "fednova"), ("int8", "top-k", "sign", "top-k"), strict=True
+        )
     ]
-    recipe = recipe_of(silos, *stages, {**MLP, "method": "ditto", "compress": "int8", "start": "pretrained"})
+    recipe = recipe_of(silos, *stages, {**MLP, "method": "ditto", "compress": "sign", "start": "pretrained"})
     here = run(recipe, tmp_path / "here").summary
     there = serve(Grid(recipe, silos, tmp_path / "state"), tmp_path / "there").summary
     assert_same_models(tmp_path / "here", tmp_path / "there", 5)
@@ -375,6 +377,7 @@ def test_a_client_without_what_it_was_sent_says_so(silos: Path, tmp_path: Path) 
         {**LOCAL, "method": "fedmezo"},
         {**LOCAL, "method": "scaffold"},
         {**LOCAL, "method": "scaffold", "compress": "int8"},
+        {**LOCAL, "method": "scaffold", "compress": "top-k"},
     ],
     ids=lambda stage: stage["method"] + stage.get("compress", ""),
 )

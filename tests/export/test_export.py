@@ -190,8 +190,8 @@ def test_a_client_has_its_own_body_with_its_statistics(norm_statistics: str, tmp
         mine = test.take(np.flatnonzero(owners == number))
         model = Model.load(tmp_path / "run", client=str(number))
         assert model.retrained
-        assert model.body.backbone is not None
-        assert any(each.training for each in model.body.backbone.body.modules()) == (norm_statistics == "batch")
+        assert model.store.backbone is not None
+        assert any(each.training for each in model.store.backbone.body.modules()) == (norm_statistics == "batch")
         right += list(model.scores(mine).argmax(axis=1) == mine.labels)
     assert np.mean(right) == pytest.approx(result.summary["accuracy"])
     # Loaded by others, a model goes by running statistics: one that does not is no model for them.
@@ -233,7 +233,7 @@ def test_images_through_a_trained_body(tmp_path: Path) -> None:
     again = load_backbone(ModelTable(backbone="conv4", weights=str(tmp_path / "out" / "model.safetensors")))
     state = loaded(tmp_path / "out")["body"].state_dict()
     for (name, left), right, snip in zip(
-        again.core.state_dict().items(), model.body.arrays().values(), state.values(), strict=True
+        again.core.state_dict().items(), model.store.arrays().values(), state.values(), strict=True
     ):
         np.testing.assert_array_equal(left.numpy(), right, err_msg=name)
         np.testing.assert_array_equal(snip.numpy(), right, err_msg=name)
@@ -373,8 +373,8 @@ def test_a_module_of_another_network(lora: Path, tmp_path: Path) -> None:
 
 def base_of(run: Path) -> str:
     model = Model.load(run)
-    assert model.body.backbone is not None
-    return str(model.body.backbone.core.name_or_path)
+    assert model.store.backbone is not None
+    return str(model.store.backbone.core.name_or_path)
 
 
 @pytest.fixture(scope="module")
@@ -463,8 +463,8 @@ def test_a_lora_as_peft_reads_it_and_merged(
     lora: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = Model.load(lora)
-    assert model.body.backbone is not None
-    core, tokenizer = model.body.backbone.core, model.body.backbone.transform.tokenizer  # type: ignore[union-attr]
+    assert model.store.backbone is not None
+    core, tokenizer = model.store.backbone.core, model.store.backbone.transform.tokenizer  # type: ignore[union-attr]
     ours, base = hidden(core, tokenizer), base_of(lora)
     plain = transformers.AutoModel.from_pretrained(base)
     assert (hidden(plain, tokenizer) - ours).abs().max() > 1e-3  # the LoRA does something
@@ -489,10 +489,10 @@ def test_a_lora_as_peft_reads_it_and_merged(
     again = Model.load(tmp_path / "again")
     (tmp_path / "a.txt").write_text("\n".join(SPORT))
     _, examples = again.read([tmp_path / "a.txt"])
-    assert again.body.backbone is not None
+    assert again.store.backbone is not None
     from headstart.backbones import embed
 
-    left, right = (embed(each.body.backbone, examples, "texts") for each in (model, again))  # type: ignore[arg-type]
+    left, right = (embed(each.store.backbone, examples, "texts") for each in (model, again))  # type: ignore[arg-type]
     np.testing.assert_allclose(left, right, atol=1e-5)
     assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith(".")) == []
 
@@ -501,8 +501,8 @@ def test_a_lora_on_a_trained_body_brings_it_along(texts: Path, tmp_path: Path) -
     body = {"method": "fedavg", "train": "all", "rounds": 1, "lr": 0.01}
     text_run(tmp_path / "run", texts, body, LORA)
     model = Model.load(tmp_path / "run")
-    assert model.body.backbone is not None
-    ours = hidden(model.body.backbone.core, tokenizer := model.body.backbone.transform.tokenizer)  # type: ignore[union-attr]
+    assert model.store.backbone is not None
+    ours = hidden(model.store.backbone.core, tokenizer := model.store.backbone.transform.tokenizer)  # type: ignore[union-attr]
     assert "body/model.safetensors" in export(tmp_path / "run", tmp_path / "out")
     torch.testing.assert_close(hidden(loaded(tmp_path / "out")["body"], tokenizer), ours)
 
@@ -539,10 +539,10 @@ def test_a_vision_transformer(tmp_path: Path) -> None:
     }  # fmt: skip
     run(Recipe.parse(table), tmp_path / "run")
     model = Model.load(tmp_path / "run")
-    assert model.body.backbone is not None
+    assert model.store.backbone is not None
     pixels = {"pixel_values": torch.rand(3, 3, 32, 32)}
     with torch.inference_mode():
-        ours = model.body.backbone.core(**pixels).last_hidden_state
+        ours = model.store.backbone.core(**pixels).last_hidden_state
         for name, merge in (("adapter", False), ("merged", True)):
             export(tmp_path / "run", tmp_path / name, merge=merge)
             theirs = loaded(tmp_path / name)["body"](**pixels).last_hidden_state

@@ -13,8 +13,13 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from peft import AutoPeftModel
-from transformers import AutoModelForImageClassification, AutoTokenizer, pipeline
+from peft import AutoPeftModel, PeftModel
+from transformers import (
+    AutoModelForImageClassification,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    pipeline,
+)
 
 from headstart.export import Model, export
 from tests.export.test_export import FOOD, LORA, SPORT, base_of, loaded, lora, text_run, texts  # noqa: F401 (fixtures among them)
@@ -166,12 +171,16 @@ def test_peft_loads_a_lora_with_its_labels(
     export(tmp_path / "run", tmp_path / "first")
     without_paths(tmp_path / "first", tmp_path)
     shutil.move(tmp_path / "first", tmp_path / "adapter")
+    monkeypatch.chdir(tmp_path)
+    below = AutoModelForSequenceClassification.from_pretrained("adapter/base", trust_remote_code=True)
+    elsewhere = PeftModel.from_pretrained(below, "adapter").eval()
     monkeypatch.chdir(tmp_path / "adapter")
     model = AutoPeftModel.from_pretrained(".", trust_remote_code=True).eval()
     assert model.config.id2label == {0: "food", 1: "sport"}
     batch = AutoTokenizer.from_pretrained("base")(TEXTS, truncation=True, padding=True, return_tensors="pt")
     with torch.inference_mode():
         found = model(**batch).logits.softmax(dim=1).numpy()
+        np.testing.assert_array_equal(elsewhere(**batch).logits.softmax(dim=1).numpy(), found)
         with model.disable_adapter():
             plain = model(**batch).logits.softmax(dim=1).numpy()
     np.testing.assert_allclose(found, [[row["food"], row["sport"]] for row in wanted], atol=1e-4)
@@ -191,11 +200,11 @@ def test_images(merge: bool, tmp_path: Path) -> None:
         load = AutoModelForImageClassification if merge else AutoPeftModel
         model = load.from_pretrained(".", trust_remote_code=True).eval()
     run = Model.load(tmp_path / "run")
-    assert run.body.backbone is not None
+    assert run.store.backbone is not None
     with torch.inference_mode():
         # The usual mean and deviation of a vision transformer, 0.5 each.
         found = model(pixel_values=torch.tensor(pixels).permute(0, 3, 1, 2) / 127.5 - 1).logits
-        features = run.body.backbone.body(torch.tensor(pixels)).numpy()
+        features = run.store.backbone.body(torch.tensor(pixels)).numpy()
     np.testing.assert_allclose(found.numpy(), run.head.scores(features), atol=1e-4)
     assert model.config.id2label == {number: str(number) for number in range(10)}
 

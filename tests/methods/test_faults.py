@@ -56,13 +56,18 @@ TASK_STAGES: dict[str, list[dict[str, Any]]] = {
     "tasks-scaffold": [{"method": "scaffold", "train": "head", "rounds": 2}],
     "tasks-fedncm": [{"method": "fedncm"}],
 }
+HEAD = {"method": "fedavg", "train": "head", "rounds": 4, "clients_per_round": 2}
+TIMED: dict[str, list[dict[str, Any]]] = {
+    "buffer": [{"method": "fedncm"}, HEAD | {"buffer": 1, "compress": "top-k"}],
+    "over-selection": [HEAD | {"over_selection": 0.5}, MLP | {"method": "fedper", "buffer": 2, "start": "pretrained"}],
+}
 # One of each kind of state: in `make faults` these are struck at every operation.
 EVERYWHERE = [
     "fedncm", "fedcof-fedavg", "scaffold", "fedmezo", "best", "patience", "fedper-personalise", "ditto-personalise",
     "three-stages", "start-again", "fedavg-body", "fedper-body", "fedmezo-body", "slora",
-    "tasks-scaffold", "tasks-fedncm",
+    "tasks-scaffold", "tasks-fedncm", "buffer",
 ]  # fmt: skip
-CASES = [*VARIANTS, *CHAINS, *VALIDATED, *BODIES, *TASK_STAGES]
+CASES = [*VARIANTS, *CHAINS, *VALIDATED, *BODIES, *TASK_STAGES, *TIMED]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -122,7 +127,8 @@ def recipe_of(case: str, vit: dict[str, Any], features: str) -> Recipe:
     if case in BODIES:
         return Recipe.parse({"data": MNIST | CLIENTS, "model": vit, "stages": BODIES[case]})
     data: dict[str, Any] = {"tasks": TASKS} if case in TASK_STAGES else {"data": DIGITS | CLIENTS}
-    stages = (CHAINS | TASK_STAGES).get(case)
+    data |= {"clients": {"speed_spread": 1.0, "availability": 0.8}} if case in TIMED else {}
+    stages = (CHAINS | TASK_STAGES | TIMED).get(case)
     if stages is None:
         short = {"rounds": 2} if "rounds" in VARIANTS[case] else {"epochs": 2} if "epochs" in VARIANTS[case] else {}
         stages = [VARIANTS[case] | short | ({"probe_rounds": 1} if "probe_rounds" in VARIANTS[case] else {})]

@@ -26,8 +26,8 @@ from headstart.core.message import Message
 from headstart.core.reply import Reply
 from headstart.data import Federation
 from headstart.engine import round as engine_round
-from headstart.engine.body import Body
 from headstart.engine.client import ClientRuntime, sender_of
+from headstart.engine.model_store import ModelStore
 from headstart.errors import HeadstartError, MessageError
 from headstart.heads import LinearHead
 from headstart.modules import plain_state
@@ -120,7 +120,7 @@ class Watched:
     """A run and its stages."""
 
     result: Result
-    body: Body
+    store: ModelStore
     stages: list[Stage]
     lines: list[dict[str, Any]]
 
@@ -132,11 +132,11 @@ class Watched:
 def watch(recipe: Recipe, out: Path | None = None, **keys: Any) -> Watched:
     """Run a recipe and write down what happens."""
     stages: list[Stage] = []
-    bodies: list[Body] = []
+    bodies: list[ModelStore] = []
     lines: list[dict[str, Any]] = []
 
-    def made(*arguments: Any, **keys: Any) -> Body:
-        bodies.append(Body(*arguments, **keys))
+    def made(*arguments: Any, **keys: Any) -> ModelStore:
+        bodies.append(ModelStore(*arguments, **keys))
         return bodies[-1]
 
     def play(server: Any, clients: Any, costs: Any, seed: Any, after_round: Any, first_round: int) -> None:
@@ -167,7 +167,7 @@ def watch(recipe: Recipe, out: Path | None = None, **keys: Any) -> Watched:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("headstart.runner.run_stage.play_rounds", play)
-        patch.setattr("headstart.runner.run_recipe.Body", made)
+        patch.setattr("headstart.runner.run_recipe.ModelStore", made)
         result = run(recipe, out, on_metrics=lambda line: lines.append(json.loads(json.dumps(line))), **keys)
     return Watched(result, bodies[0], stages, lines)
 
@@ -237,10 +237,10 @@ def pixels(backbone: Backbone, watched: Watched, split: str, rows: np.ndarray) -
 def task_features(watched: Watched, stage: Stage, task: int, at: int = -1) -> np.ndarray:
     """Features of a task's test examples by the model after a round."""
     stage.head(task, at)
-    assert watched.body.backbone is not None
+    assert watched.store.backbone is not None
     with torch.no_grad():
         rows = watched.federation.examples_of(task, "test")
-        return pixels(watched.body.backbone, watched, "test", rows).numpy().copy()
+        return pixels(watched.store.backbone, watched, "test", rows).numpy().copy()
 
 
 # ------------------------------------------------------------------------------------------------------ what is refused
@@ -659,8 +659,8 @@ def test_fedyolo_leaves_the_backbone_as_it_was(vit: Tiny, kind: str, hide: bool)
     recipe = vit(YOLO | {"train": kind, "hide_task": hide, "augment": "flip"} | SIZES[kind])
     expected = {name: value.numpy().tobytes() for name, value in pretrained(recipe).core.state_dict().items()}
     seen = watch(recipe)
-    assert seen.body.backbone is not None
-    found = {name: value.numpy().tobytes() for name, value in plain_state(seen.body.backbone.core).items()}
+    assert seen.store.backbone is not None
+    found = {name: value.numpy().tobytes() for name, value in plain_state(seen.store.backbone.core).items()}
     assert {name: found[name] for name in expected} == expected
 
 
@@ -772,9 +772,9 @@ def test_a_closed_form_after_fedyolo_reads_each_task_with_its_own_module(vit: Ti
     for task in (0, 1):
         seen.stages[0].head(task)
         rows = seen.federation.examples_of(task, "train")
-        assert seen.body.backbone is not None
+        assert seen.store.backbone is not None
         with torch.no_grad():
-            features = pixels(seen.body.backbone, seen, "train", rows).double().numpy()
+            features = pixels(seen.store.backbone, seen, "train", rows).double().numpy()
         labels = train.labels[rows] - seen.federation.class_starts[task]
         means = np.stack([features[labels == label].mean(axis=0) for label in np.unique(labels)])
         weight = seen.stages[1].head(task).weight
@@ -924,7 +924,7 @@ def test_personalisation_starts_at_the_global_model_and_forgets_by_the_paper(
         np.average([end["tasks"]["abc"]["accuracy"], end["tasks"]["de"]["accuracy"]], weights=[3, 2])
     )
     stage, whole = seen.stages[1], []
-    assert seen.body.backbone is not None
+    assert seen.store.backbone is not None
     for task in (0, 1):
         rows = seen.federation.examples_of(task, "test")
         labels = seen.federation.dataset.test.labels[rows] - seen.federation.class_starts[task]
@@ -932,7 +932,7 @@ def test_personalisation_starts_at_the_global_model_and_forgets_by_the_paper(
             source = stage if update != "head" else seen.stages[0]
             source.head(task, own={n: v for n, v in values.items() if not n.startswith("head.")})
             with torch.no_grad():
-                features = pixels(seen.body.backbone, seen, "test", rows).numpy()
+                features = pixels(seen.store.backbone, seen, "test", rows).numpy()
             whole.append((head.scores(features).argmax(axis=1) == labels).mean())
     assert last["whole_accuracy"] == pytest.approx(np.mean(whole))
     before = initial["initial_whole_accuracy"]
@@ -1007,15 +1007,15 @@ def test_a_module_on_the_last_block_trains_and_goes_on_to_the_same_bits(vit: Tin
 def test_blocks_that_are_computed_once_change_no_result(vit: Tiny, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = vit(LAST | {"train": kind} | SIZES[kind])
     cached = watch(recipe)
-    attach, prefixes = Body.attach, []
+    attach, prefixes = ModelStore.attach, []
 
-    def without(self: Body, *arguments: Any) -> Any:
+    def without(self: ModelStore, *arguments: Any) -> Any:
         attached = attach(self, *arguments)
         prefixes.append(self._prefix)
         self._prefix = None
         return attached
 
-    monkeypatch.setattr(Body, "attach", without)
+    monkeypatch.setattr(ModelStore, "attach", without)
     plain = watch(recipe)
     assert prefixes[0] is not None
     one, other = (each.stages[0].params(-1) for each in (cached, plain))

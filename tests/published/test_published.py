@@ -96,7 +96,7 @@ def test_every_recipe_is_valid_with_its_settings_and_is_used() -> None:
         if row.recipe:
             recipes = [point.recipe for point in row.points()]
             assert len({recipe.seed for recipe in recipes}) == len(recipes)
-    (recipe,) = (point.recipe for point in BY_ID["fedcof/15/cars/means-2/alpha-0.05"].points())
+    recipe, *_ = (point.recipe for point in BY_ID["fedcof/15/cars/means-2/alpha-0.05"].points())
     assert recipe.datasets == "stanford-cars"
     assert recipe.data is not None
     assert recipe.data.partition.alpha == 0.05  # type: ignore[union-attr]
@@ -106,7 +106,7 @@ def test_every_recipe_is_valid_with_its_settings_and_is_used() -> None:
 def test_every_formula_row_computes(tmp_path: Path) -> None:
     chosen = [row for row in rows() if row.formula]
     assert {row.formula for row in chosen} == FORMULAS.keys()
-    found = reproduce(chosen, tmp_path, lambda each: None)
+    found = reproduce(chosen, tmp_path, lambda *each: None)
     assert all(len(each.figures) == 1 and each.figures[0] > 0 for each in found)
     # Where no slip is noted, a printed figure is met to what printing leaves off: half of its last place.
     printed = {line["id"]: line["value"] for path in HERE.glob("*.csv") for line in raw(path)}
@@ -156,8 +156,16 @@ def test_the_counts_of_modules_are_those_of_real_ones(kind: str) -> None:
 def test_rows_run_and_finished_ones_stay(tiny: Path) -> None:
     chosen = select(["fedncm/2/cifar10-32/fedncm", "fedncm/7/lp", "fedcof/3/cifar100/squeezenet/fedncm"])
     seen: list[Found] = []
-    found = reproduce(chosen, tiny / "out", seen.append)
+    left: list[float | None] = []
+
+    def on_row(each: Found, seconds: float | None) -> None:
+        seen.append(each)
+        left.append(seconds)
+
+    found = reproduce(chosen, tiny / "out", on_row, as_published=True)
     assert seen == found
+    assert left[-1] == 0.0  # nothing is left
+    assert {each.row.id: len(each.reference) for each in found if each.reference} == {"fedncm/2/cifar10-32/fedncm": 3}
     by_id = {each.row.id: each for each in found}
     ncm, average = by_id["fedncm/2/cifar10-32/fedncm"], sum(by_id["fedncm/2/cifar10-32/fedncm"].figures) / 3
     assert len(ncm.figures) == 3
@@ -177,17 +185,17 @@ def test_rows_run_and_finished_ones_stay(tiny: Path) -> None:
     assert ncm.cells[2] in page
     written = {path: path.stat().st_mtime_ns for path in (tiny / "out").rglob("summary.json")}
     assert len(written) == 3
-    again = reproduce(chosen, tiny / "out", seen.append)
+    again = reproduce(chosen, tiny / "out", on_row, as_published=True)
     assert [each.figures for each in again] == [each.figures for each in found]
     assert {path: path.stat().st_mtime_ns for path in (tiny / "out").rglob("summary.json")} == written
 
 
 def test_a_run_cut_short_goes_on_and_rows_of_one_recipe_share_runs(tiny: Path) -> None:
     row = BY_ID["fedncm/2/cifar10-32/fedncm"]
-    (whole,) = reproduce([row], tiny / "out", lambda each: None)
+    (whole,) = reproduce([row], tiny / "out", lambda *each: None)
     folder = tiny / "out" / row.id / "seed=1"
     (folder / "summary.json").unlink()
-    cut, other = reproduce([row, replace(row, id="another/quantity")], tiny / "out", lambda each: None)
+    cut, other = reproduce([row, replace(row, id="another/quantity")], tiny / "out", lambda *each: None)
     assert cut.figures == other.figures == whole.figures
     assert (folder / "summary.json").is_file()
     assert {path.name for path in (tiny / "out").iterdir() if path.is_dir()} == {"fedncm"}
@@ -199,7 +207,7 @@ def test_the_best_round_on_test_data_where_a_paper_prints_it(tiny: Path, monkeyp
     settings += [f"stages.0.{key}={value}" for key, value in stage.items()]
     row = replace(BY_ID["fedncm/2/cifar10/lp"], set="; ".join(settings))
     monkeypatch.setattr(sys.modules[reproduce.__module__], "rows", lambda: (row,))
-    (found,) = reproduce([row], tiny / "out", lambda each: None)
+    (found,) = reproduce([row], tiny / "out", lambda *each: None)
     lines = [(tiny / "out" / row.id / f"seed={seed}" / "metrics.jsonl").read_text().splitlines() for seed in (0, 1)]
     tested = [[json.loads(line)["accuracy"] for line in run] for run in lines]
     assert [len(run) for run in tested] == [12, 12]
@@ -215,7 +223,7 @@ def test_how_many_clients_hold_a_class_comes_with_the_runs_of_another_table(tiny
         beside = BY_ID[name.replace("/16/", "/15/").replace("/alpha", "/means-1/alpha")]
         assert (BY_ID[name].recipe, BY_ID[name].set) == (beside.recipe, beside.set)
     row = replace(BY_ID["fedncm/2/cifar10-32/fedncm"], quantity="clients per class", unit="clients", value=1.0)
-    (found,) = reproduce([row], tiny / "out", lambda each: None)
+    (found,) = reproduce([row], tiny / "out", lambda *each: None)
     counts = [Federation.of(point.recipe).counts for point in row.points()]
     assert found.figures == [np.count_nonzero(each) / 10 for each in counts]
     assert found.cells[2] == f"{sum(found.figures) / 3:.2f} ± {np.std(found.figures, ddof=1):.2f} clients"
@@ -263,8 +271,8 @@ def test_the_command(tmp_path: Path, command: Command) -> None:
     )
     assert "fedncm/7/lp: left out: cifar10 is not in HEADSTART_DATA" in done.stdout
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
-        f"reproduce.{e}" for e in ("html", "csv", "md", "tex")
-    }
+        *(f"reproduce.{e}" for e in ("html", "csv", "md", "tex")), "results.md",
+    }  # fmt: skip
     wrong = command("reproduce", "fedyolo/4", cwd=tmp_path)
     assert wrong.returncode == 2
     assert "'fedyolo/4' is no published row or table; nearest: fedyolo/3" in wrong.stderr
@@ -275,3 +283,15 @@ def test_printed_figures_are_shown_as_printed() -> None:
     shown = {name: published(BY_ID[name]) for name in ("fedcof/14/cub200/shrinkage-1", "mezo/4.1/sst2/slora/iid/comm")}
     assert list(shown.values()) == ["53.57 %", "69.254 GB"]
     assert published(Row(*[""] * 8, None, None, "%", None, "", "", "", "")) == ""
+
+
+def test_verdicts_are_by_two_standard_errors() -> None:
+    row = replace(BY_ID["fedcof/3/cub200/mobilenetv2/fedcof"], value=62.5, deviation=0.4, note="")
+    error = (0.4**2 / 5 + 0.01 / 3 + 0.01 / 12) ** 0.5  # five seeds of theirs, three of ours, printed to a tenth
+    figures = [63.0, 63.1, 62.9]
+    assert Found(row, figures).error(figures) == pytest.approx(error)
+    assert Found(replace(row, value=63.0 - 1.99 * error), figures).verdict == "agrees"
+    away = replace(row, value=63.0 - 2.01 * error)
+    assert Found(away, figures).verdict == "unexplained"
+    assert Found(away, figures, reference=[62.7, 62.6, 62.6]).verdict == "the paper's code"
+    assert Found(replace(away, note="weights trained in Caffe"), figures).verdict == "other weights"

@@ -162,7 +162,7 @@ def test_a_page_needs_nothing_from_elsewhere_and_says_what_there_is_to_say(tmp_p
         "Privacy spent",
         "Data distribution across clients",
         "Lowest-accuracy clients",
-        "predicted",
+        "predicted as",
         "epsilon = 3.0",
         "torch 2.",
     ):
@@ -174,6 +174,20 @@ def test_a_page_needs_nothing_from_elsewhere_and_says_what_there_is_to_say(tmp_p
     assert "prefers-color-scheme: dark" in page
     assert "@media print" in page
     assert "currentColor" in page
+    # Under the pointer the heat maps say what is in the files, cell by cell, in place.
+    record = Record.read(tmp_path / "run")
+    held, confusion = record.holdings(), record.confusion()
+    assert held is not None
+    assert confusion is not None
+    cells = re.findall(r'<rect x="([\d.]+)" y="([\d.]+)"[^>]*><title>(.*?)</title>', page)
+    for said, x, y in (
+        (f"{held.rows[1]}, 3: {held.counts[1, 3]}", 1, 3),
+        (f"3 predicted as 1: {confusion.counts[3, 1]} of {confusion.counts[3].sum()}", 1, 3),
+    ):
+        mine = [cell for cell in cells if (", " if "," in said else "predicted as") in cell[2]]
+        xs, ys = (sorted({float(cell[axis]) for cell in mine}) for axis in (0, 1))
+        (place,) = [cell for cell in mine if cell[2] == said]
+        assert (xs.index(float(place[0])), ys.index(float(place[1]))) == (x, y)
 
 
 def test_names_are_shown_as_they_are(tmp_path: Path) -> None:

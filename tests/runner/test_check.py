@@ -1,9 +1,11 @@
 """headstart check: every mistake in one pass, and what the data are; headstart new: a recipe from a look at them."""
 
+import json
 import tomllib
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import numpy as np
 import pytest
 from PIL import Image
@@ -132,11 +134,11 @@ def test_images_and_unreadable_ones(tmp_path: Path, command: Command) -> None:
     assert said.returncode == 0, said.stderr
     assert "images of 8 × 8 to 9 × 8 pixels, most often 8 × 8 pixels (12)" in said.stdout
     assert "modes: PNG RGB (12), PNG L (12)" in said.stdout
-    assert "2 clients with 10 to 10 training examples" in said.stdout
+    assert "2 clients with 10 training examples each" in said.stdout
     assert "r.toml: can be run" in said.stdout
 
 
-def test_images_that_are_nearly_black(tmp_path: Path) -> None:
+def test_images_that_are_nearly_black(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for number in range(8):
         (tmp_path / "scans" / "ab"[number % 2]).mkdir(parents=True, exist_ok=True)
         scan = np.full((4, 4), 500 * number, np.uint16)
@@ -149,6 +151,11 @@ def test_images_that_are_nearly_black(tmp_path: Path) -> None:
     assert check(path).federations["data"][1].warnings == (said,)
     assert check(path, ["model.pixel_range=[0, 4095]"]).federations["data"][1].warnings == ()
     assert "they are the same" in check(path, ["model.pixel_range=[1, 1]"]).problems[0]
+    for range_, times in (([0, 4095], 0), (None, 1)):  # a run that was not checked says so, too
+        keys = tomllib.loads(path.read_text())
+        keys["model"] |= {"pixel_range": range_} if range_ else {}
+        run(Recipe.parse(keys), tmp_path / str(times))
+        assert len([line for line in caplog.messages if said.partition(" of ")[0] in line]) == times
 
 
 # --------------------------------------------------------------------------------------------------------------- new
@@ -160,6 +167,8 @@ def made(command: Command, data: Path, cwd: Path) -> dict[str, Any]:
     text = (cwd / "recipe.toml").read_text()
     (cwd / "recipe.toml").unlink()
     table = tomllib.loads(text)
+    assert text.startswith("#:schema recipe.schema.json\n")
+    jsonschema.validate(table, json.loads((cwd / "recipe.schema.json").read_text()))
     Recipe.parse(table)
     assert table["data"]["split_seed"] == 0
     return table

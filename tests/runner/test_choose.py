@@ -13,7 +13,7 @@ from peft import PeftModel
 from headstart.config.recipe import Recipe
 from headstart.core.files import write_text
 from headstart.data import Federation
-from headstart.engine.body import Body
+from headstart.engine.model_store import ModelStore
 from headstart.errors import HeadstartError
 from headstart.export import Model, export
 from headstart.export.replay import replay
@@ -54,8 +54,8 @@ def lines(out: Path) -> list[dict[str, Any]]:
 def test_round_0_is_the_model_as_it_comes(tmp_path: Path) -> None:
     recipe = recipe_of(tmp_path)
     run(recipe, tmp_path / "run")
-    federation, body = Federation.of(recipe), Body(recipe.model, Federation.of(recipe).dataset)
-    scores, labels = body.features("test"), federation.dataset.test.labels
+    federation, store = Federation.of(recipe), ModelStore(recipe.model, Federation.of(recipe).dataset)
+    scores, labels = store.features("test"), federation.dataset.test.labels
     first, *others = lines(tmp_path / "run")
     assert (first["round"], first["bytes_up"], [line["round"] for line in others]) == (0, 0, [1, 2, 3])
     assert first["accuracy"] == pytest.approx(np.mean(scores.argmax(axis=1) == labels))
@@ -76,7 +76,7 @@ def test_fedmezo_is_mezo_on_the_pooled_data(
     stage: Any = recipe.stages[0]
     run(recipe, tmp_path / "run")
     dataset = Federation.of(recipe).dataset
-    backbone = Body(recipe.model, dataset).backbone
+    backbone = ModelStore(recipe.model, dataset).backbone
     assert backbone is not None
     names = {n: p for n, p in backbone.core.named_parameters() if train == "all" or p.ndim == 1}
     for left_out in range(0 if blocks is None else 2 - blocks):
@@ -105,7 +105,7 @@ def test_fedmezo_is_mezo_on_the_pooled_data(
     from safetensors.torch import load_file
 
     found = load_file(tmp_path / "run" / "model" / "model.safetensors")
-    start = dict(Body(recipe.model, None).backbone.core.named_parameters())  # type: ignore[union-attr]
+    start = dict(ModelStore(recipe.model, None).backbone.core.named_parameters())  # type: ignore[union-attr]
     for name, parameter in names.items():
         assert torch.allclose(found[name], parameter, atol=2e-4)
         assert (found[name] - start[name]).abs().max() > 1e-3

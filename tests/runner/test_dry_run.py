@@ -58,6 +58,8 @@ LOCAL = {"train": "head", "rounds": 3, "lr": 0.01, "batch_size": 20, "clients_pe
 HIDDEN = {"weighting": "uniform", "privacy": {"epsilon": 5.0}}
 CHANNELS: dict[str, dict[str, Any]] = {
     "int8": LOCAL | {"method": "scaffold", "compress": "int8"},
+    "top-k": LOCAL | {"method": "scaffold", "compress": "top-k", "top_k": 0.03},
+    "sign": LOCAL | {"method": "fednova", "compress": "sign"},
     "secure": LOCAL | {"method": "fedavg", "secure": True},
     "groups": LOCAL | {"method": "scaffold", "secure": True, "secure_group": 3, "clients_per_round": 7},
     "norm": LOCAL | {"method": "fedprox", "max_norm": 0.5},

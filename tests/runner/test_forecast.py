@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from headstart.config.recipe import Recipe
+from headstart.engine.clock import DAY
 from headstart.runner import run
-from headstart.runner.forecast import DAY, Fleet, Plan, make_plan
+from headstart.runner.forecast import Fleet, Plan, make_plan
 from tests.command import Command
 
 TRAINED = {"method": "fedavg", "train": "head", "rounds": 6, "lr": 0.01, "participation": 0.5, "evaluate_every": 6}
@@ -53,6 +54,21 @@ def test_a_round_that_asks_everybody_waits_until_everybody_was_there() -> None:
     (planned,) = make_plan(digits(8, {"method": "fedncm"}), Fleet(clients=1000, availability=0.25)).stages
     assert planned.round_seconds == pytest.approx(0.75 * DAY, rel=1e-3)
     assert planned.slowest == "waiting for clients to be available"
+
+
+@pytest.mark.parametrize("keys", [{}, {"buffer": 2, "rounds": 40}], ids=["waiting", "buffer"])
+def test_simulated_time_is_the_plans(keys: dict[str, Any]) -> None:
+    """Of eight clients that are equally fast, a buffer of two is full four times in the time of a reply."""
+    stage = {name: value for name, value in TRAINED.items() if name != "participation"} | {"clients_per_round": 8}
+    table = digits(16, stage).model_dump(mode="json", exclude_none=True) | {"tasks": [], "stages": [stage | keys]}
+    timed = Recipe.parse(table | {"clients": {"uplink": 1e5, "downlink": 1e6}})
+    (planned,) = make_plan(timed, Fleet.of(timed.clients, server_link=1e12)).stages
+    (waiting,) = make_plan(digits(16, stage), Fleet.of(timed.clients, server_link=1e12)).stages
+    assert planned.round_seconds == pytest.approx(waiting.round_seconds / (4 if keys else 1), rel=0.01)
+    assert planned.exact == (not keys)
+    summary = run(timed).summary
+    assert summary["simulated_seconds"] == pytest.approx(planned.rounds * planned.round_seconds, rel=0.02)
+    assert planned.bytes_up == pytest.approx(summary["bytes_up"], rel=0.02)
 
 
 def of(plan: Plan, resource: str) -> Any:

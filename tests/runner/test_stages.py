@@ -185,7 +185,7 @@ def features_of(backbone: Backbone, examples: Examples) -> np.ndarray:
 
 
 def parts_of(out: Path) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Body and head of `model.safetensors`, under the names of each."""
+    """Backbone and head of `model.safetensors`, under the names of each."""
     arrays = load_file(out / "model" / "model.safetensors")
     head = {name.removeprefix("head."): array for name, array in arrays.items() if name.startswith("head.")}
     return {name: array for name, array in arrays.items() if not name.startswith("head.")}, head

@@ -37,6 +37,15 @@ def test_lists_in_the_place_of_values_are_tried_out_in_order() -> None:
     assert TABLE["seed"] == [0, 1, 2]  # what was given is left as it is
 
 
+@pytest.mark.parametrize("nothing", ["unset", None])
+def test_a_key_of_a_list_can_be_left_out(nothing: str | None) -> None:
+    left, set_ = expand([TABLE | {"seed": 0, "stages": [{"method": "fedcof", "shrinkage": [nothing, 2.0]}],
+                                  "data": {"dataset": "digits"}}])  # fmt: skip
+    assert (left.values, left.folder) == ({"shrinkage": "unset"}, "shrinkage=unset")
+    plain = TABLE | {"seed": 0, "stages": [{"method": "fedcof"}], "data": {"dataset": "digits"}}
+    assert left.recipe == Recipe.parse(plain) != set_.recipe
+
+
 def test_keys_that_end_alike_are_called_by_their_paths() -> None:
     stages = [
         {"method": "fedavg", "train": "head", "lr": [0.1, 0.2]},

@@ -10,7 +10,7 @@ import transformers
 
 from headstart.config.recipe import Recipe
 from headstart.data import Federation
-from headstart.engine.body import Body
+from headstart.engine.model_store import ModelStore
 from headstart.errors import RecipeError
 from headstart.runner import run
 from tests.runner.test_choose import recipe_of
@@ -62,7 +62,7 @@ def test_a_body_steps_as_torch_does(tmp_path: Path) -> None:
     recipe = recipe_of(tmp_path, clients=1, **ADAM | {"train": "norms", "rounds": 1, "local_steps": 3})
     run(recipe, tmp_path / "run")
     dataset = Federation.of(recipe).dataset
-    backbone = Body(recipe.model, None).backbone
+    backbone = ModelStore(recipe.model, None).backbone
     assert backbone is not None
     batch = backbone.transform.collate([backbone.transform(text, "x") for text in dataset.train.raw(0, 1000)])
     norms = {name: each.requires_grad_() for name, each in backbone.core.named_parameters() if each.ndim == 1}

@@ -82,7 +82,7 @@ class Backbone:
 def unused(
     backbone: Backbone, parameters: Mapping[str, nn.Parameter], batch: tuple[Tensor, ...] | None = None
 ) -> list[str]:
-    """Names of those parameters that the features of a batch do not depend on (None: of a made-up one): a forward pass
+    """Names of the parameters that the features of a batch do not depend on (None: a made-up one): one forward pass,
     and the graph behind it."""
     required = [parameter.requires_grad for parameter in parameters.values()]
     try:

@@ -22,6 +22,7 @@ from headstart.backbones.cache import BLOCK, FeatureFile, Lenders
 from headstart.backbones.inputs import Inputs, all_unreadable
 from headstart.core.progress import progress
 from headstart.data import Examples
+from headstart.data.describe import darkness
 from headstart.data.examples import Ints
 from headstart.errors import HeadstartError
 
@@ -75,6 +76,8 @@ def _compute(
         new = lenders.source < 0
         file.note_examples(weights, examples.digests)
     rest = examples.take(rows[new])
+    for warning in darkness(rest) if getattr(backbone.transform, "pixel_range", ...) is None else ():
+        log.warning(f"warning: {what}: {warning}")
     spans = _spans(len(rest), file.block)
     with progress(f"{what} through {backbone.name}", len(examples), len(examples) - len(rest)) as advance:
         computed = _blocks(backbone, rest, spans, advance, what, numbers=rows[new])

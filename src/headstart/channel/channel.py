@@ -21,6 +21,7 @@ from headstart.channel.links import (
 )
 from headstart.channel.quantise import Quantise
 from headstart.channel.shared_noise import SharedNoise
+from headstart.channel.sparsify import Sign, TopK
 from headstart.channel.statistics import PassChannels, StatisticsChannel, TaskChannels
 from headstart.config.stage import ClosedForm, Rounds
 from headstart.core.aggregation import RULES
@@ -33,6 +34,8 @@ from headstart.errors import HeadstartError, MessageError
 from headstart.solvers.cohort import Cohort
 
 _MOST_EXAMPLES = 10**12
+# Of client state: what is left of a client's updates, by array.
+_ERROR = "error."
 
 
 class Sends(Protocol):
@@ -41,6 +44,9 @@ class Sends(Protocol):
     @property
     def blocks(self) -> Blocks:
         """All that clients send, of all tasks."""
+
+    def expected(self, task: int) -> Blocks:
+        """Of these, what a client of a task sends."""
 
     @property
     def weighting(self) -> str:
@@ -65,12 +71,18 @@ class UpdateChannel:
     def __init__(self, method: Sends, links: tuple[Link, ...], total: type[Total] | partial[HeldTotal]) -> None:
         self.method, self.links, self._total = method, links, total
         self.private = any(isinstance(link, ServerNoise | ClientNoise | SumNoise) for link in links)
+        self._feeds_back = any(link.feeds_back for link in links)
         self._hides_passes = any(isinstance(link, ClientNoise | SumNoise) for link in links)
 
     @property
     def shared(self) -> SharedNoise | None:
         """The noise that clients add to a secure sum together."""
         return next((link.shared for link in self.links if isinstance(link, SumNoise)), None)
+
+    @property
+    def client_state(self) -> Blocks:
+        """What stays with a client beside what the method keeps: what the server has not read of its updates."""
+        return _errors(self.method.blocks) if self._feeds_back else {}
 
     # ----------------------------------------------------------------------------------------------- on the clients
 
@@ -80,33 +92,43 @@ class UpdateChannel:
 
     def encode(self, result: ClientResult, cohort: Cohort, round: int) -> list[Reply]:
         """What each client of a cohort sends, and what stays with it."""
-        replies = []
+        names = _errors(self.method.expected(cohort.task)) if self._feeds_back else {}
+        errors, replies = {name: cohort.state(name, None) for name in names}, []
         for row, client in enumerate(cohort.clients.tolist()):
             sender, arrays = Sender(client, round, cohort.task), dict[str, Any]()
             for block, each in result.blocks.items():
                 arrays |= {array_name(block, name): np.asarray(array[row]) for name, array in each.items()}
             meant = Message(arrays, scalars_of(result.scalars, row))
-            sent = meant
+            sent, error = meant, {name: values[row] for name, values in errors.items()}
             for link in self.links:
+                if link.feeds_back:
+                    error = {name: sent.arrays[name.removeprefix(_ERROR)] + left for name, left in error.items()}
+                    full = {name.removeprefix(_ERROR): array for name, array in error.items()}
+                    sent = Message({**sent.arrays, **full}, sent.scalars)
                 sent = link.encode(sent, sender)
             passes = 0 if self._hides_passes else int(result.passes[row])  # how many examples it has
-            state = self._state(result, row, meant, sent, sender)
+            state = self._state(result, row, error, meant, sent, sender)
             replies.append(
                 Reply(np.array([client]), sent, np.array([sent.nbytes]), np.array([passes]), state, cohort.task)
             )
         return replies
 
-    def _state(self, result: ClientResult, row: int, meant: Message, sent: Message, sender: Sender) -> ClientState:
-        """What stays with a client; where that adds up what it sends, then what the server reads of it."""
+    def _state(
+        self, result: ClientResult, row: int, error: ClientState, meant: Message, sent: Message, sender: Sender
+    ) -> ClientState:
+        """What stays with a client; where that adds up what it sends, then what the server reads of it.
+
+        error: what it had to say, with what was left from its round before.
+        """
         accumulates = self.method.accumulates
         read: Mapping[str, Any] = meant.arrays
-        if accumulates and any(link.lossy for link in self.links):
+        if error or (accumulates and any(link.lossy for link in self.links)):
             expected = {name: array.shape for name, array in meant.arrays.items()}
             try:
                 read = self._read(sent, Sender(sender.client, sender.round, sender.task, expected)).arrays
             except MessageError:  # the server refuses it, and nothing counts
                 read = {name: np.zeros_like(array) for name, array in meant.arrays.items()}
-        state = {}
+        state = {name: (full - read[name.removeprefix(_ERROR)]).astype(np.float32) for name, full in error.items()}
         for kind, each in result.state.items():
             for name, values in each.items():
                 value = np.asarray(values[row])
@@ -136,7 +158,10 @@ class UpdateChannel:
         """Add a reply to the total of the round; one that cannot be right raises `MessageError` and changes nothing."""
         message = self._read(reply.message, sender)
         self.method.check(message)
-        total.add(self.method.counted(message.arrays), self._weight(reply.message))
+        arrays = message.arrays
+        if reply.discount != 1:  # of the update itself, not of its weight: a buffer of old updates is a short step
+            arrays = {name: a * reply.discount if _is_update(name) else a for name, a in arrays.items()}  # type: ignore[operator]
+        total.add(self.method.counted(arrays), self._weight(reply.message))
 
     def _read(self, message: Message, sender: Sender) -> Message:
         for link in reversed(self.links):
@@ -220,8 +245,12 @@ def _update_channel(
     links.append(Check(deviation))
     if stage.hide_task and several:
         links.append(HideTask(list(clients), method.blocks))
+    padded = method.blocks if stage.hide_task and several else None
+    compressions: dict[str, Callable[[], Link]] = {
+        "int8": partial(Quantise, seed), "top-k": partial(TopK, stage.top_k, padded), "sign": partial(Sign, padded),
+    }  # fmt: skip
     if stage.compress is not None:
-        links.append(Quantise(seed))
+        links.append(compressions[stage.compress]())
     if stage.combine == "mean":
         return UpdateChannel(method, tuple(links), Total)
     robust: dict[str, Callable[[Floats], Floats]] = {
@@ -230,6 +259,19 @@ def _update_channel(
     }
     rule = RULES.get(stage.combine) or partial(_by_coordinate, robust[stage.combine])
     return UpdateChannel(method, tuple(links), partial(HeldTotal, rule=rule))
+
+
+def _errors(blocks: Blocks) -> Blocks:
+    """What clients keep for error feedback, by the names of their state.
+
+    Of the block `update` alone: SCAFFOLD's `control` is the difference to what the server has read already.
+    """
+    return {_ERROR + name: shape for name, shape in blocks.items() if _is_update(name)}
+
+
+def _is_update(name: str) -> bool:
+    """Whether an array is of the block `update`, of whichever task."""
+    return block_of(name).partition("@")[0] == "update"
 
 
 def _by_coordinate(centre: Callable[[Floats], Floats], updates: Mapping[str, Floats], _: Floats) -> dict[str, Floats]:

@@ -36,6 +36,8 @@ class Link:
 
     lossy = False
     """Whether the server reads another update than the client meant to send."""
+    feeds_back = False
+    """Whether what the server does not read of an update is added to the client's next one."""
 
     def encode(self, message: Message, sender: Sender) -> Message:
         """On the client: the update as it travels."""

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from math import inf
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -24,12 +25,15 @@ from headstart.core.directions import sent_directions
 from headstart.core.reply import Reply, Sender, StatisticsResult
 from headstart.core.seeds import Seed
 from headstart.core.statistics import ClientStatistics, Floats, Ints, Summary, message_nbytes, read_statistics
-from headstart.core.update import StatisticsTotal
+from headstart.core.update import Blocks, StatisticsTotal
 from headstart.solvers.cohort import Cohort
 
 
 class StatisticsChannel:
     """Statistics of one task."""
+
+    client_state: Blocks = MappingProxyType({})
+    """Nothing stays with a client."""
 
     def __init__(
         self,
@@ -227,6 +231,8 @@ class StatisticsChannel:
 class PassChannels:
     """The channels of a closed form's passes over the clients; each may have a summary of its own."""
 
+    client_state: Blocks = MappingProxyType({})
+
     def __init__(self, channels: Sequence[StatisticsChannel], rounds_per_pass: int) -> None:
         self.channels, self.rounds_per_pass = channels, rounds_per_pass
         self.private, self.spent = channels[0].private, channels[0].spent
@@ -280,6 +286,8 @@ class PassChannels:
 
 class TaskChannels:
     """The channels of several tasks, of which nothing is common."""
+
+    client_state: Blocks = MappingProxyType({})
 
     def __init__(self, channels: Sequence[StatisticsChannel | PassChannels]) -> None:
         self.channels, self.shared = channels, None

@@ -45,7 +45,10 @@ def check(recipe: RecipeFile, settings: Settings = None) -> None:
 
 def _clients(sizes: list[int], unused: int) -> list[str]:
     """How many clients there are, and how large."""
-    spread = f"{len(sizes):,} clients with {min(sizes):,} to {max(sizes):,} training examples"
+    held = f"{min(sizes):,} to {max(sizes):,} training examples"
+    if min(sizes) == max(sizes):
+        held = f"{min(sizes):,} training examples each"
+    spread = f"{len(sizes):,} clients with {held}"
     return [spread + (f"; {unused:,} examples are not assigned to any client" if unused else "")]
 
 
@@ -53,15 +56,18 @@ def new(
     data: Annotated[Path, typer.Argument(help="A folder of images, a table (.csv, .parquet, …), or an .npz file.")],
     out: Annotated[Path, typer.Option(help="The new recipe.")] = Path("recipe.toml"),
 ) -> None:
-    """Look at data and write a commented recipe for them."""
+    """Look at data and write a commented recipe for them, and beside it the schema that editors check it by."""
+    from headstart.config.describe import schema
     from headstart.core.files import write_text
-    from headstart.runner.new_recipe import new_recipe
+    from headstart.runner.new_recipe import SCHEMA, new_recipe
 
     check_new_file(out)
     data = data.expanduser()
     shown = str(data) if out.resolve().parent == Path.cwd().resolve() else os.path.abspath(data)
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", data.resolve().stem).strip("-._") or "new"
     found = new_recipe(data, shown, name)
+    if not (beside := out.with_name(SCHEMA)).exists():
+        write_text(beside, schema())
     write_text(out, found.text)
     print(f"{data}: {found.seen}")
     print(f"recipe: {out}; look at it, then headstart check {out}, then headstart run {out}")

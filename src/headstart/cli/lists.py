@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -92,11 +91,10 @@ def schema(
     from headstart.core.files import write_text
 
     check_new_file(out)
-    text = json.dumps(schema(), separators=(",", ":"), ensure_ascii=False) + "\n"
     if out is None:
-        print(text, end="")
+        print(schema(), end="")
         return
-    write_text(out, text)
+    write_text(out, schema())
     print(f"schema: {out}; name it in the first line of a recipe: #:schema {out.name}")
 
 

@@ -55,7 +55,7 @@ def predict(
 
     check_new_file(out)
     model = Model.load(run, task, client, module)
-    if model.body.generates:
+    if model.store.generates:
         from headstart.backbones.completions import Sampling
         from headstart.export.completions import completions, write_completions
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,7 +13,7 @@ from headstart.cli.shared import RecipeFile, Settings, show_table
 from headstart.errors import HeadstartError
 
 if TYPE_CHECKING:
-    from headstart.runner.forecast import Fleet, Forecast, Limit, Plan
+    from headstart.runner.forecast import Forecast, Limit, Plan
 
 _PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "p": 1e15}
 
@@ -24,38 +24,43 @@ def plan(
     clients: Annotated[
         int | None, typer.Option(help="How many clients there will be; those of the recipe's data by default.")
     ] = None,
-    uplink: Annotated[str, typer.Option(help="Of a client: 500kbps, 1Mbps.")] = "10Mbps",
-    downlink: Annotated[str, typer.Option(help="Of a client.")] = "50Mbps",
-    availability: Annotated[float, typer.Option(help="Share of the day that a client can be asked in.")] = 1.0,
-    flops: Annotated[str, typer.Option(help="Of a client, in a second: 10GFLOPS, 1T.")] = "10GFLOPS",
+    uplink: Annotated[
+        str | None, typer.Option(help="Of a client: 500kbps, 1Mbps; that of the recipe's [clients], or 10Mbps.")
+    ] = None,
+    downlink: Annotated[str | None, typer.Option(help="Of a client; that of [clients], or 50Mbps.")] = None,
+    availability: Annotated[
+        float | None, typer.Option(help="Share of the day that a client can be asked in; that of [clients], or 1.")
+    ] = None,
+    flops: Annotated[
+        str | None, typer.Option(help="Of a client, in a second: 1T; those of [clients], or 10GFLOPS.")
+    ] = None,
     server_link: Annotated[str, typer.Option(help="Of the server, each way.")] = "1Gbps",
     server_memory: Annotated[str | None, typer.Option(help="Of the server: 64GB; this machine's by default.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
 ) -> None:
     """What a recipe will cost before it runs: bytes, passes, memory, disk, days, and what breaks first."""
     from headstart.config.recipe import Recipe
-    from headstart.runner.forecast import make_plan
+    from headstart.runner.forecast import Fleet, make_plan
 
-    fleet = _fleet(
-        clients, availability,
-        {"--uplink": uplink, "--downlink": downlink, "--flops": flops, "--server-link": server_link}
-        | ({"--server-memory": server_memory} if server_memory is not None else {}),
-    )  # fmt: skip
-    found = make_plan(Recipe.load(recipe, settings or ()), fleet)
+    texts = {
+        "--uplink": uplink, "--downlink": downlink, "--flops": flops, "--server-link": server_link,
+        "--server-memory": server_memory,
+    }  # fmt: skip
+    given = _given(clients, availability, {option: text for option, text in texts.items() if text is not None})
+    loaded = Recipe.load(recipe, settings or ())
+    found = make_plan(loaded, Fleet.of(loaded.clients, **given))
     if as_json:
         print(json.dumps(found.to_json(), indent=2, allow_nan=False))
         return
     _show(found)
 
 
-def _fleet(clients: int | None, availability: float, texts: dict[str, str]) -> Fleet:
-    """The machines; every mistake at once."""
-    from headstart.runner.forecast import Fleet
-
-    found, wrong = dict[str, float](), list[str]()
+def _given(clients: int | None, availability: float | None, texts: dict[str, str]) -> dict[str, Any]:
+    """What the command line says of the machines; every mistake at once."""
+    found, wrong = dict[str, Any](), list[str]()
     if clients is not None and clients < 1:
         wrong.append(f"--clients {clients}: must be 1 or more")
-    if not 0 < availability <= 1:
+    if availability is not None and not 0 < availability <= 1:
         wrong.append(f"--availability {availability:g}: must be more than 0, and 1 at most")
     for option, text in texts.items():
         number = re.fullmatch(r"([0-9.]+(?:e[0-9]+)?)\s*([kmgtp]?)(?:bps|bit/s|flops|flop/s|b)?", text.strip().lower())
@@ -68,7 +73,7 @@ def _fleet(clients: int | None, availability: float, texts: dict[str, str]) -> F
         found[option.removeprefix("--").replace("-", "_")] = value
     if wrong:
         raise HeadstartError("\n".join(wrong))
-    return Fleet(clients, availability=availability, **found)
+    return found | {n: v for n, v in (("clients", clients), ("availability", availability)) if v is not None}
 
 
 _EXAMPLES = {

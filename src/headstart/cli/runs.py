@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from enum import StrEnum
 from pathlib import Path
@@ -85,6 +86,9 @@ def compare(
     out: Annotated[
         Path | None, typer.Option(help="A directory for all runs; by default the first free runs/compare.")
     ] = None,
+    choose: Annotated[
+        list[str] | None, typer.Option(help="A key of which only the value that is best on validation data is shown.")
+    ] = None,
     imports: Imports = None,
     quiet: Quiet = False,
     verbose: Verbose = False,
@@ -103,7 +107,7 @@ def compare(
             print(f"{getattr(point, 'folder', '')}: {score(summary)}", flush=True)
 
     with interruptible(where, "the same command and"):
-        found = compare(recipes, where, settings or (), say)
+        found = compare(recipes, where, settings or (), say, choose=choose or ())
     if quiet:
         return
     show_table(*found.table())
@@ -132,6 +136,9 @@ def reproduce(
     out: Annotated[
         Path | None, typer.Option(help="A directory for all runs; by default the first free runs/reproduce.")
     ] = None,
+    as_published: Annotated[
+        bool, typer.Option("--as-published", help="Closed forms by the papers' own code, too, where it differs.")
+    ] = False,
 ) -> None:
     """The papers' printed figures beside those of a run or of a formula.
 
@@ -147,14 +154,18 @@ def reproduce(
         return
     where = out or free_path("reproduce")
 
-    def say(found: Found) -> None:
+    def say(found: Found, left: float | None) -> None:
         row, printed, measured, difference, _, note = found.cells
         beside = f"published {printed or 'not at hand'}" + (f", difference {difference}" if difference else "")
         print(f"{row}: {measured}; {beside}" if measured else f"{row}: left out: {note}", flush=True)
+        if left and sys.stderr.isatty():
+            print(f"about {left / 60:.0f} min left" if left > 90 else f"about {left:.0f} s left", file=sys.stderr)
 
-    found = reproduce(rows, where, say)
+    with interruptible(where, "the same command and"):
+        command = ["headstart reproduce", *(names or []), *(["--as-published"] if as_published else [])]
+        found = reproduce(rows, where, say, as_published, " ".join(command))
     show_table(COLUMNS, [each.cells for each in found])
-    print(f"tables: {where} (open {where / 'reproduce.html'})")
+    print(f"tables: {where} (open {where / 'reproduce.html'}); the page of results: {where / 'results.md'}")
 
 
 def demo(

@@ -45,6 +45,7 @@ def contradictions(table: Mapping[str, Any]) -> list[str]:
         if isinstance(stage, dict) and target in ("regression", "multilabel"):
             problems += [f"stages.{number}.{problem}" for problem in _without_classes(stage, target)]
         if isinstance(stage, dict):
+            problems += [f"stages.{number}.{problem}" for problem in _untimed(stage, "clients" in table)]
             problems += [f"stages.{number}{problem}" for problem in _of_stage(number, stage, has_body, bool(tasks))]
             problems += (
                 [f"stages.{number}{problem}" for problem in _headless(stage, task)] if task != "classify" else []
@@ -339,6 +340,46 @@ def _unshared(stage: Mapping[str, Any], kind: type[Any], tasks: bool) -> list[st
     return problems
 
 
+def _untimed(stage: Mapping[str, Any], timed: bool) -> list[str]:
+    """Why the first clients of a round, or of all, cannot be the ones that count."""
+    kind, problems = STAGES.get(str(stage.get("method"))), list[str]()
+    asked = [key for key in ("over_selection", "buffer") if stage.get(key) and kind and key in kind.model_fields]
+    for key in asked:
+        if not timed:
+            problems.append(f"{key}: who is first depends on how fast clients are; add a [clients] table")
+        if kind and (kind.pooled or not kind.communicates):
+            problems.append(f"{key}: with {stage['method']} nothing travels; leave it out")
+        if stage.get("secure"):
+            problems.append(f"{key}: a secure sum is of clients that are known before; leave one of the two out")
+        if stage.get("privacy") is not None:
+            problems.append(
+                f"{key}: privacy is accounted for where chance alone draws clients; leave one of the two out"
+            )
+    if len(asked) == 2:
+        problems.append("over_selection: asynchronous clients are replaced as soon as they have replied; leave it out")
+    if kind and "buffer" in asked:
+        others = [block for block in (*kind.sends, *kind.numbers) if block != "update"]
+        reasons = {
+            f"sends {(others or [''])[0]!r}, too, which is of its own round": others,
+            "adds up the updates of all rounds, each as it was sent": kind.accumulates and not others,
+            "multiplies the factors of each client": kind.products,
+            "sends other values in its first rounds than in its last": kind.phased,
+        }
+        problems += [f"buffer: {stage['method']} {why}; use fedavg" for why, holds in reasons.items() if holds]
+    return problems
+
+
+def _unfed(stage: Mapping[str, Any], kind: type[Any]) -> list[str]:
+    """Why a client cannot add what was left out of an update to its next one."""
+    reasons = {
+        "adds what was left out of an update to the next, and privacy's noise is for each by itself": stage["privacy"],
+        f"makes sums right, and combine = {stage['combine']!r} is none": stage["combine"] != "mean",
+        f"adds rounds up, and {stage['method']} sends other values in its first rounds than in its last": kind.phased,
+        f"adds rounds up, and {stage['method']} multiplies the factors of each": kind.products,
+    }
+    return [f"{why}; use 'int8' or leave it out" for why, holds in reasons.items() if holds]
+
+
 def _unprotected(stage: Mapping[str, Any], kind: type[Any], tasks: bool) -> list[str]:
     """Why a training stage, given with its defaults, cannot withstand or hide single clients as it is asked to.
 
@@ -361,6 +402,8 @@ def _unprotected(stage: Mapping[str, Any], kind: type[Any], tasks: bool) -> list
         problems.append(f"combine: what {method}'s clients accumulate adds up to the mean of the updates; use 'mean'")
     if robust["combine"] and stage["hide_task"]:
         problems.append("combine: with hide_task the server needs no more than sums; use 'mean'")
+    if stage["compress"] in ("top-k", "sign") and kind.communicates:
+        problems += [f"compress: {stage['compress']!r} {why}" for why in _unfed(stage, kind)]
     if privacy is None or not kind.communicates:
         return problems
     if "update" in kind.accumulates.values():

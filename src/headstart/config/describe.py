@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from headstart.config.recipe import PARTITIONS, Data, Model, Recipe, Task
+from headstart.config.recipe import PARTITIONS, Clients, Data, Model, Recipe, Task
 from headstart.config.stage import STAGES, CountNoise, Named, Privacy, load_plugins
 from headstart.errors import HeadstartError, nearest
 
@@ -20,7 +21,9 @@ def tables() -> dict[str, type[BaseModel]]:
     """The tables of a recipe by name; a method names its table of [[stages]]."""
     load_plugins()
     partitions = {f"data.partition.{kind}": table for kind, table in PARTITIONS.items()}
-    fixed: dict[str, type[BaseModel]] = {"recipe": Recipe, "data": Data, "tasks": Task, "model": Model, **partitions}
+    fixed: dict[str, type[BaseModel]] = {
+        "recipe": Recipe, "data": Data, "tasks": Task, "model": Model, "clients": Clients, **partitions,
+    }  # fmt: skip
     return {**fixed, "stages.privacy": Privacy, "stages.count_noise": CountNoise, **STAGES}
 
 
@@ -83,9 +86,10 @@ def _bounds(metadata: list[Any]) -> str:
     return f" {' and '.join(said)}" if said else ""
 
 
-def schema() -> dict[str, Any]:
+def schema() -> str:
     """The JSON schema of recipes, for editors; methods that are registered are in it."""
     load_plugins()
     Recipe.rebuild()
     found = Recipe.model_json_schema()
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **found, "title": "A recipe of headstart"}
+    titled = {"$schema": "https://json-schema.org/draft/2020-12/schema", **found, "title": "A recipe of headstart"}
+    return json.dumps(titled, separators=(",", ":"), ensure_ascii=False) + "\n"

@@ -183,6 +183,11 @@ class SamplingKeys(StageKeys):
         share = 1.0 if self.participation is None else self.participation
         return min(self.clients_per_round or max(1, round(share * n_clients)), n_clients)
 
+    def asked(self, n_clients: int) -> int:
+        """Clients that a round asks: more than count, where the first ones do."""
+        more: float = getattr(self, "over_selection")  # noqa: B009 (of a subclass)
+        return min(ceil(round((1 + more) * self.sampled(n_clients), 6)), n_clients)
+
     def survivors(self, clients: int) -> int:
         """How many clients of a secure sum have to stay to the end; of fewer than three, each would know too much."""
         return max(3, ceil(self.secure_threshold * clients))
@@ -347,3 +352,7 @@ class Plain(StageKeys):
     max_norm: ClassVar[None] = None
     privacy: ClassVar[None] = None
     compress: ClassVar[None] = None
+    top_k: ClassVar[float] = 0.0
+    over_selection: ClassVar[float] = 0.0
+    buffer: ClassVar[None] = None
+    staleness: ClassVar[float] = 0.0

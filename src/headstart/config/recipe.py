@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import tomli_w
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
 
 from headstart.config.stage import STAGES, Stage, Table, load_plugins, of_family
 from headstart.core.target import Target
@@ -201,6 +201,25 @@ class Model(Table):
     """The most tokens of such a completion."""
 
 
+class Clients(Table):
+    """The machines of simulated clients: how fast they are, and when they can be asked. With it, a run has a clock."""
+
+    uplink: PositiveFloat = 10e6
+    """Bits a second that a client sends."""
+    downlink: PositiveFloat = 50e6
+    """Bits a second that a client receives."""
+    flops: PositiveFloat = 10e9
+    """Floating-point operations a second of a client."""
+    speed_spread: NonNegativeFloat = 0.0
+    """How much machines differ: the standard deviation of the logarithm of their speeds, by which links and arithmetic
+    of a client are all multiplied; 0: all alike."""
+    availability: float = Field(default=1.0, gt=0, le=1)
+    """Share of a day in which a client can be asked: one stretch, every day, that begins at an hour of its own."""
+    trace: str | None = None
+    """A CSV file with the columns client (name or number), and speed (a factor), or from and until (hours of the day),
+    or all; several rows of a client are several stretches. Who is not in it is as the other keys say."""
+
+
 class Recipe(Table):
     """A run: data, model, and stages that hand the model on."""
 
@@ -216,6 +235,8 @@ class Recipe(Table):
     """The backbone that turns an example into a feature vector."""
     stages: Annotated[tuple[Stage, ...], Field(strict=False)]
     """Methods with their settings, in order; each starts from the model of the one before, or as its start says."""
+    clients: Clients | None = None
+    """The machines of simulated clients: then costs have simulated seconds, too."""
     _stages: ClassVar[dict[str, Any]] = {}
     """The stages that the recipe was built with."""
 
@@ -344,6 +365,8 @@ def _beside(table: dict[str, Any], folder: Path) -> dict[str, Any]:
     for part in [table.get("data"), *(tasks if isinstance(tasks, list) else ())]:
         if isinstance(part, dict) and "dataset" in part:
             part["dataset"] = found(part["dataset"])
+    if isinstance(clients := table.get("clients"), dict) and "trace" in clients:
+        clients["trace"] = found(clients["trace"])
     for key, value in list(model.items()) if isinstance(model, dict) else ():
         if key in ("backbone", "weights") and ("/" in str(value) or Path(str(value)).suffix):
             table["model"][key] = found(value)

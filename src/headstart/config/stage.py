@@ -11,7 +11,7 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import Field, GetCoreSchemaHandler, PositiveFloat, PositiveInt
+from pydantic import Field, GetCoreSchemaHandler, NonNegativeFloat, PositiveFloat, PositiveInt
 from pydantic_core import CoreSchema, core_schema
 
 from headstart.config.keys import (
@@ -78,6 +78,8 @@ class ClosedFormStage(SamplingKeys):
     augment: ClassVar[Literal["none"]] = "none"
     module_settings: ClassVar[dict[str, Any]] = {}
     hide_task: ClassVar[bool] = False
+    buffer: ClassVar[None] = None
+    over_selection: ClassVar[float] = 0.0
 
     @property
     def rows_per_class(self) -> int:
@@ -144,8 +146,21 @@ class TrainingStage(RoundKeys, SGDKeys):
     """Largest norm of a client's update; a longer one is shortened to it."""
     privacy: Privacy | None = None
     """Hides any one client (DP-FedAvg): needs weighting = "uniform"."""
-    compress: Literal["int8"] | None = None
-    """Updates travel as whole numbers of eight bits, a quarter of the bytes, rounded at random: right on average."""
+    compress: Literal["int8", "top-k", "sign"] | None = None
+    """What travels of an update: "int8", whole numbers of eight bits, a quarter of the bytes, rounded at random and
+    right on average; "top-k", the numbers of largest absolute value; "sign", a bit for every number. What "top-k" and
+    "sign" leave out, the client keeps and adds to its next update (error feedback)."""
+    top_k: float = Field(default=0.01, gt=0, le=1)
+    """Share of the numbers of an update that compress = "top-k" sends."""
+    over_selection: NonNegativeFloat = 0.0
+    """Of simulated clients with speeds, a round asks this share more than it needs, and the first to reply count."""
+    buffer: PositiveInt | None = None
+    """Asynchronous clients (FedBuff, Nguyen et al., AISTATS 2022): a round is a step of the server, as soon as so many
+    updates have come, while as many clients as a round otherwise draws are at work at any time. None: a round waits for
+    its clients."""
+    staleness: NonNegativeFloat = 0.5
+    """With buffer, an update counts for (1 + s)^-staleness of itself, where s is how many steps the server has taken
+    since the client was sent the model."""
 
 
 class AdaptiveStage(TrainingStage):
@@ -219,6 +234,8 @@ class LocalStage(Plain, SGDKeys):
     def sampled(self, n_clients: int) -> int:
         """Everybody."""
         return n_clients
+
+    asked = sampled
 
     def survivors(self, clients: int) -> int:
         """Nothing is added up."""

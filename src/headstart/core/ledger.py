@@ -6,7 +6,7 @@ import logging
 import re
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -88,13 +88,19 @@ class Ledger:
     """Who could not be asked, and in which rounds (from 1)."""
     absences: dict[str, str] = field(default_factory=dict)
     """Of the round that was played last: who could not be asked, and why."""
+    simulated_seconds: float | None = None
+    """Of the stage, where clients have simulated machines."""
     _since: float = field(default_factory=time.perf_counter)
 
     @classmethod
-    def open(cls, n_clients: int) -> Ledger:
+    def open(cls, n_clients: int, simulated_seconds: float | None = None) -> Ledger:
         """Nothing spent yet; the clock starts."""
         up, down, passes = np.zeros((3, n_clients), np.int64)
-        return cls(up, down, passes, np.full(n_clients, -1))
+        return cls(up, down, passes, np.full(n_clients, -1), simulated_seconds=simulated_seconds)
+
+    def drop(self, round: int, names: Sequence[str], why: str) -> None:
+        """Note that some clients do not count in a round (from 0)."""
+        self.dropped.append({"round": round + 1, "clients": ", ".join(names), "why": why})
 
     def tick(self) -> None:
         """Bring the seconds up to now."""
@@ -117,6 +123,7 @@ class Ledger:
             "bytes_down": int(self.bytes_down.sum()),
             "forward_passes": int(self.forward_passes.sum()),
             "seconds": round(self.seconds, 3),
+            **({} if self.simulated_seconds is None else {"simulated_seconds": round(self.simulated_seconds, 3)}),
         }
 
 

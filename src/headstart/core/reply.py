@@ -67,6 +67,10 @@ class Reply:
     task: int = 0
     seconds: float = 0.0
     """How long it took."""
+    late: str = ""
+    """Why it came too late to count, where it did."""
+    discount: float = 1.0
+    """What its update is multiplied by, where it was made from an older model."""
 
 
 @dataclass(frozen=True, eq=False)

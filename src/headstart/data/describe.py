@@ -6,6 +6,7 @@ import hashlib
 import io
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,11 +14,12 @@ import numpy as np
 from PIL import Image
 
 from headstart.core.progress import progress
-from headstart.data.examples import Dataset, Examples, bytes_of, decode_image
+from headstart.data.examples import Dataset, Examples, bytes_of, decode_image, in_dicom
 from headstart.errors import HeadstartError, listed
 
 _BLOCK = 256
 _DARK = 64  # of 255
+_FEW = 16  # images that are looked at before a pass
 
 
 @dataclass(frozen=True)
@@ -50,19 +52,35 @@ def describe(dataset: Dataset, pixel_range: tuple[float, float] | None = None) -
                         problems.append(str(error))
                         continue
                     facts[mode] += 1
-                    if image.mode == "F" and mode != "DICOM":
+                    if image.mode == "F" and not in_dicom(value):
                         brightest = max(brightest or 0.0, float(np.asarray(image).max()))
                     sizes.append(size)
                 elif dataset.kind == "text":
                     sizes.append((sum(map(len, [value] if isinstance(value, str) else map(str, value))),))
     labels = {split: examples.labels for split, examples in splits.items()}
     warnings = [*_warnings(dataset, seen, sizes, labels)]
-    if brightest is not None and brightest < _DARK and pixel_range is None:
-        most = round(brightest * 257)
-        warnings.append(
-            f"grey of 16 bits goes up to {most:,} of 65,535 and is nearly black; set model.pixel_range = [0, {most}]"
-        )
+    if pixel_range is None:
+        warnings += _darkness(brightest)
     return Description(_facts(dataset, sizes, facts), tuple(warnings), tuple(problems))
+
+
+def darkness(examples: Examples) -> list[str]:
+    """A warning where a few images, from all over the examples, are grey of 16 bits and nearly black."""
+    places = np.unique(np.linspace(0, len(examples) - 1, min(len(examples), _FEW)).astype(np.int64))
+    found = []
+    for value in (value for at in places for value in examples.raw(at, at + 1) if not in_dicom(value)):
+        with suppress(HeadstartError):  # whoever reads all of them says which cannot be read
+            image = decode_image(value, "example")
+            found += [float(np.asarray(image).max())] if image.mode == "F" else []
+    return _darkness(max(found, default=None))
+
+
+def _darkness(brightest: float | None) -> list[str]:
+    """brightest: the highest value of grey of 16 bits, of 255."""
+    if brightest is None or brightest >= _DARK:
+        return []
+    most = round(brightest * 257)
+    return [f"grey of 16 bits goes up to {most:,} of 65,535 and is nearly black; set model.pixel_range = [0, {most}]"]
 
 
 def _values(examples: Examples) -> Iterator[tuple[int, Any]]:
@@ -74,7 +92,7 @@ def _mode(value: Any) -> tuple[str, tuple[int, int]]:
     """What Pillow says of a file before it is decoded."""
     if isinstance(value, np.ndarray):
         return "array", (value.shape[1], value.shape[0])
-    if str(value["path"]).lower().endswith(".dcm"):
+    if in_dicom(value):
         return "DICOM", decode_image(value, "").size
     with Image.open(io.BytesIO(value["bytes"]) if value["bytes"] is not None else value["path"]) as image:
         return f"{image.format} {image.mode}", image.size

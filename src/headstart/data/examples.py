@@ -136,12 +136,19 @@ class Dataset:
         return self.train.kind
 
 
+def in_dicom(value: Any) -> bool:
+    """Whether an image record, or an array, is a DICOM file."""
+    if isinstance(value, np.ndarray):
+        return False
+    return (value["bytes"] is None and str(value["path"]).lower().endswith(".dcm")) or is_dicom(value["bytes"] or b"")
+
+
 def decode_image(value: Any, where: str, pixel_range: tuple[float, float] | None = None) -> Image.Image:
     """`upright` of a Hugging Face image record or an array [H, W] or [H, W, 3]; a damaged image is an error."""
     if isinstance(value, np.ndarray):
         return upright(Image.fromarray(value), pixel_range)
     try:
-        if (value["bytes"] is None and str(value["path"]).lower().endswith(".dcm")) or is_dicom(value["bytes"] or b""):
+        if in_dicom(value):
             return dicom_image(bytes_of(value))
         with Image.open(io.BytesIO(value["bytes"]) if value["bytes"] is not None else value["path"]) as image:
             return upright(image, pixel_range)

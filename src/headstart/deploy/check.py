@@ -25,9 +25,9 @@ from headstart.deploy.attend import check_version
 from headstart.deploy.guard import check_flower
 from headstart.deploy.kit import Kit, check_keys
 from headstart.deploy.reach import Said, reach
-from headstart.engine.body import Body
 from headstart.engine.flower_messages import recipe_digest
 from headstart.engine.grid import LARGEST_DIM
+from headstart.engine.model_store import ModelStore
 from headstart.engine.node_ledger import NodeLedger, guarantee_key
 from headstart.errors import HeadstartError
 
@@ -208,13 +208,13 @@ class NodeCheck:
 
     def _features(self) -> Said:
         """The features' length and the weights' digest, and whether they are those of the last time."""
-        body = self._body
-        if body.dim > LARGEST_DIM:
-            raise HeadstartError(f"they have {body.dim:,} numbers each, and {LARGEST_DIM:,} is the most")
-        yield "ok", "features", f"{body.dim:,} numbers each"
-        name, about, value = "dim", "features", str(body.dim)
-        if body.backbone is not None:
-            name, about, value = "weights", "weights", body.backbone.weights_digest()
+        store = self._store
+        if store.dim > LARGEST_DIM:
+            raise HeadstartError(f"they have {store.dim:,} numbers each, and {LARGEST_DIM:,} is the most")
+        yield "ok", "features", f"{store.dim:,} numbers each"
+        name, about, value = "dim", "features", str(store.dim)
+        if store.backbone is not None:
+            name, about, value = "weights", "weights", store.backbone.weights_digest()
             yield "ok", about, f"those of {self.recipe.model.backbone} have the digest {value}, as on every node"
         joined = self._entries("join")
         if joined and str(joined[-1].get(name)) != value:
@@ -224,15 +224,15 @@ class NodeCheck:
             )  # fmt: skip
 
     @cached_property
-    def _body(self) -> Body:
-        return Body(self.recipe.model, self._silo[0].dataset)
+    def _store(self) -> ModelStore:
+        return ModelStore(self.recipe.model, self._silo[0].dataset)
 
     def _room(self) -> int:
         """Bytes of the features that are to be computed; 0 where they cannot be."""
         with suppress(HeadstartError):
             dataset = self._silo[0].dataset
             if dataset.kind != "features":
-                return 4 * self._body.dim * (len(dataset.train) + len(dataset.test))
+                return 4 * self._store.dim * (len(dataset.train) + len(dataset.test))
         return 0
 
     def _disk(self) -> Said:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import socket
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -131,3 +132,18 @@ def admit_at(server: Server) -> bool:
     except ControlError as error:
         raise HeadstartError(f"{server.folder} is changed, but its SuperLink does not know: {error}") from None
     return True
+
+
+def main(folder: str, host: str, port: str) -> None:
+    """Admit the nodes whose public keys are in a folder's keys/, and nobody else, as its run.sh does."""
+    server = Server(Path(folder), host, int(port))
+    keys = sorted((server.folder / "keys").glob("*.pub"))
+    try:
+        with Control.of(server) as control:
+            control.admit([PublicKeys(key.stem, key.read_text(), "") for key in keys])
+    except (ControlError, ValueError) as error:
+        raise SystemExit(f"headstart: {error}") from None
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -119,7 +119,7 @@ def _write(folder: Path, recipe: Recipe, nodes: Sequence[str], host: str, port: 
     )
     _script(
         folder / "run.sh",
-        "Admit the nodes whose public keys are in keys/, run recipe.toml, and fail if the run does.",
+        "Admit the nodes whose public keys are in keys/, and nobody else; run recipe.toml, and fail if the run does.",
         {
             "host": (local, "of the SuperLink, which takes this from its own machine only"),
             "port": (str(port), ""),
@@ -283,11 +283,7 @@ until (: <"/dev/tcp/$host/$port") 2>/dev/null; do
     echo "waiting for the SuperLink at $host:$port" >&2
     sleep 2
 done
-for key in "$here"/keys/*.pub; do
-    name=$(basename "$key" .pub)
-    answer=$(flwr supernode register "$key" federation --name "$name" 2>&1) ||
-        [[ $answer == *"already in use"* ]] || { echo "$answer" >&2; exit 1; }
-done
+python3 -P -m headstart.deploy.control "$here" "$host" "$port"
 status() { flwr list federation --run-id "$run" --format json 2>/dev/null | grep -oE '"status": "[a-z:-]+"' || true; }
 # A run for the same directory that goes on is followed, and not started a second time.
 run="" before=""

@@ -11,6 +11,7 @@ from headstart.core.message import Message
 from headstart.core.params import norm
 from headstart.core.reply import Reply, Sender
 from headstart.core.statistics import Floats
+from headstart.core.update import Blocks
 from headstart.methods import Method
 from headstart.solvers.cohort import Cohort
 
@@ -26,6 +27,11 @@ class ClientRuntime:
     def memory_per_client(self) -> int:
         """Bytes that one more client of a cohort takes, beyond its features."""
         return max(self.method.memory_per_client, self.channel.memory_per_client)
+
+    @property
+    def client_state(self) -> Blocks:
+        """Names and shapes of what stays with a client from one of its rounds to the next."""
+        return {**self.method.client_state, **self.channel.client_state}
 
     def answer(self, cohort: Cohort, message: Message) -> list[Reply]:
         """What the clients of a cohort say to a message, and what stays with them."""

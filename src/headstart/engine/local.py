@@ -19,6 +19,7 @@ from headstart.core.statistics import Features
 from headstart.data import Federation
 from headstart.engine.client import ClientRuntime
 from headstart.engine.client_states import ClientStates
+from headstart.engine.clock import Clock
 from headstart.engine.round import AnyReply
 from headstart.engine.server import Bools, Request
 from headstart.errors import HeadstartError
@@ -45,10 +46,16 @@ class LocalClients:
     federation: Federation
     source: Source
     states: ClientStates
+    clock: Clock | None = None
+    """Where clients cannot be asked at any time."""
 
     def available(self) -> Bools:
-        """All clients."""
-        return np.ones(self.federation.n_clients, np.bool_)
+        """All clients, or those that can be asked at the simulated time; where that is nobody, time passes."""
+        everybody = np.ones(self.federation.n_clients, np.bool_)
+        if self.clock is None:
+            return everybody
+        self.clock.wait(everybody)
+        return self.clock.available()
 
     def absences(self) -> Mapping[int, str]:
         """No client is absent."""

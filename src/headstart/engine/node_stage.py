@@ -16,9 +16,9 @@ from headstart.core.message import Message
 from headstart.core.metrics import tally_classes, tally_targets
 from headstart.core.reply import ClientState
 from headstart.data import Dataset, Federation
-from headstart.engine.body import Body
 from headstart.engine.client import ClientRuntime
 from headstart.engine.flower_messages import request_digest
+from headstart.engine.model_store import ModelStore
 from headstart.engine.setup import StageSetup, plan_of
 from headstart.errors import HeadstartError, MessageError
 
@@ -63,7 +63,7 @@ class NodeStage:
     setup: StageSetup
     runtime: ClientRuntime
     figures: FiguresChannel
-    body: Body
+    store: ModelStore
     source: Any
     deployed: bool
 
@@ -83,13 +83,13 @@ class NodeStage:
     ) -> NodeStage:
         """A stage by its setup; limited: the recipe within the limits of the node's owner."""
         owners = {"train": federation.owners, "test": federation.test_owners}
-        body = Body(recipe.model, federation.dataset, owners=owners)
+        store = ModelStore(recipe.model, federation.dataset, owners=owners)
         target, stage = federation.dataset.target, recipe.stages[setup.number]
-        method, channel = setup.method(limited, body, None if deployed else (), target)
+        method, channel = setup.method(limited, store, None if deployed else (), target)
         figures = FiguresChannel.of(stage, setup.clients, None, setup.tasks[setup.task][1], target)
-        changes = plan_of(stage, frozenset(setup.personal), body.fixed_head).changes_features
-        source: Any = body.inputs() if changes else body.features("train")
-        return cls(stage, setup, ClientRuntime(method, channel), figures, body, source, deployed)
+        changes = plan_of(stage, frozenset(setup.personal), store.fixed_head).changes_features
+        source: Any = store.inputs() if changes else store.features("train")
+        return cls(stage, setup, ClientRuntime(method, channel), figures, store, source, deployed)
 
     def evaluate(self, model: Message, read: Callable[..., Any], dataset: Dataset, survivors: int) -> Message:
         """The server's model, with the client's personal parameters, on the client's test examples.
@@ -102,14 +102,14 @@ class NodeStage:
         if self.deployed and len(head.bias) != classes:  # more would sort examples as finely as anybody likes
             raise HeadstartError(f"the model to be tested has {len(head.bias)} classes, and not {classes}")
         if dataset.test.targets is not None:
-            scores = head.scores(self.body.features("test") if len(dataset.test) else np.zeros((0, self.body.dim)))
+            scores = head.scores(self.store.features("test") if len(dataset.test) else np.zeros((0, self.store.dim)))
             return self.figures.encode_targets(tally_targets(scores, dataset.test.targets, dataset.target))
         if not len(dataset.test):
             nothing = tally_classes(np.zeros((0, len(head.bias))), np.zeros(0, np.int64))
             return self.figures.encode(0, 0, np.zeros(0), nothing, survivors)
         changes = not isinstance(self.source, np.ndarray)
-        features = self.body.embedded("test") if changes else self.body.features("test")
-        if self.body.generates:  # a token of a completion counts as an example, none of which is right
+        features = self.store.embedded("test") if changes else self.store.features("test")
+        if self.store.generates:  # a token of a completion counts as an example, none of which is right
             totals, tokens = features.astype(np.float64).T
             losses = np.repeat(totals / tokens, tokens.astype(np.int64))
             tally = tally_classes(np.zeros((len(losses), 1)), np.zeros(len(losses), np.int64))

@@ -13,7 +13,9 @@ from headstart.core.progress import progress
 from headstart.core.reply import Failure, GroupReply, Reply
 from headstart.core.seeds import Seed
 from headstart.core.statistics import Ints
+from headstart.engine.buffered import BufferedRounds
 from headstart.engine.client_states import ClientStates
+from headstart.engine.clock import Clock
 from headstart.engine.server import Bools, Request, Server, check_sum, draw
 from headstart.errors import MessageError
 
@@ -51,6 +53,8 @@ class Costs:
     """[K] Bytes of earlier stages' work that a client needs before its first reply."""
     communicates: bool = True
     """Whether anything travels from round to round."""
+    clock: Clock | None = None
+    """Where clients have simulated machines."""
 
     def charge_request(self, request: Request) -> None:
         """Charge what a request sends."""
@@ -59,6 +63,22 @@ class Costs:
             sizes = {id(message): message.nbytes for message in {id(m): m for m in request.messages}.values()}
             ledger.bytes_down[clients] += np.array([sizes[id(message)] for message in request.messages], np.int64)
         ledger.bytes_down[clients] += self.setup_bytes[clients] * request.new
+
+    def timed(self, server: Server, request: Request, replies: Iterator[AnyReply]) -> Iterator[AnyReply]:
+        """The replies to a request, which is charged; with the time that they take, where that is simulated."""
+        before = self.ledger.bytes_down.copy() if self.clock else None
+        self.charge_request(request)
+        if self.clock is None or before is None:
+            return replies
+        count = server.stage.sampled(server.federation.n_clients)
+        return self.clock.round(replies, self.ledger.bytes_down - before, server.stage, count)
+
+    def tick(self) -> None:
+        """Bring the seconds up to now, and the simulated ones."""
+        self.ledger.tick()
+        if self.clock is not None:
+            self.clock.now = max(self.clock.now, self.clock.ends)
+            self.ledger.simulated_seconds = self.clock.now
 
     def charge(self, round: int, reply: AnyReply) -> None:
         """Charge what a reply costs, whether it counts or not."""
@@ -85,12 +105,11 @@ def play_round(server: Server, clients: Transport, costs: Costs, round: int, dra
     before = ledger.bytes_up[drawn], ledger.bytes_down[drawn]
 
     def drop(who: Ints, why: str) -> None:
-        names = ", ".join(server.federation.names[client] for client in who)
-        ledger.dropped.append({"round": round + 1, "clients": names, "why": why})
+        ledger.drop(round, [server.federation.names[client] for client in who], why)
 
+    server.begin(round, len(drawn))
     for request in server.requests(round, drawn, ledger.last_round):
-        costs.charge_request(request)
-        for reply in clients.send(request):
+        for reply in costs.timed(server, request, clients.send(request)):
             costs.charge(round, reply)
             try:
                 server.add(reply)
@@ -105,7 +124,7 @@ def play_round(server: Server, clients: Transport, costs: Costs, round: int, dra
     moved = ledger.bytes_up[drawn] - before[0], ledger.bytes_down[drawn] - before[1]
     ledger.latest = list(zip(drawn.tolist(), *(each.tolist() for each in moved), strict=True))
     clients.states.commit()
-    ledger.tick()
+    costs.tick()
 
 
 def play_rounds(
@@ -119,15 +138,21 @@ def play_rounds(
     """Play the rounds of a stage from ``first_round`` on, until ``after_round`` ends it; seed: what draws clients."""
     stage, federation = server.stage, server.federation
     count = federation.n_clients
-    rounds, per_round = stage.rounds_for(count), stage.sampled(count)
+    rounds, per_round = stage.rounds_for(count), stage.buffer or stage.sampled(count)
     if stage.secure and not stage.trains:  # who is left for the last round
         whole = stage.rounds_per_pass(count) - 1
         check_sum(stage, whole + 1, min(per_round, count - whole * per_round))
     with progress(f"{stage.method}: clients", rounds * per_round, first_round * per_round) as advance:
+        buffered = BufferedRounds(server, clients, costs, seed, costs.clock) if stage.buffer and costs.clock else None
         for round in range(first_round, rounds):
-            drawn = draw(stage, federation, seed, round, clients.available())
-            costs.ledger.note_absences(round + 1, {federation.names[c]: why for c, why in clients.absences().items()})
-            for replied in play_round(server, clients, costs, round, drawn):
+            if buffered:
+                replies = buffered.play_round(round)
+            else:
+                drawn = draw(stage, federation, seed, round, clients.available())
+                absent = {federation.names[client]: why for client, why in clients.absences().items()}
+                costs.ledger.note_absences(round + 1, absent)
+                replies = play_round(server, clients, costs, round, drawn)
+            for replied in replies:
                 advance(replied)
             if after_round(round, server.state):
                 break

@@ -61,23 +61,32 @@ class Server:
         self.data: Cohort | None = None
         """Examples that clients have given to the server."""
         self._total: Any = None
-        self._good, self._sampled, self._refusal = 0, 0, ""
+        self._good, self._sampled, self._refusal, self._round = 0, 0, "", 0
         self._senders: dict[int, Sender] = {}
+        self.under_way: Any = None
+        """Updates of asynchronous clients that have not come yet."""
+
+    def begin(self, round: int, count: int) -> None:
+        """Nothing received yet in a round (from 0) that so many clients are to count in."""
+        self._total, self._good, self._sampled, self._refusal = self.channel.total(round), 0, count, ""
+        self._round, self._senders = round, {}
 
     def requests(self, round: int, clients: Ints, last_round: Ints) -> list[Request]:
         """The requests of a round (from 0) to these clients; last_round: [K] the last one that each took part in."""
-        self._total, self._good, self._sampled, self._refusal = self.channel.total(round), 0, len(clients), ""
         last, tasks = last_round[clients], self.federation.tasks_of(clients)
         since = last if self.method.replays else np.full(len(clients), -1)
         kinds = list(zip(tasks.tolist(), since.tolist(), strict=True))
         # One message for the clients of a task, or, where clients catch up, for each round they were in last.
         sent = {kind: self.method.broadcast(self.state, round, kind[1], kind[0]) for kind in sorted(set(kinds))}
-        self._senders = {
-            task: Sender(-1, round, task, self.method.expected(task), model_norm(message))
-            for (task, _), message in sent.items()
-        }
+        self._senders |= {task: self._sender(task, message) for (task, _), message in sent.items()}
         request = Request(round, clients, [sent[kind] for kind in kinds], since, last < 0)
         return self._groups(request) if self.stage.secure else [request]
+
+    def _sender(self, task: int, message: Message | None = None) -> Sender:
+        """What is known of clients of a task that were sent a message; None: in an earlier round."""
+        if message is None:
+            message = self.method.broadcast(self.state, self._round, -1, task)
+        return Sender(-1, self._round, task, self.method.expected(task), model_norm(message))
 
     def _groups(self, request: Request) -> list[Request]:
         """The clients of a round in groups, each to be added up by itself."""
@@ -94,12 +103,15 @@ class Server:
                     raise MessageError(reply.why)
                 case GroupReply():
                     self.channel.add_vector(self._total, reply.values)
+                case Reply() if reply.late:
+                    raise MessageError(reply.late)
                 case Reply():
                     if self.stage.deadline is not None and reply.seconds > self.stage.deadline:
                         raise MessageError(
                             f"late: it took {reply.seconds:.1f} s, and the deadline is {self.stage.deadline:g} s"
                         )
-                    self.channel.add(self._total, reply, self._senders[reply.task])
+                    sender = self._senders.get(reply.task) or self._sender(reply.task)
+                    self.channel.add(self._total, reply, sender)
         except MessageError as refusal:
             self._refusal = str(refusal)
             raise
@@ -137,13 +149,18 @@ def draw(stage: ClosedForm | Rounds, federation: Federation, seed: Seed, round: 
     An absent client makes room for the next in the order, which does not depend on who is available. Not so with
     privacy: its accounting is for a sample of all clients, and an absent client is not replaced.
     """
-    one_shot, per_round = not stage.trains, stage.sampled(federation.n_clients)
-    order = _order(stage, federation, seed, () if one_shot else (round,))
+    one_shot, per_round = not stage.trains, stage.asked(federation.n_clients)
+    order = drawing_order(stage, federation, seed, round)
     if one_shot or stage.privacy is not None:
         first = round % stage.rounds_per_pass(federation.n_clients) * per_round if one_shot else 0  # type: ignore[union-attr]
         turn = order[first : first + per_round]
         return np.sort(turn[available[turn]])
     return np.sort(order[available[order]][:per_round])
+
+
+def drawing_order(stage: ClosedForm | Rounds, federation: Federation, seed: Seed, round: int) -> Ints:
+    """The clients in the order in which a round draws them."""
+    return _order(stage, federation, seed, (round,) if stage.trains else ())
 
 
 def _order(stage: ClosedForm | Rounds, federation: Federation, seed: Seed, key: tuple[int, ...]) -> Ints:

@@ -17,7 +17,7 @@ from headstart.core.message import Array, Message
 from headstart.core.plan import Plan
 from headstart.core.seeds import Seed
 from headstart.core.target import Target
-from headstart.engine.body import Body, Module, Version
+from headstart.engine.model_store import ModelStore, Module, Version
 from headstart.errors import MessageError
 from headstart.heads import LinearHead
 from headstart.methods import Method, Population, StageContext, Task, build
@@ -34,11 +34,16 @@ def plan_of(stage: ClosedForm | Rounds, personal: Set[str], fixed_head: bool) ->
 
 
 def method_of(
-    stage: ClosedForm | Rounds, plan: Plan, seed: tuple[int, ...], body: Body, tasks: tuple[Task, ...], noise: Seed = ()
+    stage: ClosedForm | Rounds,
+    plan: Plan,
+    seed: tuple[int, ...],
+    store: ModelStore,
+    tasks: tuple[Task, ...],
+    noise: Seed = (),
 ) -> tuple[Method[Any], Channel]:
     """The method and the channel of a stage on a backbone as it is loaded; noise: as in `StageContext`."""
-    body.attach(stage, plan, seed)
-    context = StageContext(tasks, body.dim, seed, plan, body.model, noise)
+    store.attach(stage, plan, seed)
+    context = StageContext(tasks, store.dim, seed, plan, store.model, noise)
     method = build(stage, context)
     clients = {task.name: task.population.clients for task in tasks}
     return method, channel_of(stage, method, seed, clients, context.noise_seed)
@@ -154,28 +159,28 @@ class StageSetup:
             raise MessageError(f"the setup of the stage cannot be read: {error!r}") from None
 
     def method(
-        self, recipe: Recipe, body: Body, noise: Seed, target: Target = "classes"
+        self, recipe: Recipe, store: ModelStore, noise: Seed, target: Target = "classes"
     ) -> tuple[Method[Any], Channel]:
         """The method and the channel of the stage on a pre-trained backbone, which takes on what earlier stages made;
         target: what is learned of the client's examples."""
         stage = recipe.stages[self.number]
-        self._load(body)
-        plan = plan_of(stage, frozenset(self.personal), body.fixed_head)
-        return method_of(stage, plan, (recipe.seed, self.number), body, self._tasks(target), noise)
+        self._load(store)
+        plan = plan_of(stage, frozenset(self.personal), store.fixed_head)
+        return method_of(stage, plan, (recipe.seed, self.number), store, self._tasks(target), noise)
 
     def _under(self, prefix: str) -> dict[str, np.ndarray]:
         return {name.removeprefix(prefix): a for name, a in self.arrays.items() if name.startswith(prefix)}
 
-    def _load(self, body: Body) -> None:
+    def _load(self, store: ModelStore) -> None:
         weights, values = self._under("body."), self._under("module.")
-        if body.backbone is None or not (weights or self.module or self.norm_statistics != "aggregate"):
+        if store.backbone is None or not (weights or self.module or self.norm_statistics != "aggregate"):
             return
         module = None
         if self.module is not None:
             module = Module(*self.module, (values,) * len(self.tasks) if values else ())
-        arrays = {name: array.copy() for name, array in body.arrays().items()} | weights
-        body.remember(_EARLIER, Version(_EARLIER, self.norm_statistics, arrays, module))
-        body.load(_EARLIER)
+        arrays = {name: array.copy() for name, array in store.arrays().items()} | weights
+        store.remember(_EARLIER, Version(_EARLIER, self.norm_statistics, arrays, module))
+        store.load(_EARLIER)
 
     def _tasks(self, target: Target) -> tuple[Task, ...]:
         tasks, values = [], self._under("module.")

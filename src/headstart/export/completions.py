@@ -20,7 +20,7 @@ def completions(
 
     heard: is told the prompt and each piece of its completion, as it comes.
     """
-    backbone = model.body.backbone
+    backbone = model.store.backbone
     if backbone is None or not isinstance(backbone.transform, CompletionTransform):
         raise HeadstartError("the run's model answers in classes; leave the options of completions out")
     column = model.data.input_column

@@ -16,7 +16,7 @@ import tomli_w
 from safetensors.numpy import save_file
 
 from headstart.core.files import write_json, write_text
-from headstart.engine.body import Module
+from headstart.engine.model_store import Module
 from headstart.errors import HeadstartError
 from headstart.export.model import Model
 
@@ -43,7 +43,7 @@ def export(
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise HeadstartError(f"--out {out}: already used; give another directory")
     model = Model.load(run, task, client)
-    module = model.body.module
+    module = model.store.module
     if merge and module is not None and module.kind != "lora":
         raise HeadstartError(f"--merge: only a lora can be added to the backbone's weights, and this is {module.kind}")
     out = out.resolve()
@@ -58,8 +58,8 @@ def export(
         else:
             from headstart.export.graph import save_graph
 
-            if model.body.backbone is not None:
-                _merge(model.body.backbone.core)
+            if model.store.backbone is not None:
+                _merge(model.store.backbone.core)
             readme = save_graph(model, format, temporary)
         write_text(temporary / "README.md", readme)
         umask = os.umask(0)
@@ -78,7 +78,7 @@ def _save_body(model: Model, merge: bool, folder: Path) -> str:
     """Write body and module to ``folder``; the README that says how to load them from within it."""
     from transformers import PreTrainedModel
 
-    backbone, module = model.body.backbone, model.body.module
+    backbone, module = model.store.backbone, model.store.module
     if backbone is None:
         return _readme(model, [], ["import numpy as np"], use=_use_features(model, f"np.zeros((1, {model.width}))"))
     core: Any = backbone.core
@@ -108,7 +108,7 @@ def _save_body(model: Model, merge: bool, folder: Path) -> str:
                 code += ["from peft import PeftModel", 'body = PeftModel.from_pretrained(body, ".").eval()']
             module = None
     elif module is None or model.retrained:
-        save_file(dict(model.body.arrays()), folder / "model.safetensors")
+        save_file(dict(model.store.arrays()), folder / "model.safetensors")
         table["weights"] = "model.safetensors"
         files.append("`model.safetensors`: the body, to be named as model.weights in a recipe")
     if not code:
@@ -148,8 +148,8 @@ def _use_whole(model: Model, is_lora: bool) -> list[str]:
         load = f'tokenizer = AutoTokenizer.from_pretrained("{"base" if is_lora else "."}")'
         read = 'batch = tokenizer("a text of yours", truncation=True, return_tensors="pt")'
         return ["from transformers import AutoTokenizer", load, read, last]
-    body: Any = model.body.backbone.body if model.body.backbone else None
-    size = model.body.backbone.transform.size if model.body.backbone else 0  # type: ignore[union-attr]
+    body: Any = model.store.backbone.body if model.store.backbone else None
+    size = model.store.backbone.transform.size if model.store.backbone else 0  # type: ignore[union-attr]
     factor, shift = ([round(float(value), 6) for value in each.flatten()] for each in (body.factor, body.shift))
     return [
         "import torch",
@@ -166,14 +166,14 @@ _AUTO = {"text": "AutoModelForSequenceClassification", "image": "AutoModelForIma
 
 
 def _save_whole(model: Model, folder: Path, shown: str) -> str:
-    """Body, pooling and head as one model of `transformers`, under `modeling_headstart.py`; a line of the README."""
+    """Backbone, pooling and head as one model of `transformers`, with `modeling_headstart.py`; a line of the README."""
     import torch
 
     from headstart.export import modeling_headstart as modeling
     from headstart.export.graph import Whole, example, torch_head
     from headstart.modules import plain_state
 
-    backbone, head = model.body.backbone, torch_head(model.head)
+    backbone, head = model.store.backbone, torch_head(model.head)
     assert backbone is not None
     core: Any = backbone.core
     nested = {name: value for name, value in core.config.to_dict().items() if name != "_name_or_path"}
@@ -232,7 +232,7 @@ def _whole_code(kind: str, is_lora: bool) -> list[str]:
 
 def _pooling(model: Model) -> str:
     """How the body's last hidden states become one vector; empty where the body is none of `transformers`."""
-    body: Any = model.body.backbone.body if model.body.backbone else None
+    body: Any = model.store.backbone.body if model.store.backbone else None
     pooling = getattr(body, "pooling", "") or getattr(getattr(body, "network", None), "pooling", "")
     return pooling if isinstance(pooling, str) else ""
 
@@ -245,7 +245,7 @@ def _readme(
     use: Sequence[str] = (),
 ) -> str:
     """What is in the folder, code that loads it and predicts with it, and the model as a table of a recipe."""
-    backbone, width = model.body.backbone, model.width
+    backbone, width = model.store.backbone, model.width
     reads = f"features [{width}] as they are in the data"
     if backbone is not None:
         which = {"cls": "the first of", "mean": "the mean of", "last": "the last real token's of"}.get(_pooling(model))
@@ -255,7 +255,7 @@ def _readme(
         how = "the log-likelihoods of the label words after the prompt" if chooses else how
         how = (
             "the loss of a completion and the number of its tokens, which no head reads"
-            if model.body.generates
+            if model.store.generates
             else how
         )
         reads = f"{how} [{width}]"
@@ -309,7 +309,7 @@ def _save_hugging_face(model: Model, folder: Path) -> None:
 
     from headstart.modules import plain_state
 
-    backbone = model.body.backbone
+    backbone = model.store.backbone
     assert backbone is not None
     core: Any = backbone.core
     place, state = core.name_or_path, plain_state(core)

@@ -71,11 +71,11 @@ _ONE_FILE = 1_900_000_000  # protobuf ends at 2 GiB; the weights of a larger mod
 
 
 class Whole(nn.Module):
-    """Body, module and head: what the body reads, or features → the outputs of its kind of target, each [n, C]."""
+    """Backbone, module and head: what the backbone reads, or features → the outputs of its target, each [n, C]."""
 
     def __init__(self, model: Model) -> None:
         super().__init__()
-        self.body = model.body.backbone.body if model.body.backbone else nn.Identity()
+        self.body = model.store.backbone.body if model.store.backbone else nn.Identity()
         self.head, self.target = torch_head(model.head), model.target
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -112,7 +112,7 @@ def check_installed(form: Format) -> None:
 
 def save_graph(model: Model, form: Format, folder: Path) -> str:
     """Write the graph, and the tokenizer of texts, to ``folder``; the README for it."""
-    backbone, outputs = model.body.backbone, _OUTPUTS[model.target]
+    backbone, outputs = model.store.backbone, _OUTPUTS[model.target]
     if backbone and backbone.by_batch:
         raise HeadstartError(
             f"--format {form}: batch norm of this backbone goes by each batch's own statistics, so that a prediction "
@@ -159,7 +159,7 @@ def save_graph(model: Model, form: Format, folder: Path) -> str:
 
 def example(model: Model, count: int, length: int) -> tuple[Tensor, ...]:
     """Inputs of the right kind: features [n, d], images [n, H, W, 3], or tokens, mask and segments [n, L]."""
-    rng, backbone = torch.Generator().manual_seed(count), model.body.backbone
+    rng, backbone = torch.Generator().manual_seed(count), model.store.backbone
     if backbone is None:
         return (torch.randn(count, model.width, generator=rng),)
     if isinstance(backbone.transform, ImageTransform):
@@ -226,7 +226,7 @@ def _quiet() -> Iterator[None]:
 
 def _readme(model: Model, form: Format, names: list[str]) -> str:
     """What is in the folder, what goes into the graph, and code that reads inputs and runs it."""
-    backbone, (package, load, run) = model.body.backbone, _RUNTIMES[form]
+    backbone, (package, load, run) = model.store.backbone, _RUNTIMES[form]
     output = _OUTPUTS[model.target][-1]
     files = f"- `{_FILES[form]}`: the whole model, in float32; any batch size"
     files += "\n- `model.bin`: its weights" if form == "openvino" else ""

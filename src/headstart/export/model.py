@@ -22,7 +22,7 @@ from headstart.core.metrics import label_shares
 from headstart.core.statistics import Ints
 from headstart.core.target import Target
 from headstart.data.examples import Examples, Kind, numbered
-from headstart.engine.body import PRETRAINED, Body, Module, Version
+from headstart.engine.model_store import PRETRAINED, ModelStore, Module, Version
 from headstart.errors import HeadstartError, nearest
 from headstart.export.inputs import held, read
 from headstart.heads import LinearHead
@@ -120,7 +120,7 @@ class Model:
     """The data of the task: they say which columns its inputs are in."""
     classes: tuple[str, ...]
     head: LinearHead
-    body: Body
+    store: ModelStore
     retrained: bool
     """Whether the body has other weights than those that the backbone's name stands for."""
     target: Target = "classes"
@@ -151,9 +151,9 @@ class Model:
         if module is not None or file.is_file():
             made, head = _module(file)
             classes = classes if module is None else _classes_beside(file, len(head["bias"]))
-        body = Body(recipe.model, None)
+        store = ModelStore(recipe.model, None)
         if any(name.startswith("body.") for name in own):
-            weights = weights or dict(body.arrays())
+            weights = weights or dict(store.arrays())
         parts = {"head": head, "module": dict(made.values[0]) if made else {}, "body": weights}
         for name, array in own.items():
             part, _, plain = name.partition(".")
@@ -162,11 +162,11 @@ class Model:
         stage = recipe.stages[model.body] if model.body != PRETRAINED else None
         norm_statistics = stage.norm_statistics if stage else "freeze"
         version = Version(0 if weights else PRETRAINED, norm_statistics, weights or None, made)
-        _build(body, version, file, width_of(head))
+        _build(store, version, file, width_of(head))
         data = recipe.data or next(each for each in recipe.tasks if each.name == task)
         retrained = bool(weights) or recipe.model.weights is not None
         target = _json(run / "summary.json").get("target", "classes")
-        return cls(recipe, data, classes, LinearHead.of_arrays(parts["head"]), body, retrained, target)
+        return cls(recipe, data, classes, LinearHead.of_arrays(parts["head"]), store, retrained, target)
 
     def __repr__(self) -> str:
         return f"<Model {self.recipe.name}: {self.recipe.model.backbone}, {len(self.classes):,} {self.target}>"
@@ -174,7 +174,7 @@ class Model:
     @property
     def kind(self) -> Kind:
         """What the model reads."""
-        return self.body.backbone.kind if self.body.backbone else "features"
+        return self.store.backbone.kind if self.store.backbone else "features"
 
     @property
     def cloze(self) -> bool:
@@ -184,8 +184,8 @@ class Model:
     @property
     def auto(self) -> str:
         """The class of `transformers` that loads the body."""
-        core: Any = self.body.backbone.core if self.body.backbone else None
-        if self.recipe.model.prompt is None and not self.body.generates:
+        core: Any = self.store.backbone.core if self.store.backbone else None
+        if self.recipe.model.prompt is None and not self.store.generates:
             return "AutoModel"
         answers = "Seq2SeqLM" if core.config.is_encoder_decoder else "CausalLM"
         return f"AutoModelFor{'MaskedLM' if self.cloze else answers}"
@@ -201,11 +201,11 @@ class Model:
 
     def features(self, examples: Examples) -> npt.NDArray[np.float32]:
         """Features [n, d]."""
-        if self.body.backbone is None:
+        if self.store.backbone is None:
             return examples.features()
         from headstart.backbones import embed, extract
 
-        return (embed if len(examples) < _FEW else extract)(self.body.backbone, examples, "inputs")
+        return (embed if len(examples) < _FEW else extract)(self.store.backbone, examples, "inputs")
 
     def predict(self, inputs: Any) -> Predictions:
         """The classes, numbers or labels of new inputs: a list of files and folders (`pathlib.Path`), features [n, d],
@@ -281,20 +281,20 @@ def _classes_beside(module: Path, count: int) -> tuple[str, ...]:
     return tuple(names) if len(names) == count else numbered(count)
 
 
-def _build(body: Body, version: Version, file: Path, width: int) -> None:
+def _build(store: ModelStore, version: Version, file: Path, width: int) -> None:
     """Put weights and a module, of this file, under a head of this width; batch norm is as the version says."""
-    if body.backbone is None and version.module is not None:
+    if store.backbone is None and version.module is not None:
         raise HeadstartError(f"--module {file}: the run's data are features, and there is no backbone to put it on")
-    if body.backbone is None:
+    if store.backbone is None:
         return
-    body.remember(0, version)
+    store.remember(0, version)
     try:
-        body.load(0)
-        fits = body.module_values().keys() == (version.module.values[0] if version.module else {}).keys()
+        store.load(0)
+        fits = store.module_values().keys() == (version.module.values[0] if version.module else {}).keys()
     except (KeyError, RuntimeError):  # parameters that are not there, or of other shapes
         fits = False
-    if not fits or width != body.backbone.dim:
-        raise HeadstartError(f"{file} does not fit on {body.backbone.name}: it was made for another network")
+    if not fits or width != store.backbone.dim:
+        raise HeadstartError(f"{file} does not fit on {store.backbone.name}: it was made for another network")
 
 
 def width_of(head: Mapping[str, npt.NDArray[Any]]) -> int:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from headstart.config.recipe import Recipe
 from headstart.core.state import unpack
-from headstart.engine.body import Body
+from headstart.engine.model_store import ModelStore
 from headstart.engine.setup import plan_of
 from headstart.errors import HeadstartError
 from headstart.methods import StageContext, Task, build
@@ -27,32 +27,32 @@ def replay(path: Path, out: Path) -> list[str]:
         raise HeadstartError(f"{path} is no run of fedmezo: there is no log to replay")
     number = numbers[-1]
     stage, log = recipe.stages[number], directory.load_log(number)
-    body = Body(recipe.model, None)
+    store = ModelStore(recipe.model, None)
     begin = number - 1 if stage.start == "previous" else -1 if stage.start == "pretrained" else stage.start
-    head = body.label_words()
+    head = store.label_words()
     for earlier in range(number):
         earlier_model, version = directory.load_model(earlier)
         if version is not None:
-            body.remember(earlier, version)
+            store.remember(earlier, version)
         if earlier == begin:
             head = earlier_model.heads[0]
-            body.load(earlier_model.body)
+            store.load(earlier_model.body)
     (final,) = directory.load_model(number)[0].heads
     assert final is not None
     made = final.arrays()
     classes = len(made["weight"])
-    dim = body.backbone.dim if body.backbone else made.get("hidden.0.weight", made["weight"]).shape[1]
-    seed, plan = (recipe.seed, number), plan_of(stage, frozenset(), body.fixed_head)
-    body.attach(stage, plan, seed)
-    context = StageContext((Task("default", classes, head=head),), dim, seed, plan, body.model)
+    dim = store.backbone.dim if store.backbone else made.get("hidden.0.weight", made["weight"]).shape[1]
+    seed, plan = (recipe.seed, number), plan_of(stage, frozenset(), store.fixed_head)
+    store.attach(stage, plan, seed)
+    context = StageContext((Task("default", classes, head=head),), dim, seed, plan, store.model)
     method = build(stage, context)
     rebuilt_head = method.load(method.model(unpack(method.state_type, log)))
     rebuilt = RunDirectory(out)
     (out / "model").mkdir(parents=True, exist_ok=True)
     if plan.changes_features:
-        body.keep(number, stage.norm_statistics, [body.module_values()], plan.body == "shared")
+        store.keep(number, stage.norm_statistics, [store.module_values()], plan.body == "shared")
     named = json.loads((path / "model" / "classes.json").read_text(encoding="utf-8"))
-    trained = body if plan.changes_features else None
+    trained = store if plan.changes_features else None
     rebuilt.save_final(trained, [rebuilt_head], list(named), list(named.values()))
     return [
         file.name

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import json
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import groupby
+from math import sqrt
 from pathlib import Path
 from statistics import mean, stdev
 
 import numpy as np
 
-from headstart.core.files import write_text
+from headstart.core.files import write_json, write_text
 from headstart.errors import HeadstartError
 from headstart.published.formulas import FORMULAS
+from headstart.published.results import results_page
 from headstart.published.tables import Row, rows, why_not
 from headstart.records import Record
 from headstart.report import html_page, html_table, human_bytes, write_tables
-from headstart.runner.sweep import sweep
+from headstart.runner.sweep import Point, sweep
 
 COLUMNS = ("row", "published", "measured", "difference", "published bytes", "note")
+_SEEDS = {"fedcof": 5, "fedcof-early": 5, "fedncm": 3, "fedbabu": 100}
+"""Runs behind a printed deviation: seeds, as FedNCM's text and FedCOF's code say; FedBABU's is over clients."""
 _SCALES = {"MB": 1e6, "GB": 1e9}
 BEST, HELD = "best accuracy", "clients per class"
 _METRICS = {
@@ -41,6 +47,35 @@ class Found:
     reason: str | None = None
     last: Sequence[float] = ()
     """The figure of the last round, where that of the best one is printed."""
+    reference: Sequence[float] = ()
+    """The figure by the paper's own code, where that differs from what the paper describes."""
+    seconds: float = 0.0
+    """Of all its runs."""
+
+    @property
+    def verdict(self) -> str:
+        """Whether the figures agree within two standard errors of their difference, and otherwise why not."""
+        row = self.row
+        if row.value is None or not self.figures:
+            return ""
+        if self._near(self.figures):
+            return "agrees"
+        if self.reference and self._near(self.reference):
+            return "the paper's code"
+        for words, why in (("Caffe", "other weights"), ("not published", "setting not published")):
+            if words in row.note:
+                return why
+        return "unexplained"
+
+    def _near(self, figures: Sequence[float]) -> bool:
+        return abs(mean(figures) - (self.row.value or 0.0)) <= 2 * self.error(figures)
+
+    def error(self, figures: Sequence[float]) -> float:
+        """The standard error of the difference between these figures' mean and the printed one, which is rounded."""
+        paper, _, _ = self.row.id.partition("/")
+        printed = (self.row.deviation or 0.0) ** 2 / _SEEDS.get(paper, 1)
+        ours = stdev(figures) ** 2 / len(figures) if len(figures) > 1 else 0.0
+        return sqrt(printed + ours + 0.1**2 / 12)
 
     @property
     def cells(self) -> list[str]:
@@ -82,43 +117,82 @@ def listed(chosen: Sequence[Row]) -> Iterator[str]:
         yield from lines
 
 
-def reproduce(chosen: Sequence[Row], out: Path, on_row: Callable[[Found], object]) -> list[Found]:
+def reproduce(
+    chosen: Sequence[Row],
+    out: Path,
+    on_row: Callable[[Found, float | None], object],
+    as_published: bool = False,
+    command: str = "",
+) -> list[Found]:
     """Compute rows; runs go to ``out/ROWID``, where finished ones stay and those cut short go on.
 
-    ``on_row`` is called with each row as it comes; what goes wrong with one is told, and the others come. Leaves
-    reproduce.html, .csv, .md and .tex in ``out``.
+    ``on_row`` is called with each row as it comes, and with the seconds that the others may take; what goes wrong with
+    one is told, and the others come. ``as_published``: closed forms by the papers' own code, too. Leaves
+    reproduce.html, .csv, .md and .tex in ``out``, and results.md, which shows the ``command``.
     """
     out.mkdir(parents=True, exist_ok=True)
-    found = []
+    found, start, steps = list[Found](), time.monotonic(), _Steps(chosen)
     for row in chosen:
         try:
             reason = why_not(row)
-            found.append(Found(row, [], reason) if reason else _compute(row, out))
+            found.append(Found(row, [], reason) if reason else _compute(row, out, as_published))
         except HeadstartError as error:
             found.append(Found(row, [], str(error)))
-        on_row(found[-1])
+        on_row(found[-1], steps.left(row, time.monotonic() - start))
     cells = [each.cells for each in found]
     sources = "".join(f"<li>{escape(source)}</li>" for source in dict.fromkeys(row.source for row in chosen))
     body = f"<h1>Published and measured</h1><ul>{sources}</ul>{html_table(COLUMNS, cells)}"
     write_text(out / "reproduce.html", html_page("Published and measured", body))
     write_tables(out / "reproduce", COLUMNS, cells)
+    write_text(out / "results.md", results_page(found, command))
     return found
 
 
-def _compute(row: Row, out: Path) -> Found:
+class _Steps:
+    """How much of some rows is done: by the runs that they need, each recipe counted once."""
+
+    def __init__(self, chosen: Sequence[Row]) -> None:
+        able = [row for row in chosen if row.recipe and why_not(row) is None]
+        self._runs = {(row.recipe, row.set): len(row.points()) for row in able}
+        self._all = sum(self._runs.values())
+
+    def left(self, row: Row, seconds: float) -> float | None:
+        """Seconds that the rows after this one may take, once so many have passed; None where that is not known."""
+        self._runs.pop((row.recipe, row.set), None)
+        rest = sum(self._runs.values())
+        return seconds * rest / (self._all - rest) if rest < self._all else None
+
+
+def _compute(row: Row, out: Path, as_published: bool) -> Found:
     """The figure of a row, of every seed; rows with the same recipe and settings share their runs."""
     if row.formula:
         return Found(row, [FORMULAS[row.formula](**row.arguments) / _SCALES.get(row.unit, 1)])
     first = next(other for other in rows() if (other.recipe, other.set) == (row.recipe, row.set))
     points = row.points()
     summaries = sweep(points, out / first.id, lambda point, summary: None)
+    seconds = sum(summary["total_seconds"] for summary in summaries)
     runs = [Record.read(out / first.id / point.folder) for point in points]
     if row.quantity == HELD:
         held = [run.holdings() for run in runs]
-        return Found(row, [np.count_nonzero(each.counts) / len(each.columns) for each in held if each])
+        shares = [np.count_nonzero(each.counts) / len(each.columns) for each in held if each]
+        return Found(row, shares, seconds=seconds)
     figures = [100 * summary["stages"][-1][_METRICS[row.quantity]] for summary in summaries]
     if row.quantity != BEST:
-        return Found(row, figures)
+        own = as_published and row.recipe == "closed-form"
+        reference = [_by_reference(point, out / first.id) for point in points] if own else ()
+        return Found(row, figures, reference=reference, seconds=seconds)
     last = len(runs[0].recipe.stages) - 1
     best = [100 * max(line["accuracy"] for line in run.metrics if line["stage"] == last) for run in runs]
-    return Found(row, best, last=figures)
+    return Found(row, best, last=figures, seconds=seconds)
+
+
+def _by_reference(point: Point, folder: Path) -> float:
+    """The figure of a run by the paper's own code, kept beside the run."""
+    path = folder / f"{point.folder}.reference.json"
+    if not path.is_file():
+        from headstart.published.reference import reference_accuracy
+
+        start = time.monotonic()
+        accuracy = reference_accuracy(point.recipe)
+        write_json(path, {"accuracy": accuracy, "seconds": time.monotonic() - start})
+    return 100 * float(json.loads(path.read_text(encoding="utf-8"))["accuracy"])

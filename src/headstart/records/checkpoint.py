@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -49,7 +49,9 @@ class Checkpoint:
             arrays |= {f"ledger.{name}": getattr(ledger, name) for name in _COSTS}
             arrays["slots"] = self.stage.slots
             progress |= {"seconds": ledger.seconds, "dropped": ledger.dropped, "state": dict(state.scalars)}
-            progress["absent"] = ledger.absent
+            progress |= {"absent": ledger.absent, "simulated_seconds": ledger.simulated_seconds}
+            arrays |= {f"under_way.{name}": array for name, array in self.stage.under_way.arrays.items()}
+            progress["under_way"] = dict(self.stage.under_way.scalars)
         arrays["progress"] = np.frombuffer(json.dumps(progress | {"format": _FORMAT}).encode(), np.uint8)  # may be long
         return Message(arrays)
 
@@ -65,10 +67,14 @@ class Checkpoint:
             return cls(progress)
         costs = {name: message.arrays[f"ledger.{name}"] for name in _COSTS}
         ledger = Ledger(**costs, seconds=progress["seconds"], dropped=progress["dropped"])  # type: ignore[arg-type]
-        ledger.absent = progress["absent"]
-        state = {name.removeprefix("state."): a for name, a in message.arrays.items() if name.startswith("state.")}
+        ledger.absent, ledger.simulated_seconds = progress["absent"], progress.get("simulated_seconds")
+        state, under_way = (
+            {name.removeprefix(what): a for name, a in message.arrays.items() if name.startswith(what)}
+            for what in ("state.", "under_way.")
+        )
         slots = message.arrays["slots"].astype(np.int64)
-        return cls(progress, StageCheckpoint(Message(state, progress["state"]), ledger, slots))
+        flights = Message(under_way, progress.get("under_way", {}))
+        return cls(progress, StageCheckpoint(Message(state, progress["state"]), ledger, slots, flights))
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,3 +84,5 @@ class StageCheckpoint:
     state: Message
     ledger: Ledger
     slots: Ints
+    under_way: Message = field(default_factory=Message)
+    """Updates of asynchronous clients that have not come yet."""

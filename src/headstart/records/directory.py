@@ -32,8 +32,8 @@ from headstart.core.files import (
 from headstart.core.ledger import Ledger
 from headstart.core.message import Array, Message, Scalar
 from headstart.core.statistics import Ints
-from headstart.engine.body import PRETRAINED, Body, Module, Version
 from headstart.engine.client_states import ClientStates, RemoteStates
+from headstart.engine.model_store import PRETRAINED, ModelStore, Module, Version
 from headstart.errors import HeadstartError
 from headstart.heads import LinearHead
 from headstart.records.checkpoint import Checkpoint, StageModel
@@ -298,14 +298,18 @@ class RunDirectory:
         return self._checkpoints / f"stage-{stage}.safetensors"
 
     def save_final(
-        self, body: Body | None, heads: Sequence[LinearHead], tasks: Sequence[str], classes: Sequence[Sequence[str]]
+        self,
+        store: ModelStore | None,
+        heads: Sequence[LinearHead],
+        tasks: Sequence[str],
+        classes: Sequence[Sequence[str]],
     ) -> None:
         """The final head of each task, and the names of its classes; a trained backbone or module under its own
         names."""
         folder, several = self.path / "model", len(tasks) > 1
         parts = [{f"head.{name}": array for name, array in head.arrays().items()} for head in heads]
         write_json(folder / "classes.json", {task: list(names) for task, names in zip(tasks, classes, strict=True)})
-        module = body.module if body else None
+        module = store.module if store else None
         for number, (task, head) in enumerate(zip(tasks, heads, strict=True)):
             head.save(folder / (f"head-{task}.safetensors" if several else "head.safetensors"))
             if module is not None:
@@ -314,8 +318,8 @@ class RunDirectory:
                 facts = {"module": json.dumps({"kind": module.kind, **module.settings})}
                 path = folder / f"module-{task}.safetensors"
                 write_atomically(path, partial(save_file, arrays, metadata=facts))
-        if body is not None and body.weights != PRETRAINED:
-            arrays = {**body.arrays(), **({} if several else parts[0])}
+        if store is not None and store.weights != PRETRAINED:
+            arrays = {**store.arrays(), **({} if several else parts[0])}
             write_atomically(folder / "model.safetensors", partial(save_file, arrays))
 
     def save_statistics(self, stage: int, state: Message, about: Mapping[str, Scalar]) -> None:

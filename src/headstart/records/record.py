@@ -21,7 +21,10 @@ from headstart.errors import HeadstartError
 from headstart.records import RunDirectory
 from headstart.records.federation import FILE
 
-AXES = {"round": "rounds", "bytes": "bytes sent by all clients", "forward_passes": "forward passes of all clients"}
+AXES = {
+    "round": "rounds", "bytes": "bytes sent by all clients", "forward_passes": "forward passes of all clients",
+    "simulated_seconds": "simulated seconds",
+}  # fmt: skip
 """What accuracy is drawn against."""
 
 
@@ -115,6 +118,7 @@ class Record:
         """
         line, own = self.metrics[number], self._own(number)
         total = {"round": line["round"], "bytes": own["bytes_up"], "forward_passes": own["forward_passes"]}
+        total["simulated_seconds"] = own["simulated_seconds"]
         before = self.builds_on(line["stage"])
         if before in self._ends:
             total = {name: total[name] + cost for name, cost in self.costs(self._ends[before]).items()}
@@ -143,7 +147,8 @@ class Record:
         line = self.metrics[number]
         end = max((end for stage, end in self._ends.items() if stage < line["stage"]), default=None)
         before = self.metrics[end] if end is not None else dict.fromkeys(line, 0)
-        return {name: line[name] - before[name] for name in ("bytes_up", "bytes_down", "forward_passes", "seconds")}
+        names = ("bytes_up", "bytes_down", "forward_passes", "seconds", "simulated_seconds")
+        return {name: line.get(name, 0.0) - before.get(name, 0.0) for name in names}
 
     @cached_property
     def _ends(self) -> dict[int | None, int]:

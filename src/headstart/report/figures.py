@@ -32,6 +32,7 @@ _HEAT = ListedColormap([(0.18, 0.38, 0.78, share) for share in np.linspace(0.12,
 """The more, the stronger, on a white page and on a black one: what is little lets the page through."""
 _POINTS = 60  # of a line that are marked
 _MANY = 24  # names along an axis that can still be read
+_CELLS = 3000  # of a heat map that say what they are under the pointer
 
 
 def _axes(size: tuple[float, float] | None = None) -> tuple[Figure, Axes]:
@@ -143,9 +144,10 @@ def hover_texts(curves: Sequence[Curve], against: str) -> dict[str, list[str]]:
 
 def partition_figure(counts: npt.NDArray[np.int64], classes: Sequence[str], clients: Sequence[str] = ()) -> Figure:
     """Who holds which class, as a heat map of counts [K, C]: one column per client, one row per class."""
-    figure, axes = _axes((8, min(7.5, 1.5 + 0.24 * min(len(classes), _MANY))))
+    wide, high = min(len(counts), _MANY), min(len(classes), _MANY)
+    figure, axes = _axes((max(4.6, min(8.0, 3 + 0.35 * wide)), min(8.0, 1.7 + 0.26 * high)))
     shown = np.ma.masked_equal(counts.T, 0)
-    image = axes.imshow(shown, aspect="auto", interpolation="nearest", cmap=_HEAT)
+    image = axes.imshow(shown, aspect="auto", interpolation="nearest", cmap=_HEAT, vmin=0)
     axes.set(xlabel="client", ylabel="class")
     if len(classes) <= _MANY:
         axes.set_yticks(range(len(classes)), classes, parse_math=False)
@@ -155,18 +157,19 @@ def partition_figure(counts: npt.NDArray[np.int64], classes: Sequence[str], clie
         for client, label in np.argwhere(counts):
             ink = "white" if counts[client, label] > 0.5 * counts.max() else "black"
             axes.text(client, label, str(counts[client, label]), ha="center", va="center", color=ink, size=7)
-    figure.colorbar(image, ax=axes, label="training examples")
+    whole = MaxNLocator(integer=True, min_n_ticks=1)
+    figure.colorbar(image, ax=axes, label="training examples", ticks=whole)
     return figure
 
 
 def confusion_figure(confusion: Matrix) -> Figure:
-    """What each class was taken for, as shares of its test examples."""
+    """What each class was predicted as, in shares of its test examples."""
     names, counts = confusion.rows, confusion.counts
     share = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
     side = min(7.5, 3 + 0.3 * len(names))
     figure, axes = _axes((side, side * 0.92))
     image = axes.imshow(np.ma.masked_equal(share, 0), vmin=0, vmax=1, interpolation="nearest", cmap=_HEAT)
-    axes.set(xlabel="predicted", ylabel="class")
+    axes.set(xlabel="predicted as", ylabel="class")
     if len(names) <= _MANY:
         axes.set_xticks(range(len(names)), names, rotation=45, ha="right", parse_math=False)
         axes.set_yticks(range(len(names)), names, parse_math=False)
@@ -200,10 +203,15 @@ def save(figure: Figure, path: Path) -> None:
     write_atomically(path, lambda temporary: figure.savefig(temporary, dpi=150))
 
 
-def svg(figure: Figure, title: str, hover: Mapping[str, Sequence[str]] = MappingProxyType({})) -> str:
+def svg(
+    figure: Figure,
+    title: str,
+    hover: Mapping[str, Sequence[str]] = MappingProxyType({}),
+    cells: Sequence[Sequence[str]] = (),
+) -> str:
     """A figure as an <svg> element for a page: its ink is that of the page, in the light and in the dark.
 
-    hover: texts for the points of a line, by the name of its group.
+    hover: texts for the points of a line, by the name of its group; cells: of a heat map, row by row.
     """
     buffer = BytesIO()
     # Names inside are made from the salt: two figures of a page must not share them.
@@ -214,6 +222,7 @@ def svg(figure: Figure, title: str, hover: Mapping[str, Sequence[str]] = Mapping
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
     for group, texts in hover.items():
         text = _titled(text, group, texts)
+    text = text.replace("</svg>", f"{_cells(figure, cells)}</svg>")
     return re.sub(r"(<svg[^>]*)>", rf'\1 role="img" aria-label="{title}">', text, count=1)
 
 
@@ -228,3 +237,23 @@ def _titled(text: str, group: str, texts: Sequence[str]) -> str:
     for mark, said in zip(marks, texts, strict=True):
         part = part.replace(mark, f"{mark[:-2]}><title>{escape(said)}</title></use>", 1)
     return text[:start] + part + text[stop:]
+
+
+def heat_map(figure: Figure, title: str, cells: Sequence[Sequence[str]]) -> str:
+    """A heat map for a page: it says its values under the pointer, and scrolls where it would be too small to read."""
+    width = 72 * figure.get_size_inches()[0]
+    return f'<div class="scroll"><div style="min-width:{width:.0f}px">{svg(figure, title, cells=cells)}</div></div>'
+
+
+def _cells(figure: Figure, texts: Sequence[Sequence[str]]) -> str:
+    """A text over each cell of the heat map in the first axes of a figure that has been laid out."""
+    if not texts or len(texts) * len(texts[0]) > _CELLS:
+        return ""
+    place, (width, height) = figure.axes[0].get_position(), 72 * figure.get_size_inches()
+    wide, high = place.width * width / len(texts[0]), place.height * height / len(texts)
+    return "".join(
+        f'<rect x="{place.x0 * width + column * wide:.1f}" y="{(1 - place.y1) * height + row * high:.1f}" '
+        f'width="{wide:.1f}" height="{high:.1f}" fill="none" pointer-events="all"><title>{escape(said)}</title></rect>'
+        for row, line in enumerate(texts)
+        for column, said in enumerate(line)
+    )

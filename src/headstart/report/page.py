@@ -15,6 +15,7 @@ from headstart.report.figures import (
     clients_figure,
     confusion_figure,
     curve_figure,
+    heat_map,
     hover_texts,
     looks,
     partition_figure,
@@ -42,7 +43,7 @@ td.text { white-space: normal; min-width: 14rem; }
 .figures { display: grid; gap: 1rem; grid-template-columns: repeat(auto-fit, minmax(min(19rem, 100%), 1fr));
   align-items: start; }
 figure { margin: 0; border: 1px solid var(--line); border-radius: .6rem; padding: .6rem; break-inside: avoid; }
-figure.half { max-width: 40rem; } figcaption { font-size: .85rem; opacity: .75; }
+figure.half { max-width: 40rem; } figure .scroll { margin: 0; } figcaption { font-size: .85rem; opacity: .75; }
 svg { display: block; width: 100%; height: auto; } svg text { fill: currentColor; }
 .legend { display: flex; flex-wrap: wrap; gap: .3rem 1.2rem; margin: .4rem 0 .8rem; font-size: .9rem; }
 .legend i { display: inline-block; width: .9rem; height: .9rem; border-radius: .2rem; margin-right: .4rem;
@@ -99,7 +100,9 @@ def write_figures(folder: Path, records: Sequence[Record]) -> list[str]:
     folder.mkdir(parents=True, exist_ok=True)
     groups = grouped(records)
     drawn = curves(groups)
-    written = {f"accuracy-by-{name.replace('_', '-')}": curve_figure(drawn, name) for name in AXES if drawn}
+    written = {
+        f"accuracy-by-{name.replace('_', '-')}": curve_figure(drawn, name) for name in AXES if _spent(drawn, name)
+    }
     if accuracies := _accuracies(groups):
         written["clients"] = clients_figure(accuracies, _methods(groups, accuracies))
     if len(records) == 1 and (held := records[0].holdings()) is not None:
@@ -181,6 +184,11 @@ def _curves(drawn: Sequence[Curve]) -> str:
         for name, said in shown.items()
     ]
     return f'<div class="figures">{"".join(f"<figure>{picture}</figure>" for picture in pictures)}</div>'
+
+
+def _spent(drawn: Sequence[Curve], against: str) -> bool:
+    """Whether there is any cost of a kind: not all runs simulate time."""
+    return any(curve.costs[against].any() for curve in drawn)
 
 
 def _varies(drawn: Sequence[Curve], against: str) -> bool:
@@ -275,20 +283,27 @@ def _clients(groups: Sequence[Group]) -> str:
         f"{escape(label)}: {100 * np.mean(values):.2f} ± {100 * np.std(values):.2f} %"
         for label, values in accuracies.items()
     )
+    spread = f"Mean ± standard deviation over clients: {spread}"
+    if len(everybody) == len(rows):  # all of them can be read
+        return f"<h2>Clients</h2>{table}<p class='soft'>{spread}</p>"
     methods = _methods(groups, accuracies)
     picture = svg(clients_figure(accuracies, methods, legend=False), "how many clients have which accuracy")
     legend = _legend(dict(zip(accuracies, methods, strict=True))) if len(accuracies) > 1 else ""
     return (
-        f"<h2>Clients</h2>{legend}<div class='figures'><figure>{picture}"
-        "<figcaption>Mean ± standard deviation over clients: "
-        f"{spread}</figcaption></figure><div><p class='soft'>Lowest-accuracy clients</p>{table}</div></div>"
+        f"<h2>Clients</h2>{legend}<div class='figures'><figure>{picture}<figcaption>{spread}</figcaption></figure>"
+        f"<div><p class='soft'>Lowest-accuracy clients</p>{table}</div></div>"
     )
 
 
 def _holdings(held: Matrix | None) -> str:
     if held is None:
         return ""
-    picture = svg(partition_figure(held.counts, held.columns, held.rows), "data distribution across clients")
+    cells = [
+        [f"{client}, {label}: {n:,}" for client, n in zip(held.rows, row, strict=True)]
+        for label, row in zip(held.columns, held.counts.T, strict=True)
+    ]
+    figure = partition_figure(held.counts, held.columns, held.rows)
+    picture = heat_map(figure, "data distribution across clients", cells)
     classes = np.count_nonzero(held.counts, axis=1)
     told = f"A client holds {classes.mean():.1f} of {len(held.columns)} classes on average, {classes.min()} at least."
     return f"<h2>Data distribution across clients</h2><figure>{picture}<figcaption>{told}</figcaption></figure>"
@@ -305,12 +320,14 @@ def _confusion(confusion: Matrix | None) -> str:
         for a, b in worst
         if wrong[a, b]
     ]
-    picture = svg(confusion_figure(confusion), "what each class was predicted as, in percent")
-    table = html_table(("class", "predicted", "examples", "% of the class"), rows)
-    return (
-        f"<h2>Mistakes</h2><div class='figures'><figure class='half'>{picture}</figure>"
-        f"<div><p class='soft'>The most frequent</p>{table}</div></div>"
-    )
+    cells = [
+        [f"{a} predicted as {b}: {n:,} of {row.sum():,}" for b, n in zip(names, row, strict=True)]
+        for a, row in zip(names, counts, strict=True)
+    ]
+    picture = heat_map(confusion_figure(confusion), "what each class was predicted as, in percent", cells)
+    table = html_table(("class", "predicted as", "examples", "% of the class"), rows)
+    errors = f"<div><p class='soft'>The most frequent errors</p>{table}</div>" if rows else ""
+    return f"<h2>Confusion matrix</h2><div class='figures'><figure class='half'>{picture}</figure>{errors}</div>"
 
 
 def _samples(samples: Sequence[Mapping[str, str]]) -> str:
@@ -329,7 +346,7 @@ def _left_out(records: Sequence[Record]) -> str:
     if not rows:
         return ""
     more = f"<p>and {len(rows) - _LISTED:,} more</p>" if len(rows) > _LISTED else ""
-    return "<h2>Left out</h2>" + html_table(("run", "method", "round", "client", "why"), rows[:_LISTED]) + more
+    return "<h2>Excluded</h2>" + html_table(("run", "method", "round", "client", "why"), rows[:_LISTED]) + more
 
 
 def _recipe(record: Record) -> str:

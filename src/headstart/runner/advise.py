@@ -24,8 +24,8 @@ from headstart.core.progress import progress
 from headstart.core.statistics import Features, Ints
 from headstart.data import Dataset, Examples, Federation, load_dataset
 from headstart.data.examples import held_out
-from headstart.engine.body import Body
 from headstart.engine.client import ClientRuntime
+from headstart.engine.model_store import ModelStore
 from headstart.errors import HeadstartError
 from headstart.methods import Population, StageContext, Task, build
 from headstart.records.record import score_of
@@ -185,8 +185,8 @@ class _Bench:
             raise HeadstartError(f"{count} training examples are too few to hold any out; {_FEWEST} are the fewest")
         rows = np.sort(rng.permutation(held)[:count])
         sample = dataset.train.take(rows)
-        body = Body(recipe.model, replace(dataset, train=sample))
-        self.features, self.body = body.features("train"), body
+        store = ModelStore(recipe.model, replace(dataset, train=sample))
+        self.features, self.store = store.features("train"), store
         self.federation = _held_out(dataset, sample, self.features, federation.owners[rows], rng)
         self.examples = int(federation.sizes.sum())
         learned, chosen, shown = (len(part) for part in self._splits)
@@ -269,8 +269,8 @@ class _Bench:
             yield Candidate(name, why_not=f"a round sends {human_bytes(message)} of a client, more than is left")
         else:
             yield self._probe(head, name, rounds, advance)
-        if self.body.backbone is not None:
-            size = sum(array.nbytes for array in self.body.arrays().values())
+        if self.store.backbone is not None:
+            size = sum(array.nbytes for array in self.store.arrays().values())
             why = f"not measured: every round sends the whole backbone, {human_bytes(size)} of a client, and takes a "
             yield Candidate(f"{head.name} → fedadam, all", why_not=why + "step through it for every example")
 

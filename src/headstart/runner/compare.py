@@ -43,22 +43,54 @@ def compare(
     on_run: OnRun = lambda point, summary: None,
     *,
     data: Any = None,
+    choose: Sequence[str] = (),
 ) -> Comparison:
     """Run recipes (tables, or paths of TOML files), and every combination of values where a list stands in the place
     of a value; means and tests over the seeds.
 
     With ``out``, every run has a directory under it, finished ones stay and interrupted ones go on; without, nothing is
     written. ``settings``: as of ``--set``; ``on_run`` is called with each point and its summary; ``data``: as of `run`.
+    ``choose``: of these keys, only the values with the highest mean accuracy over the seeds on the validation split, at
+    the end of the run; the first of equals.
     """
     given = [recipes] if isinstance(recipes, Recipe | Mapping | Path | str) else list(recipes)
     tables = [_table(each, settings, data) for each in given]
     points, where = expand(tables), Path(out) if out is not None else None
     if where is not None:
         refuse_other_tables(points, where)
-    found = Comparison(points, sweep(points, where, on_run, data))
+    _refuse_choice(points, choose)
+    summaries = sweep(points, where, on_run, data)
+    found = Comparison(*_chosen(points, summaries, choose), tuple(choose)) if choose else Comparison(points, summaries)
     if where is not None:
         found.write(where)
     return found
+
+
+def _refuse_choice(points: Sequence[Point], choose: Sequence[str]) -> None:
+    """Refuse to choose what the recipes do not list."""
+    listed = dict.fromkeys(key for point in points for key in point.values if key not in (SEED, "recipe"))
+    if unknown := [key for key in choose if key not in listed]:
+        there = ", ".join(listed) or "nothing but seeds"
+        raise HeadstartError(f"choose: no recipe lists values of {', '.join(unknown)}; they list {there}")
+
+
+def _chosen(
+    points: Sequence[Point], summaries: Sequence[dict[str, Any]], choose: Sequence[str]
+) -> tuple[list[Point], list[dict[str, Any]]]:
+    """The runs with the chosen values: those of a group that differs in nothing else, by the validation split."""
+    scores: dict[str, dict[str, list[float]]] = {}
+    places = []
+    for point, summary in zip(points, summaries, strict=True):
+        free = str({key: value for key, value in point.values.items() if key in choose})
+        same = str({key: value for key, value in point.values.items() if key not in (*choose, SEED)})
+        places.append((same, free))
+        score = summary["stages"][-1].get("validation_accuracy")
+        if free != "{}" and score is None:
+            raise HeadstartError(f"choose: {point.folder} has no accuracy on a validation split; give the data one")
+        scores.setdefault(same, {}).setdefault(free, []).append(score or 0.0)
+    best = {same: max(tried, key=lambda free: mean(tried[free])) for same, tried in scores.items()}
+    kept = [place for place, (same, free) in enumerate(places) if best[same] == free]
+    return [points[place] for place in kept], [summaries[place] for place in kept]
 
 
 def _table(recipe: Any, settings: Sequence[str], data: Any) -> dict[str, Any]:
@@ -94,6 +126,8 @@ class Comparison:
 
     points: Sequence[Point]
     summaries: Sequence[dict[str, Any]]
+    chosen: tuple[str, ...] = ()
+    """Keys whose values the validation split chose: they set no rows apart."""
 
     @cached_property
     def keys(self) -> list[str]:
@@ -104,6 +138,11 @@ class Comparison:
     def settings(self) -> list[str]:
         """Of these, what is about the data: methods are compared under each combination of them."""
         return [key for key in self.keys if any(key in point.settings for point in self.points)]
+
+    @cached_property
+    def _others(self) -> list[str]:
+        """What names a row of the pivot beside its method."""
+        return [key for key in self.keys if key not in (*self.settings, *self.chosen)]
 
     @cached_property
     def rows(self) -> list[Row]:
@@ -162,8 +201,7 @@ class Comparison:
 
     def _named(self, row: Row) -> tuple[str, ...]:
         """What a row of the pivot is called: the method, and what is set apart beside the data."""
-        others = [key for key in self.keys if key not in self.settings]
-        return (*(str(row.values.get(key, "")) for key in others), row.method, str(row.number))
+        return (*(str(row.values.get(key, "")) for key in self._others), row.method, str(row.number))
 
     def _under(self, row: Row) -> str:
         """The setting of the data that a row belongs to."""
@@ -179,8 +217,7 @@ class Comparison:
         named = list(dict.fromkeys(map(self._named, self.rows)))
         cells = {(self._named(row), self._under(row)): list(row.stages.values()) for row in self.rows}
         several = len({(*name[:-1],) for name in named}) < len(named)  # a method more than once in a recipe
-        others = [key for key in self.keys if key not in self.settings]
-        columns = [*others, "method", *(["stage"] if several else [])]
+        columns = [*self._others, "method", *(["stage"] if several else [])]
         fixed = len(columns)
         columns += [f"{metric_heading(metric)}{f', {each}' if each else ''}" for each in under] + ["bytes up"]
         rows, best = [], set()

@@ -29,7 +29,7 @@ from headstart.heads.calibrate import N_TEMPERATURES
 from headstart.methods.closed_form import ClosedFormState
 from headstart.methods.tasks import ClosedFormStates
 from headstart.records import NoDirectory, StageModel
-from headstart.runner.dry_stage import Bill, DryStage, DryTraining, nothing
+from headstart.runner.dry_stage import Bill, DryStage, DryTraining
 from headstart.runner.run_recipe import Run
 from headstart.solvers.cohort import Cohort
 
@@ -148,7 +148,7 @@ class DryClosedForm(DryStage):
             total = StatisticsTotal(method.summaries[number])
             for client in range(3):  # covariances are estimated from how clients' means differ
                 rows, owners = np.arange(len(labels)), np.full(len(labels), client)
-                source = rng.standard_normal((len(labels), self.run.body.dim)).astype(np.float32)
+                source = rng.standard_normal((len(labels), self.run.store.dim)).astype(np.float32)
                 one = np.array([client])
                 cohort = Cohort(one, source, rows, labels, owners, np.array([True]), nothing, task)
                 message = method.broadcast(state, number * length, -1)
@@ -211,3 +211,8 @@ def _head(method: Any, n_classes: int, centres: int) -> LinearHead:
     random = getattr(method, "random", None)
     shape = centres * n_classes, method.context.dim if random is None else len(random.phase)
     return LinearHead(np.zeros(shape, np.float32), np.zeros(shape[:1], np.float32), random, centres=centres)
+
+
+def nothing(name: str, start: Any) -> Any:
+    """The client state of nobody."""
+    raise AssertionError("nobody is asked")

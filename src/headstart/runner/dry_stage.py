@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -69,11 +70,15 @@ class DryStage(StageRun, ABC):
 
     def _source(self) -> Features:
         """As many features as there are examples, in the memory of one number."""
-        return np.broadcast_to(np.float32(0), (len(self.federation.dataset.train), self.run.body.dim))
+        return np.broadcast_to(np.float32(0), (len(self.federation.dataset.train), self.run.store.dim))
 
     def _states(self, slots: Any) -> RemoteStates:
         """Who has kept something, and nothing of it."""
-        return RemoteStates(self.federation.n_clients, self.method.client_state, slots, self.begin.states)
+        return RemoteStates(self.federation.n_clients, self.runtime.client_state, slots, self.begin.states)
+
+    @cached_property
+    def clock(self) -> None:
+        """No time passes."""
 
     # --------------------------------------------------------------------------------------------------- the rounds
 
@@ -83,8 +88,11 @@ class DryStage(StageRun, ABC):
         count = federation.n_clients
         setup, firsts, asked = np.zeros((3, count), np.int64)
         needs, everybody = self.costs.setup_bytes, np.ones(count, np.bool_)
+        drawing = settings
+        if settings.buffer:  # whoever replies first: as many as the server waits for
+            drawing = settings.model_copy(update={"clients_per_round": settings.buffer, "participation": None})
         for round in range(self.rounds):
-            drawn = draw(settings, federation, self.draw_seed, round, everybody)
+            drawn = draw(drawing, federation, self.draw_seed, round, everybody)
             if settings.secure:
                 check_sum(settings, round + 1, len(drawn))
             new = ledger.last_round[drawn] < 0
@@ -103,7 +111,7 @@ class DryStage(StageRun, ABC):
         for client in np.flatnonzero(asked).tolist() if self.states.shapes else ():
             self.states.accept(client)
         self.states.commit()
-        kept = 4 * sum(int(np.prod(shape)) for shape in self.method.client_state.values())
+        kept = 4 * sum(int(np.prod(shape)) for shape in self.runtime.client_state.values())
         return Bill(settings, self.rounds, ledger, setup, asked, firsts, kept, **self._on_server(asked > 0))
 
     def _down(self, round: int, drawn: Ints) -> Ints:
@@ -191,7 +199,11 @@ class DryTraining(DryStage):
         scalars = {"examples": 10 ** (size - 1) * one} | (
             {} if self.method.replays else {"steps": 10 ** (taken - 1) * one}
         )
-        cohort = Cohort(0 * one, self._source(), one[:0], one[:0], one[:0], one > 0, nothing, task)
+
+        def kept(name: str, start: Any) -> Any:
+            return np.zeros((1, *self.runtime.client_state[name]), np.float32)
+
+        cohort = Cohort(0 * one, self._source(), one[:0], one[:0], one[:0], one > 0, kept, task)
         result = ClientResult(_zeros(self.method.expected(task)), one, scalars)
         (reply,) = self.channel.encode(result, cohort, round)  # type: ignore[arg-type]
         return int(reply.bytes_up[0]), int(reply.forward_passes[0])
@@ -200,7 +212,9 @@ class DryTraining(DryStage):
         """Parameters in float64; a robust mean holds all updates of a round."""
         total = 8 * sum(int(np.prod(shape)) for shape in self.method.blocks.values())
         held = total // 2 if self.settings.combine != "mean" else 0  # type: ignore[union-attr]
-        return {"state": pack(self.server.state).nbytes, "total": total, "held": held}
+        clients = self.run.recipe.clients  # who is there when it is drawn, and who replies first
+        known = not self.settings.buffer and (clients is None or (clients.availability == 1 and clients.trace is None))
+        return {"state": pack(self.server.state).nbytes, "total": total, "held": held, "exact": known}
 
 
 def client_passes(stage: Any, plan: Plan, sizes: Ints) -> Ints:
@@ -225,8 +239,3 @@ def _zeros(blocks: Blocks) -> dict[str, Params]:
         assert array_name(block, parameter) == name
         found.setdefault(block, Params())[parameter] = np.broadcast_to(np.float32(0), (1, *shape))
     return found
-
-
-def nothing(name: str, start: Any) -> Any:
-    """The client state of nobody."""
-    raise AssertionError("nobody is asked")

@@ -26,8 +26,8 @@ from headstart.core.progress import progress
 from headstart.core.statistics import Features, Floats, Ints, summarise
 from headstart.core.target import Target
 from headstart.data import Examples, Federation
-from headstart.engine.body import Body
 from headstart.engine.client_states import ClientStates
+from headstart.engine.model_store import ModelStore
 from headstart.heads import LinearHead
 from headstart.heads.ncm import ncm_head
 from headstart.methods import Method
@@ -127,11 +127,11 @@ def evaluate_completions(features: Features, owners: Ints | None, clients: int) 
     return Evaluation(None, loss, perplexity=float(np.exp(loss)), client_perplexity=by_client)
 
 
-def sampled(body: Body, examples: Examples, max_new_tokens: int) -> list[tuple[str, str, str]]:
+def sampled(store: ModelStore, examples: Examples, max_new_tokens: int) -> list[tuple[str, str, str]]:
     """Of each example: the prompt, the completion in the data, and the model's own as it is now, greedy."""
     from headstart.backbones.completions import CompletionTransform, Sampling, complete
 
-    backbone, found = body.backbone, []
+    backbone, found = store.backbone, []
     assert backbone is not None
     assert isinstance(backbone.transform, CompletionTransform)
     with progress("completing test prompts", len(examples)) as advance:
@@ -339,10 +339,10 @@ class LocalEvaluator:
     """The global model on examples that are here, or every client's own model where clients have one."""
 
     def __init__(
-        self, federation: Federation, body: Body, method: Method[Any], states: ClientStates, changes: bool
+        self, federation: Federation, store: ModelStore, method: Method[Any], states: ClientStates, changes: bool
     ) -> None:
         """changes: whether the method changes the features, so that they cannot be computed once."""
-        self.federation, self.body, self.method, self.states, self.changes = federation, body, method, states, changes
+        self.federation, self.store, self.method, self.states, self.changes = federation, store, method, states, changes
 
     def __call__(self, state: Any, split: str) -> tuple[Evaluation, dict[str, Evaluation]]:
         """On a split: all tasks together, and each by its name."""
@@ -358,7 +358,7 @@ class LocalEvaluator:
                 found[name] = evaluate_each(self._scorers(state, task, split), labels, owners, counts)
             else:
                 head, features = self._global(state, task, split)
-                if self.body.generates:
+                if self.store.generates:
                     found[name] = evaluate_completions(features, owners, self.federation.n_clients)
                     continue
                 known = split == "test" and self.federation.remote_sizes is None
@@ -405,8 +405,8 @@ class LocalEvaluator:
         rows = self.federation.examples_of(task, split) if several else None
         head = self.method.load(self.method.model(state, task), task)
         if self.changes:
-            return head, self.body.embedded(split, rows)
-        return head, self.body.features(split) if rows is None else self.body.features(split)[rows]
+            return head, self.store.embedded(split, rows)
+        return head, self.store.features(split) if rows is None else self.store.features(split)[rows]
 
     def _models(self, state: Any, task: int) -> Iterator[tuple[int, LinearHead, bool]]:
         """Each client of a task, with its head, its backbone loaded, and whether that backbone is its own."""
@@ -424,7 +424,7 @@ class LocalEvaluator:
         where, shared = self.federation.examples_of(task, split), None
         for _, head, below in self._models(state, task):
             if below:
-                yield lambda rows, head=head: head.scores(self.body.embedded(split, where[rows]))  # type: ignore[misc]
+                yield lambda rows, head=head: head.scores(self.store.embedded(split, where[rows]))  # type: ignore[misc]
             else:
                 shared = self._global(state, task, split)[1] if shared is None else shared
                 yield lambda rows, head=head, shared=shared: head.scores(shared[rows])  # type: ignore[misc]
@@ -443,7 +443,7 @@ class LocalEvaluator:
         classes = self.federation.classes_of(task)
 
         def features(split: str, rows: Ints, own: LinearHead) -> Features:
-            found = self.body.embedded(split, rows) if self.changes else self.body.features(split)[rows]
+            found = self.store.embedded(split, rows) if self.changes else self.store.features(split)[rows]
             return own.feature_map(found) if own.feature_map else found
 
         for client, own, _ in self._models(state, task):

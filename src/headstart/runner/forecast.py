@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from headstart.config.recipe import Recipe
+from headstart.config.recipe import Clients, Recipe
 from headstart.core.ledger import peak_memory
 from headstart.data import Federation
-from headstart.engine.client import ClientRuntime
+from headstart.engine.clock import DAY, reply_seconds
 from headstart.methods.base import ALONE
 from headstart.runner.dry_run import dry_run
 from headstart.runner.dry_stage import Bill
@@ -22,9 +22,9 @@ from headstart.runner.run_recipe import Run, check_federation
 from headstart.runner.run_stage import StageRun
 from headstart.solvers.cohort import Cohort
 
+_USUAL = Clients()
 SCALES = (10**6, 10**9)
 """Numbers of clients that every plan looks at."""
-DAY = 86_400.0
 # Of every client, whether it is asked or not, a server has in memory: five whole numbers of the ledger, its name, and
 # what a round's draw is made of; a checkpoint has the five numbers.
 _LISTED, _SAVED = 40 + 80 + 24, 40
@@ -38,16 +38,22 @@ class Fleet:
 
     clients: int | None = None
     """How many; those of the recipe's data where that is None."""
-    uplink: float = 10e6
-    downlink: float = 50e6
-    availability: float = 1.0
+    uplink: float = _USUAL.uplink
+    downlink: float = _USUAL.downlink
+    availability: float = _USUAL.availability
     """Share of the day that a client can be asked in."""
-    flops: float = 10e9
+    flops: float = _USUAL.flops
     server_link: float = 1e9
     server_memory: float = field(
         default_factory=lambda: float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     )
     server_disk: float = field(default_factory=lambda: float(shutil.disk_usage(".").free))
+
+    @classmethod
+    def of(cls, machines: Clients | None, **given: Any) -> Fleet:
+        """As a recipe has its clients' machines, but for what is given."""
+        keys = {"uplink", "downlink", "flops", "availability"}
+        return cls(**((machines or _USUAL).model_dump(include=keys) | given))
 
 
 @dataclass(frozen=True)
@@ -127,18 +133,18 @@ def make_plan(recipe: Recipe, fleet: Fleet) -> Plan:
     bills = [bill for _, bill in stages]
     forecasts = tuple(forecast(bill, clients, fleet, speed.flops) for bill in bills)
     limits = [limit for number, bill in enumerate(bills) for limit in _limits(number, bill, fleet, speed.flops)]
-    features = 4 * run.body.dim * (len(federation.dataset.train) + len(federation.dataset.test))
+    features = 4 * run.store.dim * (len(federation.dataset.train) + len(federation.dataset.test))
     own = [forecast(bill, federation.n_clients, fleet, speed.flops) for bill in bills]
     return Plan(
         forecasts,
         tuple(sorted(limits, key=lambda limit: limit.enough_for)),
         speed.seconds(stages),
         peak_memory() + features + max(one.server_memory for one in own),
-        (features if run.body.backbone else 0)
+        (features if run.store.backbone else 0)
         + max(one.server_disk for one in own)
         + sum(2 * federation.n_clients * bill.kept for bill in bills),
         speed.flops,
-        tuple(_notes(bills, fleet, federation, run.body.backbone is None)),
+        tuple(_notes(bills, fleet, federation, run.store.backbone is None)),
     )  # fmt: skip
 
 
@@ -146,7 +152,9 @@ def forecast(bill: Bill, clients: int, fleet: Fleet, flops: float) -> Forecast:
     """A stage with so many clients, whose messages are as large on average as those of the recipe's own."""
     stage, ledger = bill.settings, bill.ledger
     here = len(ledger.bytes_up)
-    rounds, per_round = (bill.rounds, 1) if stage.pooled else (stage.rounds_for(clients), stage.sampled(clients))
+    rounds, per_round = (
+        (bill.rounds, 1) if stage.pooled else (stage.rounds_for(clients), stage.buffer or stage.asked(clients))
+    )
     asked, replied = int(bill.asked.sum()), int(np.count_nonzero(bill.asked))
     turns = float(rounds * per_round)
     if not stage.trains:
@@ -164,14 +172,12 @@ def forecast(bill: Bill, clients: int, fleet: Fleet, flops: float) -> Forecast:
     most = float((ledger.bytes_up / np.maximum(bill.asked, 1)).max() * turns / seen)
     if clients == here:  # then who is drawn how often is known
         most = float(ledger.bytes_up.max())
-    parts = {
-        "the clients' downlinks": 8 * down / turns / fleet.downlink,
-        "the clients' arithmetic": passes / turns * flops / fleet.flops,
-        "the clients' uplinks": 8 * up / turns / fleet.uplink,
-    }
+    parts = reply_seconds(down / turns, passes / turns * flops, up / turns, fleet)
     server = 8 * max(up, down) / rounds / fleet.server_link
     waiting = max(0.0, per_round / everybody - fleet.availability) * DAY if not stage.pooled else 0.0
-    seconds = max(sum(parts.values()), server) + waiting
+    # Of asynchronous clients, as many updates come in a reply's time as clients are at work.
+    rate = stage.buffer / stage.sampled(clients) if stage.buffer else 1.0
+    seconds = max(rate * sum(parts.values()), server) + waiting
     parts |= {"the server's link": server, "waiting for clients to be available": waiting}
     return Forecast(
         stage.method, clients, rounds, per_round, up / seen, most, down / seen, up, down, passes,
@@ -278,16 +284,12 @@ class Speed:
 
 def _forward(run: Run) -> tuple[float, float]:
     """Operations and seconds of a forward pass of one example; nothing where the data are features."""
-    if run.body.backbone is None:
+    if run.store.backbone is None:
         return 0.0, 0.0
-    from torch.utils.flop_counter import FlopCounterMode
-
-    rows = np.arange(min(8, len(run.federation.dataset.train)))
-    with FlopCounterMode(display=False) as counter:
-        run.body.embedded("train", rows)
+    rows, flops = np.arange(min(8, len(run.federation.dataset.train))), run.store.flops_per_pass
     began = time.perf_counter()
-    run.body.embedded("train", rows)
-    return counter.get_total_flops() / len(rows), (time.perf_counter() - began) / len(rows)
+    run.store.embedded("train", rows)
+    return flops, (time.perf_counter() - began) / len(rows)
 
 
 def _per_example(stage: StageRun) -> float:
@@ -295,16 +297,16 @@ def _per_example(stage: StageRun) -> float:
     if stage.plan.changes_features:
         return 0.0
     federation, method = stage.federation, stage.method
-    runtime = ClientRuntime(method, stage.channel)
+    runtime = stage.runtime
     mine = federation.clients_of(0)
     several = max(1, int(np.searchsorted(np.cumsum(federation.sizes[mine]), _PROBED)))
     mine = mine[: 1 if runtime.memory_per_client >= ALONE else several]
     rows, owners = federation.rows_of(mine)
     train = federation.dataset.train
-    source = np.random.default_rng([0xF0CA]).standard_normal((len(rows), stage.run.body.dim)).astype(np.float32)
+    source = np.random.default_rng([0xF0CA]).standard_normal((len(rows), stage.run.store.dim)).astype(np.float32)
 
     def nothing(name: str, start: Any) -> Any:
-        zeros = np.zeros((len(mine), *method.client_state[name]), np.float32)
+        zeros = np.zeros((len(mine), *runtime.client_state[name]), np.float32)
         return zeros if start is None else zeros + start
 
     targets = None if train.targets is None else train.targets[rows]

@@ -20,6 +20,8 @@ from headstart.data.tables import FORMATS, local_tables
 from headstart.errors import HeadstartError, nearest_path
 from headstart.runner.advise import BACKBONES
 
+SCHEMA = "recipe.schema.json"
+"""The file beside a new recipe that editors check it by."""
 _LABELS = ("label", "labels", "class", "target", "category", "diagnosis", "y")
 _CLIENTS = (
     "client", "client_id", "hospital", "hospital_id", "site", "site_id", "center", "centre", "institution", "clinic",
@@ -131,6 +133,7 @@ def _text(name: str, keys: Mapping[str, str], how: Mapping[str, Any], dataset: D
         + ("; with few clients it is more accurate than fedcof" if dataset.target == "classes" else ""),
     }[method]
     return f"""\
+#:schema {SCHEMA}
 # headstart check FILE shows what is wrong with this recipe and odd about its data; headstart run FILE runs it.
 {tomli_w.dumps({"name": name})}seed = 0
 

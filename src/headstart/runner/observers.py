@@ -117,7 +117,7 @@ class Observers:
             return
         examples: Examples = getattr(stage.run.federation.dataset, self.settings.eval_split)
         some = examples.take(np.arange(min(recipe.samples, len(examples))))
-        rows = sampled(stage.run.body, some, recipe.max_new_tokens)
+        rows = sampled(stage.run.store, some, recipe.max_new_tokens)
         self.directory.write_samples(stage.number, self.record.done, rows)
         metrics["exact_match"] = sum(exact_match(said, meant) for _, meant, said in rows) / len(rows)
         metrics["rouge_l"] = sum(rouge_l(said, meant) for _, meant, said in rows) / len(rows)
@@ -163,7 +163,9 @@ class Observers:
         """A checkpoint to go on from; the states of rounds that it no longer names are removed after it."""
         stage, record = self.stage, self.record
         where = stage.run.progress(stage.number, record.done) | {"metrics": record.metrics, "best": record.best}
-        saved = StageCheckpoint(pack(state), stage.ledger, stage.states.slots)
+        flights = stage.server.under_way
+        under_way = Message() if flights is None else pack(flights)
+        saved = StageCheckpoint(pack(state), stage.ledger, stage.states.slots, under_way)
         # With privacy it holds what the noise hides; or the statistics of each client.
         hidden = self.settings.privacy is not None or self.settings.keep_statistics
         self.directory.save_checkpoint(Checkpoint(where, saved), private=hidden)

@@ -22,8 +22,8 @@ from headstart.core.metrics import SHOWN
 from headstart.core.progress import reported
 from headstart.data import Federation
 from headstart.data.memory import names_clients
-from headstart.engine.body import PRETRAINED, Body
 from headstart.engine.client_states import RemoteStates, collect
+from headstart.engine.model_store import PRETRAINED, ModelStore
 from headstart.engine.server import SMALLEST_SUM
 from headstart.errors import HeadstartError
 from headstart.records import Checkpoint, NoDirectory, Record, RunDirectory, StageModel, privacy_spent
@@ -87,6 +87,8 @@ def run_federation(
     states: where the states of clients of this machine are; in the run directory, where that is None and there is one.
     """
     check_federation(recipe, federation)
+    if recipe.clients is not None and nodes is not None:
+        raise HeadstartError("clients: nodes have their own speed; leave the table out, or simulate in one process")
     directory: RunDirectory | NoDirectory = NoDirectory()
     if out is not None:
         directory = RunDirectory.reopen(out, recipe) if resume else RunDirectory.create(out, recipe)
@@ -149,6 +151,11 @@ def check_federation(recipe: Recipe, federation: Federation) -> None:
                 f"stages.{number}.method: {stage.method} learns classes, and the targets of the data are "
                 f"{'numbers' if target == 'regression' else 'labels'} ({target}); use fed3r"
             )
+        if (stage.buffer or 0) > federation.n_clients:
+            raise HeadstartError(
+                f"stages.{number}.buffer: {stage.buffer} updates of different clients, and there are "
+                f"{federation.n_clients}; use fewer"
+            )
         if federation.remote_sizes is not None:
             _check_remote(number, stage, federation.n_clients)
             if target == "multilabel" and not stage.protected:
@@ -197,15 +204,16 @@ class Run:
         self.on_metrics: tuple[OnMetrics, ...] = (self.metrics.append, self._log_metrics, on_metrics)
         returns = any(stage.start != "previous" for stage in recipe.stages)
         owners = {"train": federation.owners, "test": federation.test_owners}
-        self.body = Body(recipe.model, federation.dataset, returns, owners)
-        if cut := self.body.cut():
+        self.store = ModelStore(recipe.model, federation.dataset, returns, owners)
+        if cut := self.store.cut():
             log.warning(
                 "model.max_tokens: %d of %d training examples have more than %d tokens and are cut",
                 cut, len(federation.dataset.train), recipe.model.max_tokens,
             )  # fmt: skip
         self.stages: list[dict[str, Any]] = []
         """What is in the summary of each finished stage."""
-        self.spent: dict[str, float] = dict.fromkeys(COSTS, 0)
+        simulated = () if recipe.clients is None else ("simulated_seconds",)
+        self.spent: dict[str, float] = dict.fromkeys((*COSTS, *simulated), 0)
         self.evaluations = 0
         self.models: list[StageModel] = []
         """What each finished stage left."""
@@ -249,7 +257,7 @@ class Run:
         for number in range(progress["stage"]):
             model, version = self.directory.load_model(number)
             if version is not None:
-                self.body.remember(number, version)
+                self.store.remember(number, version)
             self.models.append(model)
         self._collect_garbage()
         return int(progress["stage"])
@@ -288,7 +296,7 @@ class Run:
             "name": self.recipe.name,
             "stages": self.stages,
             **{name: self.stages[-1][name] for name in SHOWN if name in self.stages[-1]},
-            **{name: self.spent[name] for name in COSTS},
+            **self.spent,
             "clients": federation.n_clients,
             "target": federation.dataset.target,
             "classes": len(federation.dataset.classes),
@@ -301,9 +309,9 @@ class Run:
         if spent := privacy_spent(self.stages):
             summary["privacy"] = spent
         final = [head for head in heads if head is not None]
-        self.body.load(model.body)
-        body = self.body if model.body != PRETRAINED else None
-        self.directory.save_final(body, final, federation.tasks, federation.class_names)
+        self.store.load(model.body)
+        store = self.store if model.body != PRETRAINED else None
+        self.directory.save_final(store, final, federation.tasks, federation.class_names)
         (self.folder / "noise.secret").unlink(missing_ok=True)  # nothing is left to be drawn from it
         if self.directory.path:
             report = self.directory.path / "report.html"

@@ -19,10 +19,12 @@ from headstart.core.metrics import wilson_interval
 from headstart.core.plan import part_of
 from headstart.core.seeds import Secret, Seed, extended
 from headstart.core.state import pack, unpack
-from headstart.engine.body import PRETRAINED
+from headstart.engine.buffered import Flights
 from headstart.engine.client import ClientRuntime
 from headstart.engine.client_states import ClientStates, RemoteStates
+from headstart.engine.clock import Clock
 from headstart.engine.local import LocalClients, shared_examples
+from headstart.engine.model_store import PRETRAINED
 from headstart.engine.round import Costs, Transport, play_rounds
 from headstart.engine.server import Server
 from headstart.engine.setup import StageSetup, Start, method_of, plan_of
@@ -65,16 +67,16 @@ class StageRun:
         self.federation = run.federation.pooled() if self.settings.pooled else run.federation
         self.remote = self.federation.remote_sizes is not None
         self.begin = self._begin()
-        run.body.load(self.begin.body)
+        run.store.load(self.begin.body)
         self.personal = self._personal()
-        self.plan = plan_of(self.settings, self.personal, run.body.fixed_head)
+        self.plan = plan_of(self.settings, self.personal, run.store.fixed_head)
         self.before = self._before()
         """Features of the evaluated split before the stage, where it changes those of all clients."""
-        module, norm_statistics = run.body.module, run.body.norm_statistics
+        module, norm_statistics = run.store.module, run.store.norm_statistics
         self.tasks = self._tasks()
         hides = self.settings.privacy is not None and self.remote
         self.noise: Seed = Secret(secret(run.folder / "noise.secret")) if hides else ()
-        self.method, self.channel = method_of(self.settings, self.plan, self.seed, run.body, self.tasks, self.noise)
+        self.method, self.channel = method_of(self.settings, self.plan, self.seed, run.store, self.tasks, self.noise)
         if self.settings.validates_temperature:
             self._give_validation()
         self.start = Start(self._weights(), module, norm_statistics, self.personal, self._own_names())
@@ -87,7 +89,8 @@ class StageRun:
 
     def _open(self, saved: Checkpoint | None) -> None:
         """The server, the ledger and the clients' states, as they are at first or in a checkpoint."""
-        self.ledger, slots, self.record = Ledger.open(self.federation.n_clients), None, StageRecord()
+        simulated = None if self.run.recipe.clients is None else 0.0
+        self.ledger, slots, self.record = Ledger.open(self.federation.n_clients, simulated), None, StageRecord()
         if saved is None or saved.stage is None:
             state = self.method.init()
         else:
@@ -99,6 +102,8 @@ class StageRun:
             self.record = StageRecord(progress["round"], progress["metrics"], progress["best"])
         self.states = self._states(slots)
         self.server = Server(self.settings, self.method, self.channel, self.federation, state)
+        if self.settings.buffer and saved is not None and saved.stage is not None:
+            self.server.under_way = unpack(Flights, saved.stage.under_way)
         if self.settings.share:
             self.server.data = shared_examples(self.settings.share, self.federation, self._source(), self.seed)
 
@@ -108,13 +113,13 @@ class StageRun:
         """The model that the stage starts from."""
         origin = self.run.origin(self.number)
         if origin == PRETRAINED:
-            return StageModel((self.run.body.label_words(),) * len(self.run.federation.tasks), PRETRAINED)
+            return StageModel((self.run.store.label_words(),) * len(self.run.federation.tasks), PRETRAINED)
         return self.run.models[origin]
 
     @property
     def answers_already(self) -> bool:
         """Whether the model it starts from answers without any training, so that round 0 is worth a look."""
-        words, settings = self.run.body.label_words(), self.settings
+        words, settings = self.run.store.label_words(), self.settings
         untrained = self.run.origin(self.number) == PRETRAINED and settings.head_init == "previous"
         return words is not None and untrained and settings.trains and not self._tested_by_nodes
 
@@ -135,7 +140,7 @@ class StageRun:
 
     def _tasks(self) -> tuple[Task, ...]:
         """What is known of each task."""
-        federation, module = self.federation, self.run.body.module
+        federation, module = self.federation, self.run.store.module
         tasks = []
         for number, name in enumerate(federation.tasks):
             classes, clients = federation.classes_of(number), federation.clients_of(number)
@@ -148,14 +153,14 @@ class StageRun:
     def _weights(self) -> Mapping[str, Array]:
         """The weights of the backbone where earlier stages have trained it; on nodes they are needed as they are
         now."""
-        if self.run.body.weights == PRETRAINED:
+        if self.run.store.weights == PRETRAINED:
             return {}
-        arrays = self.run.body.arrays()
+        arrays = self.run.store.arrays()
         return arrays if self.run.nodes is None else {name: array.copy() for name, array in arrays.items()}
 
     def _give_validation(self) -> None:
         """The validation split, to those who calibrate on it."""
-        federation, features = self.run.federation, self.run.body.features("validation")
+        federation, features = self.run.federation, self.run.store.features("validation")
         for task, method in enumerate(self.method.methods):
             rows = federation.examples_of(task, "validation")
             labels = federation.dataset.validation.labels[rows] - federation.classes_of(task).start  # type: ignore[union-attr]
@@ -163,16 +168,16 @@ class StageRun:
 
     def _before(self) -> Any:
         """Features of the evaluated split, to be compared with those after the stage; None where they stay."""
-        body = self.run.body
-        shares = "shared" in (self.plan.body, self.plan.module) and not body.fixed_head
-        return body.known(self.settings.eval_split) if shares and not self.remote else None
+        store = self.run.store
+        shares = "shared" in (self.plan.body, self.plan.module) and not store.fixed_head
+        return store.known(self.settings.eval_split) if shares and not self.remote else None
 
     def _embed(self) -> None:
         """Features, before the clock of the stage starts, and with a progress bar of their own."""
         splits = ["train", self.settings.eval_split, *(["validation"] if self.validates else [])]
         for split in () if self.plan.changes_features else splits:
             if len(getattr(self.federation.dataset, split)):  # a server may hold none
-                self.run.body.features(split)
+                self.run.store.features(split)
 
     @cached_property
     def setups(self) -> dict[tuple[int, bool], StageSetup]:
@@ -195,7 +200,7 @@ class StageRun:
 
     def _states(self, slots: Any) -> ClientStates:
         """What stays with clients: here, or on machines of their own."""
-        count, shapes, earlier = self.federation.n_clients, self.method.client_state, self.begin.states
+        count, shapes, earlier = self.federation.n_clients, self.runtime.client_state, self.begin.states
         if self.remote:
             return RemoteStates(count, shapes, slots, earlier)
 
@@ -206,13 +211,31 @@ class StageRun:
 
     def _source(self) -> Any:
         """What clients read here: examples where the backbone changes, features where it does not."""
-        return self.run.body.inputs() if self.plan.changes_features else self.run.body.features("train")
+        return self.run.store.inputs() if self.plan.changes_features else self.run.store.features("train")
+
+    @property
+    def runtime(self) -> ClientRuntime:
+        """What a client does."""
+        return ClientRuntime(self.method, self.channel)
+
+    @cached_property
+    def clock(self) -> Clock | None:
+        """Simulated time, from where the stages before have left it."""
+        clients = self.run.recipe.clients
+        if clients is None or self.settings.pooled:
+            return None
+        clock = Clock.of(clients, self.federation.names, self.run.recipe.seed)
+        clock.operations = self.run.store.flops_per_pass
+        clock.began, clock.now = self.run.spent["simulated_seconds"], self.ledger.simulated_seconds or 0.0
+        return clock
 
     @cached_property
     def clients(self) -> Transport:
         """The clients: in this process, or on nodes."""
         if self.run.nodes is None or self.settings.pooled:
-            return LocalClients(ClientRuntime(self.method, self.channel), self.federation, self._source(), self.states)
+            waits = self.settings.communicates and self.settings.trains  # others are asked whenever they are there
+            clock = self.clock if waits else None
+            return LocalClients(self.runtime, self.federation, self._source(), self.states, clock)
         from headstart.engine.flower import FlowerClients
 
         return FlowerClients(
@@ -244,7 +267,7 @@ class StageRun:
         sizes = {key: setup.nbytes for key, setup in self.setups.items()}
         # Whose task is not known is not asked.
         needs = np.array([sizes.get((int(task), has), 0) for task, has in zip(self._members, owns, strict=True)])
-        return Costs(self.ledger, needs, self.settings.communicates)
+        return Costs(self.ledger, needs, self.settings.communicates, self.clock)
 
     # ------------------------------------------------------------------------------------------------- what is noted
 
@@ -269,14 +292,14 @@ class StageRun:
         """Looks at the model here, or asks the nodes."""
         federation, changes = self.federation, self.plan.changes_features
         if not self._tested_by_nodes:
-            return LocalEvaluator(self.run.federation, self.run.body, self.method, self.states, changes)
+            return LocalEvaluator(self.run.federation, self.run.store, self.method, self.states, changes)
         if not self.settings.tests_on_nodes:
             log.warning(
                 "stages.%d: nodes test no models under privacy without test_epsilon%s: the accuracy is not known",
                 self.number, "" if self.method.personal else ", and the server was given no test data",
             )  # fmt: skip
         clients: FlowerClients = self.clients  # type: ignore[assignment]
-        return NodeEvaluator(federation, self.method, clients, self.run.body.generates)
+        return NodeEvaluator(federation, self.method, clients, self.run.store.generates)
 
     # -------------------------------------------------------------------------------------------------- what it leaves
 
@@ -294,7 +317,7 @@ class StageRun:
         if settings.privacy and settings.privacy.from_server:  # how many examples there are is not to be known
             counts = np.zeros_like(counts)
         done = self.record.done
-        cost = paper_cost(settings, self.method, self.tasks, self.run.body.dim, done, counts, last)
+        cost = paper_cost(settings, self.method, self.tasks, self.run.store.dim, done, counts, last)
         state = self.observers.kept(last)
         self._save(state)
         self.run.stages.append(
@@ -350,11 +373,11 @@ class StageRun:
         heads, values = [], []
         for task in reversed(range(len(run.federation.tasks))):  # the first task's module is what stays on the backbone
             heads.append(self.method.load(self.method.model(state, task), task))
-            values.append(run.body.module_values())
+            values.append(run.store.module_values())
         version, body = None, self.begin.body
         if changes:
             trained = self.plan.body == "shared" or self.method.folds
-            version = run.body.keep(self.number, self.settings.norm_statistics, values[::-1], trained)
+            version = run.store.keep(self.number, self.settings.norm_statistics, values[::-1], trained)
             body = self.number
         run.models.append(StageModel(tuple(heads[::-1]), body, self.states if self.states.shapes else None))
         run.directory.save_model(self.number, run.models[-1], version)

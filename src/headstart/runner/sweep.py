@@ -19,6 +19,8 @@ from headstart.runner.run_recipe import run
 # Keys whose own value is a list: a sweep over one of them is a list of lists.
 _LISTS = ("classes", "label_words", "input_column", "label_column")
 SEED = "seed"
+UNSET = "unset"
+"""In a list of values: the key is left out, so that its default holds."""
 RESERVED = ("recipe", "stage", "method", "runs", "rounds", "bytes_up", "bytes_down", "forward_passes", "seconds")
 """Columns of the tables of a comparison: no value that is tried out has one of these names."""
 
@@ -58,7 +60,7 @@ def expand(tables: Sequence[Mapping[str, Any]]) -> list[Point]:
             filled = deepcopy(dict(table))
             for path, value in zip(axes, chosen, strict=True):
                 _put(filled, path, value)
-            values = {names[path]: value for path, value in zip(axes, chosen, strict=True)}
+            values = {names[path]: UNSET if value is None else value for path, value in zip(axes, chosen, strict=True)}
             if len(tables) > 1:
                 values = {"recipe": str(table.get("name", "run")), **values}
             combinations += 1
@@ -109,7 +111,10 @@ def _names(paths: list[tuple[str | int, ...]]) -> dict[tuple[str | int, ...], st
 def _put(table: Any, path: tuple[str | int, ...], value: Any) -> None:
     for key in path[:-1]:
         table = table[key]
-    table[path[-1]] = value
+    if value in (None, UNSET):
+        del table[path[-1]]
+    else:
+        table[path[-1]] = value
 
 
 def sweep(

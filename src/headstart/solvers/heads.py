@@ -1,139 +1,262 @@
 """What a client does with a head: SGD over cached features, for many clients at once.
 
-The heads of a cohort are stacked, and every step is one batched matrix product. Clients of different sizes take
-different numbers of steps, and their last batch may be short: padding is masked out of the loss, and a client that has
-no step left does not move. A cohort of one client is the same code.
+Clients whose batches are as wide take their steps together, one NumPy call for a stack of heads that fits into a core's
+cache, and stacks are dealt to as many threads as torch may use. What a client learns depends neither on who else is in
+its stack nor on the threads: every client has matrix products of its own, on batches padded to a width that follows
+from its own examples.
 """
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
-from torch.nn import functional
+from threadpoolctl import ThreadpoolController
 
 from headstart.config.stage import Training
 from headstart.core.params import Params
-from headstart.core.statistics import Features
+from headstart.core.statistics import Ints
 from headstart.solvers.adam import Moments
 from headstart.solvers.cohort import Cohort
 from headstart.solvers.objective import LocalResult, Objective, learning_rate
 
+# What a stack reads and writes in a step: about the second cache of a core.
+_STACK_BYTES = 1 << 20
+# Batches are padded to a multiple of so many examples, so that clients of about the same size share a stack.
+_PADDING = 8
+
+Values = npt.NDArray[np.float32]
+Stacked = dict[str, Values]
+"""Arrays [m, …] by the names of parameters, for some of the clients."""
+Who = slice | Ints
+"""Which clients of a cohort; of a slice, arrays are views."""
+Batch = tuple[Values, Ints, Values]
+"""Features [m, B, d], where each example's own class is among the scores [m, C, B], and its share of the mean loss
+[m, 1, B]."""
+
 
 class HeadSolver:
-    """Local SGD on the stacked heads of a cohort, over features that were computed once."""
+    """Local SGD on the heads of a cohort, over features that were computed once."""
 
     def __init__(self, stage: Training, seed: tuple[int, ...], trained: Iterable[str]) -> None:
         self.stage, self.seed, self.trained = stage, seed, frozenset(trained)
 
     def __call__(self, start: Params, cohort: Cohort, round: int, objective: Objective) -> LocalResult:
         """start: stacked parameters [M, …] of the heads."""
-        stage, rate = self.stage, learning_rate(self.stage, round)
-        # [M, S, B], -1 where there is no example
-        index = torch.from_numpy(batches(cohort, stage, round, self.seed, objective))
-        source, rows, labels = _shared(cohort.features), torch.from_numpy(cohort.rows), torch.from_numpy(cohort.labels)
-        parameters = Params({name: value.clone() for name, value in start.items()})
+        plans = batches(cohort, self.stage, round, self.seed, objective)
+        params = {name: value.numpy().copy() for name, value in start.items()}
+        velocity = {name: np.zeros(value.shape, np.float32) for name, value in params.items()}
+        velocity |= {name: value.numpy().copy() for name, value in (objective.velocity or {}).items()}
         moves = self.trained if objective.trains is None else objective.trains & self.trained
-        velocity = Params({n: torch.zeros_like(value) for n, value in start.items()}) | (objective.velocity or {})
-        centre, proximal = objective.centre or start, _by_client(objective.proximal, len(cohort.clients))
-        inner, origin = objective.inner_lr, parameters
-        moments = {name: Moments(start[name]) for name in moves} if stage.optimiser == "adamw" else {}
-        for step in range(index.shape[1] if inner is None else index.shape[1] // 2 * 2):
-            present, batch = index[:, step] >= 0, index[:, step].clamp(min=0)
-            active = present.any(dim=1)
-            features = functional.embedding(rows[batch], source).float()  # [M, B, d]; faster than an index
-            gradients = _gradients(parameters, features, labels[batch], present, stage)
-            gradients = gradients.select(name for name in gradients if name in moves)
-            if stage.clip is not None:
-                clip_norms(gradients, stage.clip)
-            for name, gradient in gradients.items():
-                if stage.weight_decay and not moments:
-                    gradient += stage.weight_decay * pulled(name, parameters[name])
-                if proximal is not None:
-                    gradient += wide(proximal, gradient) * pulled(name, parameters[name] - centre[name])
-                if objective.correction is not None:
-                    gradient += objective.correction[name]
-            if inner is not None and step % 2 == 0:
-                origin = parameters
-                parameters = origin | {name: origin[name] - inner * gradient for name, gradient in gradients.items()}
-                continue
-            parameters = Params(origin) if inner is not None else parameters
-            for name, gradient in gradients.items():
-                moving = wide(active, gradient)
-                if moments:
-                    change = moments[name].direction(gradient)
-                    change += stage.weight_decay * pulled(name, parameters[name])
-                    parameters[name] = torch.where(moving, parameters[name] - rate * change, parameters[name])
-                    continue
-                velocity[name] = torch.where(moving, stage.momentum * velocity[name] + gradient, velocity[name])
-                parameters[name] = torch.where(moving, parameters[name] - rate * velocity[name], parameters[name])
-        if inner is not None:
-            index = index[:, 1::2]
-        steps = (index >= 0).any(dim=2).sum(dim=1).numpy().astype(np.int64)
-        return LocalResult(parameters, steps, np.zeros_like(steps), velocity)
+        steps, rate = np.zeros(len(plans), np.int64), learning_rate(self.stage, round)
+
+        def train(stack: tuple[Who, Ints]) -> None:
+            who, plan = stack
+            heads = _Heads(self.stage, objective, objective.centre or start, params, velocity, moves, who)
+            steps[who] = heads.descend(cohort, plan, rate)
+            if not isinstance(who, slice):
+                for everybody, theirs in ((params, heads.params), (velocity, heads.velocity)):
+                    for name, value in theirs.items():
+                        everybody[name][who] = value
+
+        threads = torch.get_num_threads()
+        size = sum(value[0].size for value in params.values())
+        _in_parallel(train, list(_stacks(plans, cohort.features.shape[1], size, threads)), threads)
+        made = (Params({name: torch.from_numpy(v) for name, v in each.items()}) for each in (params, velocity))
+        return LocalResult(next(made), steps, np.zeros_like(steps), next(made))
 
 
-def _by_client(factor: float | np.ndarray, clients: int) -> Tensor | None:
-    """A factor for each client [M], in float32; None where they are all zero."""
-    if not np.any(factor):
-        return None
-    return torch.from_numpy(np.broadcast_to(factor, clients).astype(np.float32))
+class _Heads:
+    """The heads of a stack of clients [m], and what moves them."""
+
+    def __init__(
+        self,
+        stage: Training,
+        objective: Objective,
+        centre: Mapping[str, Any],
+        params: Stacked,
+        velocity: Stacked,
+        moves: frozenset[str],
+        who: Who,
+    ) -> None:
+        self.stage, self.inner, self.layers = stage, objective.inner_lr, layers_of(list(params))
+        self.params = {name: value[who] for name, value in params.items()}
+        self.velocity = {name: velocity[name][who] for name in params if name in moves}
+        factor = np.broadcast_to(objective.proximal, len(params["head.bias"])).astype(np.float32)[who]
+        self.proximal = factor if factor.any() else None
+        self.centre = {} if self.proximal is None else {name: centre[name].numpy()[who] for name in self.velocity}
+        correction = objective.correction or {}
+        self.correction = {name: value.numpy()[who] for name, value in correction.items()}
+        self.moments = (
+            {name: Moments(torch.from_numpy(self.params[name])) for name in self.velocity}
+            if stage.optimiser == "adamw"
+            else {}
+        )
+
+    def descend(self, cohort: Cohort, plan: Ints, rate: float) -> int:
+        """Take the steps of a plan [m, S, B]; returns how many there were."""
+        pairs = self.inner is not None
+        count = plan.shape[1] // 2 if pairs else plan.shape[1]
+        read = _read(cohort, plan, self.params["head.bias"].shape[1], self.stage.known_temperature)
+        with np.errstate(all="ignore"):  # what diverges is refused where it arrives
+            for _, batch in zip(range(count), read, strict=False):
+                origin = self.params
+                if self.inner is not None:
+                    there = {name: origin[name] - self.inner * g for name, g in self._gradients(batch).items()}
+                    self.params = origin | there
+                    batch = next(read)
+                gradients, self.params = self._gradients(batch), origin
+                for name, gradient in gradients.items():
+                    self.params[name] -= np.multiply(self._change(name, gradient), np.float32(rate), out=gradient)
+        return count
+
+    def _gradients(self, batch: Batch) -> Stacked:
+        """Of each client's objective on its batch."""
+        features, places, share = batch
+        values, inputs = features.transpose(0, 2, 1), list[Values]()
+        for layer in self.layers:
+            inputs.append(values)
+            values = self.params[f"{layer}.weight"] @ values  # [m, outputs, B]
+            values += self.params[f"{layer}.bias"][:, :, None]
+            values = values if layer == "head" else np.maximum(values, 0, out=values)
+        error = _softmax(values, self.stage.known_temperature)
+        error.reshape(-1)[places] -= 1
+        error *= share
+        gradients = {}
+        for layer, given in zip(reversed(self.layers), reversed(inputs), strict=True):
+            if f"{layer}.weight" in self.velocity:
+                gradients[f"{layer}.weight"] = error @ given.transpose(0, 2, 1)
+            if f"{layer}.bias" in self.velocity:
+                gradients[f"{layer}.bias"] = error.sum(axis=2)
+            if layer != self.layers[0]:
+                error = self.params[f"{layer}.weight"].transpose(0, 2, 1) @ error
+                error *= given > 0
+        if self.stage.clip is not None:
+            _clip(gradients, self.stage.clip)
+        for name, gradient in gradients.items():
+            self._add_terms(name, gradient)
+        return gradients
+
+    def _add_terms(self, name: str, gradient: Values) -> None:
+        """Add the gradients of weight decay, of the proximal term and of the correction."""
+        value = self.params[name]
+        if self.stage.weight_decay and not self.moments:
+            gradient += np.float32(self.stage.weight_decay) * _pulled(name, value)
+        if self.proximal is not None:
+            gradient += _wide(self.proximal, gradient) * _pulled(name, value - self.centre[name])
+        if self.correction:
+            gradient += self.correction[name]
+
+    def _change(self, name: str, gradient: Values) -> Values:
+        """What is subtracted, before the learning rate."""
+        if self.moments:
+            change: Values = self.moments[name].direction(torch.from_numpy(gradient)).numpy()
+            change += np.float32(self.stage.weight_decay) * _pulled(name, self.params[name])
+            return change
+        if not self.stage.momentum:
+            return gradient
+        velocity = self.velocity[name]
+        velocity *= np.float32(self.stage.momentum)
+        velocity += gradient
+        return velocity
 
 
-def _shared(features: Features) -> Tensor:
-    """Features as a tensor on the same memory, which is only read."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch would rather have memory that it may write to
-        return torch.from_numpy(features)
+def _read(cohort: Cohort, plan: Ints, classes: int, temperature: float) -> Iterator[Batch]:
+    """The batches of a plan [m, S, B], one after the other in the same memory."""
+    source, clients = cohort.features, len(plan)
+    present, place = plan >= 0, np.maximum(plan, 0)
+    rows, first = cohort.rows[place], cohort.labels[place] + classes * np.arange(clients)[:, None, None]
+    counts = present.sum(axis=2)  # [m, S]
+    shares = (present / (temperature * counts[:, :, None])).astype(np.float32)
+    widths = _padded(counts.max(axis=0, initial=0)).tolist()
+    memory = np.empty((clients * max(widths, default=0), source.shape[1]), np.float32)
+    for step, width in enumerate(widths):
+        features, chosen = memory[: clients * width], rows[:, step, :width].reshape(-1)
+        if source.dtype == np.float32:
+            np.take(source, chosen, axis=0, out=features, mode="clip")  # checked indices would be copied once more
+        else:
+            features[...] = source[chosen]
+        places = first[:, step, :width] * width + np.arange(width)
+        yield features.reshape(clients, width, -1), places.reshape(-1), shares[:, None, step, :width]
+
+
+def _stacks(plans: Sequence[Ints], dim: int, size: int, threads: int) -> Iterator[tuple[Who, Ints]]:
+    """Clients with batches of the same padded widths, and their batches [m, S, B]; size: of a head, in numbers."""
+    alike = dict[tuple[int, ...], list[int]]()
+    for client, plan in enumerate(plans):
+        counts = (plan >= 0).sum(axis=1)
+        alike.setdefault(tuple(_padded(counts[counts > 0]).tolist()), []).append(client)
+    for widths, members in alike.items():
+        widest = max(widths, default=0)
+        most = max(1, _STACK_BYTES // (4 * (widest * dim + size)))
+        most = min(most, -(-len(members) // threads))
+        for start in range(0, len(members), most):
+            who = np.array(members[start : start + most])
+            stack = np.full((len(who), len(widths), widest), -1, np.int64)
+            for row, client in zip(stack, who, strict=True):
+                plan = plans[client][: len(widths), :widest]
+                row[:, : plan.shape[1]] = plan
+            together = who[-1] - who[0] == len(who) - 1
+            yield (slice(int(who[0]), int(who[-1]) + 1) if together else who), stack
+
+
+def _padded(counts: Ints) -> Ints:
+    return -(-counts // _PADDING) * _PADDING
+
+
+def _in_parallel(work: Callable[[tuple[Who, Ints]], None], stacks: list[tuple[Who, Ints]], threads: int) -> None:
+    """Every stack on one thread, matrix products included."""
+    with _libraries().limit(limits=1, user_api="blas"):
+        if min(threads, len(stacks)) == 1:
+            for stack in stacks:
+                work(stack)
+            return
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(work, stacks))
+
+
+@cache
+def _libraries() -> ThreadpoolController:
+    """The libraries of this process that have threads of their own; looking for them takes milliseconds."""
+    return ThreadpoolController()
+
+
+def _softmax(scores: Values, temperature: float) -> Values:
+    """Probabilities of the classes [m, C, B] in the place of their scores."""
+    if temperature != 1:
+        scores /= np.float32(temperature)
+    scores -= scores.max(axis=1, keepdims=True)
+    np.exp(scores, out=scores)
+    scores /= scores.sum(axis=1, keepdims=True)
+    return scores
+
+
+def _clip(gradients: Stacked, largest: float) -> None:
+    """Scale each client's gradient down to the largest norm allowed, in place."""
+    squares = [np.square(gradient).reshape(len(gradient), -1).sum(axis=1) for gradient in gradients.values()]
+    factor = np.minimum(largest / np.maximum(np.sqrt(sum(squares)), 1e-12), 1).astype(np.float32)
+    for gradient in gradients.values():
+        gradient *= _wide(factor, gradient)
+
+
+def _pulled(name: str, value: Values) -> Values:
+    """What decay and proximal terms pull at: the bias of a masked class is minus infinity, and stays there."""
+    return np.where(np.isfinite(value), value, np.float32(0)) if name == "head.bias" else value
+
+
+def _wide(values: Values, like: Values) -> Values:
+    """Values [m] shaped to multiply a stack [m, …]."""
+    return values.reshape(-1, *([1] * (like.ndim - 1)))
 
 
 def layers_of(names: list[str]) -> list[str]:
     """Layers of a head, from the features to the scores: hidden ones by number, then the linear one."""
     return sorted({name.rpartition(".")[0] for name in names}, key=lambda layer: (layer == "head", layer))
-
-
-def _gradients(parameters: Params, features: Tensor, labels: Tensor, present: Tensor, stage: Training) -> Params:
-    """Gradients of the mean cross-entropy of each client's batch; features: [M, B, d], labels, present: [M, B]."""
-    layers, inputs, values = layers_of(list(parameters)), [], features
-    for layer in layers:
-        inputs.append(values)
-        weight, bias = parameters[f"{layer}.weight"], parameters[f"{layer}.bias"]
-        values = torch.baddbmm(bias.unsqueeze(1), values, weight.transpose(1, 2))
-        values = values if layer == "head" else values.relu_()
-    error = functional.softmax(values / stage.known_temperature, dim=2)
-    error -= functional.one_hot(labels, error.shape[2])
-    share = present / (stage.known_temperature * present.sum(dim=1, keepdim=True).clamp(min=1))
-    error *= share.unsqueeze(2)
-    gradients = Params()
-    for layer, given in zip(reversed(layers), reversed(inputs), strict=True):
-        gradients[f"{layer}.weight"] = torch.bmm(error.transpose(1, 2), given)
-        gradients[f"{layer}.bias"] = error.sum(dim=1)
-        if layer != layers[0]:
-            error = torch.bmm(error, parameters[f"{layer}.weight"]) * (given > 0)
-    return gradients
-
-
-def clip_norms(vectors: Mapping[str, Tensor], largest: float) -> None:
-    """Scale each client's gradient, or update, down to the largest norm allowed, in place."""
-    squares = [vector.flatten(1).square().sum(dim=1) for vector in vectors.values()]
-    norms = torch.stack(squares).sum(dim=0).sqrt()
-    factor = (largest / norms.clamp(min=1e-12)).clamp(max=1.0)
-    for vector in vectors.values():
-        vector *= wide(factor, vector)
-
-
-def pulled(name: str, value: Tensor) -> Tensor:
-    """What decay and proximal terms pull at: the bias of a masked class is minus infinity, and stays there."""
-    return value.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0) if name == "head.bias" else value
-
-
-def wide(values: Tensor, like: Tensor) -> Tensor:
-    """Values [M] shaped to multiply a stack [M, …]."""
-    return values.view(-1, *([1] * (like.dim() - 1)))
 
 
 def batches(
@@ -142,26 +265,22 @@ def batches(
     round: int,
     seed: tuple[int, ...],
     objective: Objective = Objective(),  # noqa: B008
-) -> npt.NDArray[np.int64]:
-    """Positions in the cohort's examples [M, S, B] of every batch of every client, padded with -1."""
+) -> list[Ints]:
+    """Of each client its batches [S, B], as places in the cohort's examples, padded with -1."""
     plans = []
     starts = np.searchsorted(cohort.owners, cohort.clients)
     sizes = np.searchsorted(cohort.owners, cohort.clients, side="right") - starts
-    for client, start, size in zip(cohort.clients, starts, sizes, strict=True):
-        rng = np.random.default_rng([0xBA7C, *seed, round, int(client), objective.phase])
-        whole = int(size) if objective.inner_lr is None else -(-int(size) // 2)  # a pair has two batches
+    pairs = objective.inner_lr is not None  # a pair has two batches
+    for client, start, size in zip(cohort.clients.tolist(), starts.tolist(), sizes.tolist(), strict=True):
+        rng = np.random.default_rng([0xBA7C, *seed, round, client, objective.phase])
+        whole = -(-size // 2) if pairs else size
         width = whole if stage.batch_size == "full" else min(stage.batch_size, whole)
-        per_epoch = -(-int(size) // width)
-        each = 1 if objective.inner_lr is None else 2  # batches of a step
-        steps = each * stage.local_steps if stage.local_steps else per_epoch * (stage.local_epochs or 1)
+        per_epoch = -(-size // width)
+        steps = (1 + pairs) * stage.local_steps if stage.local_steps else per_epoch * (stage.local_epochs or 1)
         steps = steps if objective.epochs is None else per_epoch * objective.epochs
-        epochs = [
-            np.pad(start + rng.permutation(size), (0, per_epoch * width - size), constant_values=-1)
-            for _ in range(-(-steps // per_epoch))
-        ]
-        plans.append(np.concatenate([*epochs, np.zeros(0, np.int64)]).astype(np.int64).reshape(-1, width)[:steps])
-    longest, widest = (max(plan.shape[axis] for plan in plans) for axis in (0, 1))
-    batches = np.full((len(plans), longest, widest), -1, np.int64)
-    for row, plan in zip(batches, plans, strict=True):
-        row[: plan.shape[0], : plan.shape[1]] = plan
-    return batches
+        epochs = -(-steps // per_epoch)
+        plan = np.full((epochs, per_epoch * width), -1, np.int64)
+        for epoch in plan:
+            epoch[:size] = start + rng.permutation(size)
+        plans.append(plan.reshape(-1, width)[:steps])
+    return plans

@@ -21,7 +21,7 @@ from headstart.errors import HeadstartError
 from headstart.modules import LocalModel
 from headstart.solvers.adam import Moments
 from headstart.solvers.cohort import Cohort
-from headstart.solvers.heads import batches, layers_of, pulled
+from headstart.solvers.heads import batches, layers_of
 from headstart.solvers.objective import LocalResult, Objective, learning_rate
 
 
@@ -244,6 +244,11 @@ def _gradients(loss: Tensor, parameters: Mapping[str, nn.Parameter]) -> list[Ten
             "layers in training (layerdrop) to 0 in the network's configuration, or train another part"
         )
     return list(gradients)
+
+
+def pulled(name: str, value: Tensor) -> Tensor:
+    """What decay and proximal terms pull at: the bias of a masked class is minus infinity, and stays there."""
+    return value.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0) if name == "head.bias" else value
 
 
 def flipped(inputs: tuple[Tensor, ...], which: np.ndarray) -> tuple[Tensor, ...]:

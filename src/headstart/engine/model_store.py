@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -49,7 +50,7 @@ class Version:
     module: Module | None = None
 
 
-class Body:
+class ModelStore:
     """A backbone and the weights that stages have given it, by the number of the stage; or features, and no
     backbone."""
 
@@ -86,7 +87,7 @@ class Body:
 
     @property
     def _dataset(self) -> Dataset:
-        assert self._data is not None, "this body was made to be rebuilt, not to read examples"
+        assert self._data is not None, "this store was made to be rebuilt, not to read examples"
         return self._data
 
     @property
@@ -200,6 +201,18 @@ class Body:
             mine = owners[rows] == owner
             features[mine] = embed_rows(self.backbone, self.inputs(split), rows[mine], what)
         return features
+
+    @cached_property
+    def flops_per_pass(self) -> float:
+        """Floating-point operations of a forward pass of one example; 0 where the data are features."""
+        if self.backbone is None:
+            return 0.0
+        from torch.utils.flop_counter import FlopCounterMode
+
+        rows = np.arange(min(8, len(self._dataset.train)))
+        with FlopCounterMode(display=False) as counter:
+            self.embedded("train", rows)
+        return float(counter.get_total_flops()) / len(rows)
 
     def inputs(self, split: str = "train") -> Inputs:
         """Batches of a split, for a backbone that trains."""

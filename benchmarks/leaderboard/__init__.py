@@ -1,0 +1,1 @@
+"""A leaderboard of methods on the same features: accuracy against bytes."""

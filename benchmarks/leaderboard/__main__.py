@@ -1,0 +1,146 @@
+"""``python -m benchmarks.leaderboard``: the leaderboard of methods, as ``headstart compare`` finds it.
+
+python -m benchmarks.leaderboard features [NAME …]   features, once: HEADSTART_DATA/leaderboard-NAME.npz
+python -m benchmarks.leaderboard run [NAME …]        runs that are not there yet: runs/leaderboard/NAME
+python -m benchmarks.leaderboard page                docs/leaderboard.md and its picture, of the runs that are there
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from benchmarks.common import SHARED
+from benchmarks.heads import MOBILENET, SQUEEZENET
+from headstart.core.files import write_atomically, write_text
+from headstart.report import human_bytes, markdown
+
+HERE, ROOT = Path(__file__).parent, Path(__file__).parents[2]
+RUNS = Path(os.environ.get("HEADSTART_RUNS", ROOT / "runs")) / "leaderboard"
+MINILM = {"backbone": "all-MiniLM-L6-v2"}
+SETS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "cifar10": ("SqueezeNet 1.1", SQUEEZENET, {"train_examples": 6000, "test_examples": 2000}),
+    "cifar100": ("MobileNetV2", MOBILENET, {"train_examples": 6000, "test_examples": 2000}),
+    "cub200": ("MobileNetV2", MOBILENET, {}),
+    "stanford-cars": ("MobileNetV2", MOBILENET, {}),
+    "eurosat-sub": ("SqueezeNet 1.1", SQUEEZENET, {}),
+    "flowers102": ("SqueezeNet 1.1", SQUEEZENET, {}),
+    "ag_news": ("MiniLM-L6", MINILM, {"train_examples": 4000, "test_examples": 1900}),
+    "trec": ("MiniLM-L6", MINILM, {}),
+}
+VALIDATION, ALPHAS = 0.2, ("0.05", "0.5", "100.0")
+TITLES = {"closed-form": "", "trained": " from zeros", "fedcof-trained": " from FedCOF's head"}
+
+
+def features(name: str) -> None:
+    """X, y and split (0 train, 1 validation, 2 test): a fifth of the training examples of each class validates."""
+    from headstart.backbones import extract, load_backbone
+    from headstart.config.recipe import Data, Model
+    from headstart.data import load_dataset
+
+    _, model, keys = SETS[name]
+    given = {"weights": str(SHARED / "weights" / model["weights"])} if "weights" in model else {}
+    backbone, dataset = load_backbone(Model(**{**model, **given})), load_dataset(Data(dataset=name, **keys))
+    parts = [part for part in (dataset.train, dataset.validation, dataset.test) if part is not None]
+    x = np.concatenate([np.asarray(extract(backbone, part, name)) for part in parts])
+    y = np.concatenate([part.labels for part in parts])
+    split, rng = np.zeros(len(y), np.int64), np.random.default_rng(7)
+    split[-len(dataset.test) :] = 2
+    for label in np.unique(y):
+        mine = rng.permutation(np.flatnonzero((y == label) & (split == 0)))
+        split[mine[: round(VALIDATION * len(mine))]] = 1
+    np.savez(file_of(name), X=x, y=y, split=split)
+
+
+def file_of(name: str) -> Path:
+    return Path(os.environ.get("HEADSTART_DATA", SHARED / "data")) / f"leaderboard-{name}.npz"
+
+
+def run(name: str) -> None:
+    """One call of headstart compare; what is finished stays."""
+    recipes = sorted(map(str, HERE.glob("*.toml")))
+    command = [
+        str(Path(sys.executable).with_name("headstart")),
+        "compare",
+        *recipes,
+        "--choose",
+        "lr",
+        "--out",
+        str(RUNS / name),
+    ]
+    subprocess.run([*command, "--set", f"data.dataset={file_of(name)}"], check=True)
+
+
+def results() -> dict[str, list[dict[str, str]]]:
+    """The last stage of every row of every comparison that is finished."""
+    found = {}
+    for name in SETS:
+        if (RUNS / name / "compare.csv").is_file():
+            with (RUNS / name / "compare.csv").open(newline="", encoding="utf-8") as file:
+                rows = list(csv.DictReader(file))
+            last = {(row["recipe"], row["method"], row["alpha"], row.get("lr")): row for row in rows}
+            found[name] = [row for row in last.values() if row["recipe"] != "fedcof-trained" or row["stage"] == "1"]
+    return found
+
+
+def titled(row: dict[str, str]) -> str:
+    return row["method"] + TITLES[row["recipe"]]
+
+
+def tables(found: dict[str, list[dict[str, str]]]) -> str:
+    """A table for each data set: methods × partitions, bytes and the chosen rates."""
+    parts = []
+    for name, rows in found.items():
+        lines = []
+        for title in dict.fromkeys(map(titled, rows)):
+            mine = [row for alpha in ALPHAS for row in rows if titled(row) == title and row["alpha"] == alpha]
+            cells = [
+                f"{100 * float(row['accuracy_mean']):.1f} ± {100 * float(row['accuracy_std']):.1f}" for row in mine
+            ]
+            rates = ", ".join(filter(None, (row.get("lr") for row in mine)))
+            sent = [human_bytes(np.mean([float(row[key]) for row in mine])) for key in ("bytes_up", "bytes_down")]
+            lines.append([title, *cells, *sent, mine[0]["rounds"].split(".")[0], rates])
+        lines.sort(key=lambda line: -float(line[1].split()[0]))
+        columns = ("method", *(f"α = {a.removesuffix('.0')}" for a in ALPHAS), "up", "down", "rounds", "lr by α")
+        parts.append(f"## {name}, {SETS[name][0]}\n\n{markdown(columns, lines)}")
+    return "\n".join(parts)
+
+
+def draw(found: dict[str, list[dict[str, str]]], path: Path) -> None:
+    """Accuracy at α = 0.05 against bytes up, a panel for each data set."""
+    columns = min(4, len(found))
+    figure = Figure(figsize=(3.2 * columns, 2.8 * -(-len(found) // columns) + 0.9), layout="constrained")
+    axes = np.atleast_1d(figure.subplots(-(-len(found) // columns), columns)).ravel()
+    for axis in axes[len(found) :]:
+        axis.remove()
+    for axis, (name, rows) in zip(axes, found.items(), strict=False):
+        for row in (row for row in rows if row["alpha"] == ALPHAS[0]):
+            marker = "o" if row["recipe"] == "closed-form" else "*" if row["recipe"] != "trained" else "x"
+            point = float(row["bytes_up"]) / 1e6, 100 * float(row["accuracy_mean"])
+            axis.scatter(*point, s=30, marker=marker, label=titled(row))
+        axis.set(xscale="log", xlabel="MB up", ylabel="accuracy, %", title=name)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=8)
+    write_atomically(path, lambda temporary: figure.savefig(temporary, dpi=100, facecolor="white"))
+
+
+def page() -> None:
+    """docs/leaderboard.md: the opening that is there, and the tables."""
+    found, path = results(), ROOT / "docs" / "leaderboard.md"
+    opening = path.read_text(encoding="utf-8").partition("\n## ")[0].rstrip()
+    write_text(path, f"{opening}\n\n{tables(found)}")
+    draw(found, ROOT / "docs" / "leaderboard.png")
+
+
+if __name__ == "__main__":
+    what, *names = sys.argv[1:]
+    if what == "page":
+        page()
+    for name in names or SETS if what != "page" else ():
+        {"features": features, "run": run}[what](name)

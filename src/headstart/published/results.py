@@ -1,0 +1,106 @@
+"""The page of results: published figures, the same by the papers' own code, and ours."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from itertools import groupby
+from statistics import mean, stdev
+from typing import TYPE_CHECKING
+
+from headstart.report import markdown
+
+if TYPE_CHECKING:
+    from headstart.published.reproduce import Found
+
+COLUMNS = ("row", "published", "as published", "ours", "difference", "standard error", "verdict", "seeds", "seconds")
+_PACKAGES = ("headstart", "numpy", "scipy", "torch", "openvino")
+_OPENING = """# Results
+
+Accuracies in %, each in three columns:
+
+- **published**: as printed.
+- **as published**: computed again the way the paper's own code does it, where that differs from what the paper
+  describes: training images mirrored at random, and in FedCOF's code a pseudo-inverse in float32.
+- **ours**: what the paper describes, by headstart.
+
+`headstart reproduce ROW --as-published` computes a row; the name of a table or a paper computes all of its rows, and
+writes this page to `--out`. What data and weights it needs is in [Published figures](reproduce.md).
+
+A difference is ours − published; its standard error has the printed deviation, that of our seeds, and the rounding of
+the printed figure. The verdict is **agrees** within two standard errors. Beyond them it is **the paper's code** where
+the column "as published" is within two standard errors of the printed figure; **other weights** where the published
+weights are not at hand (SqueezeNet 1.1 is read as it was trained in Caffe, not as in torchvision); **setting not
+published** where a learning rate or a width had to be chosen; otherwise **unexplained**.
+"""
+
+
+def results_page(found: Sequence[Found], command: str = "") -> str:
+    """Everything that was computed of some rows, as Markdown; command: what computes all of it."""
+    parts = [_OPENING, *([f"All of this page is what this gives:\n\n```text\n{command}\n```\n"] if command else [])]
+    parts.append(f"{_machine()}\n")
+    measured = [each for each in found if each.figures and not each.row.formula]
+    if measured:
+        counted = Counter(each.verdict or "nothing printed" for each in measured)
+        said = ", ".join(f"{count} {name}" for name, count in counted.most_common())
+        runs = {(each.row.recipe, each.row.set): each.seconds for each in measured}  # some rows share their runs
+        parts.append(f"{len(measured)} figures: {said}. Their runs took {sum(runs.values()) / 60:.0f} minutes.\n")
+    for (source, table), group in groupby(measured, key=lambda each: (each.row.source, each.row.table)):
+        where = f"table {table}" if table[:1].isdigit() else table
+        parts.append(f"## {source}, {where}\n\n{markdown(COLUMNS, [_cells(each) for each in group])}")
+    parts += _formulas([each for each in found if each.row.formula])
+    return "\n".join(parts)
+
+
+def _cells(found: Found) -> list[str]:
+    """A line of a table."""
+    row, figures = found.row, found.figures
+    printed = f"{row.value:g}" if row.value is not None else ""
+    spread = f" ± {row.deviation:g}" if row.deviation is not None else ""
+    difference = "" if row.value is None else f"{mean(figures) - row.value:+.2f}"
+    error = "" if row.value is None else f"{found.error(figures):.2f}"
+    last = f" (last round {mean(found.last):.2f})" if found.last else ""
+    shown = [f"`{row.id}`", printed + spread, _spread(found.reference), _spread(figures) + last]
+    return [*shown, difference, error, found.verdict, str(len(figures)), f"{found.seconds:.0f}"]
+
+
+def _spread(figures: Sequence[float]) -> str:
+    if not figures:
+        return ""
+    return f"{mean(figures):.2f}" + (f" ± {stdev(figures):.2f}" if len(figures) > 1 else "")
+
+
+def _formulas(found: Sequence[Found]) -> Iterator[str]:
+    """How many costs come out as they are printed, and those that do not."""
+    if not found:
+        return
+    others = [each for each in found if each.row.value is not None and not _printed(each)]
+    yield f"## Costs by formula\n\n{len(found) - len(others)} of {len(found)} come out as they are printed.\n"
+    if others:
+        cells = [[f"`{each.row.id}`", *each.cells[1:4], each.row.note] for each in others]
+        yield markdown(("row", "published", "computed", "difference", "note"), cells)
+
+
+def _printed(found: Found) -> bool:
+    """Whether a figure rounds to the printed one: to half of the last of its digits."""
+    value = found.row.value or 0.0
+    digits = f"{value:.10g}"
+    places = len(digits.partition(".")[2])
+    step = 10.0**-places if places else 10.0 ** (len(digits) - len(digits.rstrip("0")))
+    return abs(found.figures[0] - value) <= 0.6 * step
+
+
+def _machine() -> str:
+    """The versions behind the figures, and the machine."""
+    named = []
+    for package in _PACKAGES:
+        try:
+            named.append(f"{package} {version(package)}")
+        except PackageNotFoundError:  # OpenVINO is optional
+            continue
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    there = f"Python {platform.python_version()}, {', '.join(named)}; {cores} cores"
+    return f"{there}. Seconds are of all seeds, by the clock, features from the cache."
