@@ -160,7 +160,7 @@ def test_values_are_chosen_on_the_validation_split_and_not_on_the_test(no_report
     x = np.column_stack([2.0 * y - 1, rng.normal(size=300)]).astype(np.float32)
     splits = np.repeat([0, 1, 2], 100)
     data = {"X": x, "y": np.where(splits == 1, 1 - y, y), "split": splits}
-    trained = {"method": ["fedavg", "fedprox"], "rounds": 2, "lr": [1.0, 1e-9], "head_init": "random"}
+    trained = {"method": ["fedavg", "fedprox"], "train": "head", "rounds": 2, "lr": [1.0, 1e-9]}
     federation = {"partition": {"kind": "dirichlet", "clients": 3, "alpha": 10.0}}
     recipe = {"seed": [0, 1], "data": federation, "stages": [trained]}
     everything = headstart.compare(recipe, data=data)
