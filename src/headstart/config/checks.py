@@ -206,6 +206,9 @@ def _unlike(stage: Mapping[str, Any], kind: type[Any], train: Any, tasks: bool) 
     more = [each for each in ranks if isinstance(each, int)] if isinstance(ranks, list | tuple) else []
     if isinstance(rank, int) and max(more, default=0) > rank:
         problems.append(f".ranks: {max(more)} is more than the server's {rank}; set rank to it, or more")
+    if train == "prefix":
+        whole = [key for key in ("blocks", "checkpoint_gradients") if stage.get(key)]
+        problems += [f".{key}: a prefix is in the cache of all blocks at once; leave it out" for key in whole]
     if {"batch_share", "batch_size"} <= stage.keys():
         problems.append(": set batch_share or batch_size, not both")
     if stage.get("probe_rounds") and "probe_rounds" in kind.model_fields:

@@ -30,9 +30,10 @@ if TYPE_CHECKING:  # closed-form methods do not wait for torch
 
     Source = Features | Inputs
 
-# Examples and bytes answered for at once: enough for full-speed matrix products, little enough to stay small in memory.
+# Examples and bytes answered for at once: enough for full-speed matrix products, little enough to stay small in memory,
+# which is used again for the next cohort.
 _COHORT_EXAMPLES = 16384
-_COHORT_BYTES = 256 << 20
+_COHORT_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, eq=False)
