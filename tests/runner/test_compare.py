@@ -62,6 +62,12 @@ def test_methods_that_are_listed_are_one_column(no_report: None) -> None:
     assert found.to_frame().columns[:3].tolist() == ["stage", "method", "runs"]
     assert found.to_frame()["method"].tolist() == ["fedncm", "fedcof"]
     assert {(each["best"], each["other"]) for each in found.tests()} == {("fedcof", "fedncm")}
+    stages = [{"method": "fedncm"}, {"method": "fedcof"}, {"method": "fedcof", "rank": 4}]
+    recipes = [headstart.Recipe.parse({**table, "seed": 0, "stages": [stage]}) for stage in stages]
+    records = [Record(Path(), recipe, [], None) for recipe in recipes]
+    assert [group.label for group in grouped(records)] == [
+        "run: method fedncm", "run: method fedcof, rank 0", "run: method fedcof, rank 4",
+    ]  # fmt: skip
     # Of several stages, which one a method is of has to be said.
     two = {**table, "seed": 0, "stages": [{"method": ["fedncm", "fedcof"]}, {"method": "fed3r"}]}
     frame = headstart.compare(two).to_frame()
