@@ -89,11 +89,11 @@ def rows(task: str, stage: str, alpha: float) -> list[list[object]]:
 
 def costs() -> None:
     """What a round of 32 sentences takes, in processes of their own: memory, seconds, bytes of a client."""
-    least = in_fresh_process(__name__, "cost", "inference")
+    least = in_fresh_process("benchmarks.language", "cost", "inference")
     print(least, file=sys.stderr, flush=True)
     shown = [["inference", f"{least['peak'] / 2**20:.0f}", "1.00", f"{least['seconds']:.1f}", "1.00", "", ""]]
     for name in COSTS:
-        each = in_fresh_process(__name__, "cost", name)
+        each = in_fresh_process("benchmarks.language", "cost", name)
         peak, seconds = each["peak"] / least["peak"], each["seconds"] / least["seconds"]
         row = [name, f"{each['peak'] / 2**20:.0f}", f"{peak:.2f}", f"{each['seconds']:.1f}", f"{seconds:.2f}"]
         shown.append([*row, f"{each['up']:,}", f"{each['down']:,}"])
