@@ -24,8 +24,7 @@ Accuracies in %, each in three columns:
 
 - **published**: as printed.
 - **as published**: computed again the way FedCOF's own code does it, where that differs from what the paper describes:
-  a pseudo-inverse in float32, and CIFAR-100 normalised by the constants of CIFAR-10. `--mirrored` mirrors half of the
-  training images, too, as that code does.
+  by a pseudo-inverse in float32. With `--mirrored` half of the training images are mirrored, too, as in that code.
 - **ours**: what the paper describes, by headstart.
 
 `headstart reproduce ROW --as-published` computes a row; the name of a table or a paper computes all of its rows, and
@@ -36,6 +35,9 @@ the printed figure. The verdict is **agrees** within two standard errors. Beyond
 the column "as published" is within two standard errors of the printed figure; **other weights** where the published
 weights are not at hand (SqueezeNet 1.1 is read as it was trained in Caffe, not as in torchvision); **setting not
 published** where a learning rate or a width had to be chosen; otherwise **unexplained**.
+
+FedCOF's code normalises CIFAR-100 by the constants of CIFAR-10. The rows of the early version, which prints the same
+figures for MobileNetV2, are computed so; those of version 3 by the constants that the backbone was trained with.
 """
 
 
