@@ -1,8 +1,8 @@
 """Closed forms as the papers' own code computes them, where it differs from what the papers describe.
 
 Goswami et al. solve by a pseudo-inverse in float32, whose cut-off (d · 2⁻²³ of the largest singular value) drops small
-directions of Fed3R's Gram matrix; the ridge of 0.01 is far below it. Like Legate et al., they mirror each training image
-with a probability of one half as they read it, once.
+directions of Fed3R's Gram matrix; the ridge of 0.01 is far below it. Like Legate et al., they mirror each training
+image with a probability of one half as they read it, once.
 """
 
 from __future__ import annotations
