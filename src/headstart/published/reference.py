@@ -85,5 +85,5 @@ def _estimated_scatter(x: Tensor, y: Tensor, owners: Tensor, counts: Tensor, mea
     held = torch.zeros(len(pairs), x.shape[1]).index_add_(0, rows, x) / sizes[:, None]
     holders = torch.bincount(label, minlength=len(means)).float()
     factor = ((counts - 1).clamp(min=0) / (holders - 1).clamp(min=1))[label]
-    deviations = (held - means[label]) * (factor * sizes).sqrt()[:, None]
+    deviations: Tensor = (held - means[label]) * (factor * sizes).sqrt()[:, None]
     return deviations.T @ deviations
