@@ -55,12 +55,25 @@ def test_the_table_is_numbers_and_no_two_columns_have_one_name(compared: tuple[C
     assert table["bytes_up"].tolist() == pytest.approx([float(row[columns.index("bytes_up")]) for row in rows])
 
 
-def test_a_key_that_is_a_column_already_is_called_by_its_path(no_report: None) -> None:
-    stages = [{"method": ["fedncm", "fedcof"]}]
+def test_methods_that_are_listed_are_one_column(no_report: None) -> None:
     data = {"dataset": "digits", "partition": {"kind": "iid", "clients": 3}}
-    found = headstart.compare({"data": data, "model": {"backbone": "features"}, "stages": stages})
-    table = found.to_frame()
-    assert table["stages.0.method"].tolist() == table["method"].tolist() == ["fedncm", "fedcof"]
+    table = {"seed": [0, 1], "data": data, "model": {"backbone": "features"}}
+    found = headstart.compare({**table, "stages": [{"method": ["fedncm", "fedcof"]}]})
+    assert found.to_frame().columns[:3].tolist() == ["stage", "method", "runs"]
+    assert found.to_frame()["method"].tolist() == ["fedncm", "fedcof"]
+    assert {(each["best"], each["other"]) for each in found.tests()} == {("fedcof", "fedncm")}
+    stages = [{"method": "fedncm"}, {"method": "fedcof"}, {"method": "fedcof", "rank": 4}]
+    recipes = [headstart.Recipe.parse({**table, "seed": 0, "stages": [stage]}) for stage in stages]
+    records = [Record(Path(), recipe, [], None) for recipe in recipes]
+    assert [group.label for group in grouped(records)] == [
+        "run: method fedncm", "run: method fedcof, rank 0", "run: method fedcof, rank 4",
+    ]  # fmt: skip
+    # Of several stages, which one a method is of has to be said.
+    two = {**table, "seed": 0, "stages": [{"method": ["fedncm", "fedcof"]}, {"method": "fed3r"}]}
+    frame = headstart.compare(two).to_frame()
+    assert frame[["stages.0.method", "method"]].to_numpy().tolist() == [
+        ["fedncm", "fedncm"], ["fedncm", "fed3r"], ["fedcof", "fedcof"], ["fedcof", "fed3r"],
+    ]  # fmt: skip
 
 
 def test_methods_meet_settings_and_the_best_is_bold(compared: tuple[Comparison, Path]) -> None:
