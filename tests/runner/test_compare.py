@@ -173,9 +173,9 @@ def test_values_are_chosen_on_the_validation_split_and_not_on_the_test(no_report
     x = np.column_stack([2.0 * y - 1, rng.normal(size=300)]).astype(np.float32)
     splits = np.repeat([0, 1, 2], 100)
     data = {"X": x, "y": np.where(splits == 1, 1 - y, y), "split": splits}
-    trained = {"method": ["fedavg", "fedprox"], "rounds": 2, "lr": [1.0, 1e-9], "head_init": "random"}
+    trained = {"method": ["fedavg", "fedprox"], "train": "head", "rounds": 2, "lr": [1.0, 1e-9]}
     federation = {"partition": {"kind": "dirichlet", "clients": 3, "alpha": 10.0}}
-    recipe = {"seed": [0, 1], "data": federation, "stages": [trained]}
+    recipe = {"seed": [0, 1], "data": federation, "model": {"backbone": "features"}, "stages": [trained]}
     everything = headstart.compare(recipe, data=data)
     scores = {row.values["lr"]: mean(s["accuracy"] for s in row.stages.values()) for row in everything.rows}
     assert scores[1.0] > scores[1e-9] + 0.2
@@ -185,8 +185,8 @@ def test_values_are_chosen_on_the_validation_split_and_not_on_the_test(no_report
     assert [(row.method, row.values.get("lr"), len(row.stages)) for row in found.rows] == [
         ("fedavg", 1e-9, 2), ("fedprox", 1e-9, 2), ("fedncm", None, 2)
     ]  # fmt: skip
-    assert found.pivot()[0][:2] == ["recipe", "method"]
-    with pytest.raises(HeadstartError, match="no recipe lists values of momentum; they list method, lr"):
+    assert found.pivot()[0][:3] == ["recipe", "stages.0.method", "method"]
+    with pytest.raises(HeadstartError, match=r"values of momentum; they list stages\.0\.method, lr"):
         headstart.compare(recipe, data=data, choose=["momentum"])
     kept = {key: value[splits != 1] for key, value in data.items()}
     with pytest.raises(HeadstartError, match="has no accuracy on a validation split"):

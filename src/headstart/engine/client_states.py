@@ -84,7 +84,7 @@ class ClientStates:
             values[new] = 0 if start is None else start
         for row in np.flatnonzero(~new).tolist():
             client = int(clients[row])
-            read_into(*_bytes_at(self._place(name, int(self.slots[client]), client), values[row]))
+            read_into(*_bytes_at(self._place(name, int(self.slots[client]), client), values[row : row + 1]))
         return values
 
     def write(self, client: int, kept: Arrays) -> None:

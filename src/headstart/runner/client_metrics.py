@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 from scipy.special import softmax
-from scipy.stats import rankdata
 
 from headstart.core.metrics import BINS, CLASSIFICATION, Tally, class_metrics, tally_classes
 from headstart.core.statistics import Floats, Ints
@@ -79,8 +78,15 @@ def roc_auc(scores: Scores, labels: Ints) -> float | None:
     classes = np.flatnonzero((present > 0) & (present < len(labels)))
     if not len(classes) or not np.isfinite(shares).all():
         return None
-    ranks = rankdata(shares[:, classes], axis=0)
+    ranks = np.stack([_ranks(shares[:, label]) for label in classes], axis=1)
     own = labels[:, None] == classes[None]
     positive = own.sum(axis=0)
     above = (ranks * own).sum(axis=0) - positive * (positive + 1) / 2
     return float((above / (positive * (len(labels) - positive))).mean())
+
+
+def _ranks(values: Floats) -> Floats:
+    """Ranks [n] from 1 on, equal values sharing the mean of theirs, without the third of a second of `scipy.stats`."""
+    _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
+    ranks: Floats = (np.cumsum(counts) - (counts - 1) / 2)[place]
+    return ranks
