@@ -130,7 +130,7 @@ def test_a_clock_changes_no_model_and_adds_up_the_slowest_of_each_round(tmp_path
     (curve,) = curves(grouped([record]))
     assert curve.costs["simulated_seconds"][-1] == pytest.approx(expected, abs=2e-3)
     assert (np.diff(curve.costs["simulated_seconds"]) > 0).all()
-    assert f"simulated time: {expected:,.0f} s ({expected / 3600:,.2f} h)" in remarks(summary["stages"][0])
+    assert f"fedavg: simulated time: {expected:,.0f} s ({expected / 3600:,.2f} h)" in remarks(summary["stages"][0])
     names = write_figures(tmp_path / "figures", [record])
     assert "accuracy-by-simulated-seconds.svg" in names
     assert not any("simulated" in name for name in write_figures(tmp_path / "more", [Record.read(tmp_path / "plain")]))

@@ -294,6 +294,30 @@ def test_local_sgd_is_torch_sgd_on_the_same_batches(clip: float | None, decay: f
         np.testing.assert_allclose(found.params["head.bias"][k], bias.detach(), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("stack", [1, 1 << 20])
+def test_what_a_client_learns_depends_neither_on_the_cohort_nor_on_threads(
+    stack: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headstart.solvers.heads._STACK_BYTES", stack)
+    stage = stage_of(method="fedavg", batch_size=4, local_epochs=2, momentum=0.7, lr=0.2)
+    threads = torch.get_num_threads()
+
+    def trained(count: int, *clients: int) -> list[bytes]:
+        torch.set_num_threads(count)
+        shape = (len(clients), *START.weight.shape)
+        begin = {"head.weight": torch.tensor(START.weight).expand(shape), "head.bias": torch.tensor(START.bias)}
+        begin["head.bias"] = begin["head.bias"].expand(shape[:2])
+        found = HeadSolver(stage, (7, 0), begin)(Params(begin), cohort(*clients), 1, Objective())
+        return [found.params["head.weight"][k].numpy().tobytes() for k in range(len(clients))]
+
+    try:
+        alone = [trained(1, k)[0] for k in range(K)]
+        assert len({*alone}) == K
+        assert trained(1, *range(K)) == trained(3, *range(K)) == alone
+    finally:
+        torch.set_num_threads(threads)
+
+
 def test_every_example_is_seen_once_an_epoch_in_an_order_of_the_clients_own() -> None:
     stage = stage_of(method="fedavg", batch_size=4)
     together, alone = batches(cohort(0, 2), stage, 3, (1, 0)), batches(cohort(2), stage, 3, (1, 0))

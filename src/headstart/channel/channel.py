@@ -134,8 +134,7 @@ class UpdateChannel:
                 value = np.asarray(values[row])
                 if kind in accumulates:
                     value = (value + read[f"{accumulates[kind]}.{name}"]).astype(np.float32)
-                # A copy: where there is a network, its memory is the next client's.
-                state[f"{kind}.{name}"] = value.copy()
+                state[f"{kind}.{name}"] = value
         return state
 
     def vector(self, reply: Reply, sender: Sender) -> dict[str, Floats]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -82,10 +83,12 @@ class Check(Link):
 
     def _largest(self, sender: Sender) -> float:
         """The largest norm of an update of a model of this norm."""
-        size = sum(int(np.prod(s)) for n, s in sender.expected.items() if block_of(n).partition("@")[0] == "update")
         if sender.model_norm is None:
             return _LARGEST
-        usual = sender.model_norm + self.deviation * size**0.5
+        usual = sender.model_norm
+        if self.deviation:
+            shapes = [s for n, s in sender.expected.items() if block_of(n).partition("@")[0] == "update"]
+            usual += self.deviation * sum(map(prod, shapes)) ** 0.5
         return float(min(_DIVERGED * (1 + usual), _LARGEST - usual))
 
 

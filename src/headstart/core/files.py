@@ -89,7 +89,21 @@ def read_at(handle: int, count: int, place: int) -> bytes:
         return os.read(handle, count)
 
 
-def write_at(handle: int, data: bytes, place: int) -> None:
+def read_into(handle: int, memory: memoryview, place: int) -> None:
+    """Fill memory with what an open file holds from a place on."""
+    while len(memory):
+        if hasattr(os, "preadv"):
+            count = os.preadv(handle, [memory], place)
+        else:
+            data = read_at(handle, len(memory), place)
+            count = len(data)
+            memory[:count] = data
+        if not count:
+            raise OSError(f"a file ends {len(memory)} bytes too early")
+        memory, place = memory[count:], place + count
+
+
+def write_at(handle: int, data: bytes | memoryview, place: int) -> None:
     """Write all of the bytes into an open file, from a place on."""
     rest = memoryview(data)
     while len(rest):  # a nearly full disk takes a part

@@ -137,10 +137,8 @@ class BufferedRounds:
         (request,) = server.requests(round, chosen, ledger.last_round)
         self.costs.charge_request(request)
         down = ledger.bytes_down - before
-        for reply in self.clients.send(request):
-            assert isinstance(reply, Reply)
-            timed = clock.timed(reply, down, self.stage.deadline)
-            self.flights[int(reply.clients[0])] = Flight.of(timed, round, clock.now, down)
+        for reply in clock.timed(self.clients.send(request), down, self.stage.deadline):
+            self.flights[int(reply.clients[0])] = Flight.of(reply, round, clock.now, down)
 
     def _add(self, flight: Flight, round: int) -> None:
         """Add an update of the buffer to the total, by its age."""

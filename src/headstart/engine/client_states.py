@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from headstart.core.files import BINARY, read_at, sync_folder, write_at
+from headstart.core.files import BINARY, read_into, sync_folder, write_at
 from headstart.core.statistics import Ints
 
 Values = npt.NDArray[np.float32]
@@ -37,9 +37,11 @@ class ClientStates:
         slots: Ints | None = None,
         earlier: ClientStates | None = None,
         inherits: Callable[[str], bool] = lambda name: True,
+        durable: bool = True,
     ) -> None:
         """slots: [K] the slot in use of each client, -1 for none; earlier: where to look for what is not here yet;
-        inherits: the names that are looked for there."""
+        inherits: the names that are looked for there; durable: whether what counts outlives a crash."""
+        self._durable = durable
         self._folder, self.shapes, self._earlier = folder, dict(shapes), earlier
         self._inherited = {name for name in shapes if earlier and name in earlier.shapes and inherits(name)}
         self._changed: set[int] = set()
@@ -75,24 +77,21 @@ class ClientStates:
 
     def read(self, name: str, start: Values | None, clients: Ints) -> Values:
         """What these clients kept under a name [M, …]; ``start``, or zeros, for those that have kept nothing."""
-        shape = self.shapes[name]
-        if self._earlier is not None and name in self._inherited:
-            values = self._earlier.read(name, start, clients)
+        values, new = np.empty((len(clients), *self.shapes[name]), np.float32), self.slots[clients] < 0
+        if new.any() and self._earlier is not None and name in self._inherited:
+            values[new] = self._earlier.read(name, start, clients[new])
         else:
-            values = np.empty((len(clients), *shape), np.float32)
-            values[...] = 0 if start is None else start
-        for row, client in enumerate(clients.tolist()):
-            if (slot := int(self.slots[client])) >= 0:
-                file, place = self._place(name, slot, client)
-                found = read_at(file, 4 * int(np.prod(shape, dtype=np.int64)), place)
-                values[row] = np.frombuffer(found, np.float32).reshape(shape)
+            values[new] = 0 if start is None else start
+        for row in np.flatnonzero(~new).tolist():
+            client = int(clients[row])
+            read_into(*_bytes_at(self._place(name, int(self.slots[client]), client), values[row : row + 1]))
         return values
 
     def write(self, client: int, kept: Arrays) -> None:
         """What a client wants to keep from this round on."""
         for name, values in kept.items():
-            file, place = self._place(name, self._other(client), client)
-            write_at(file, np.ascontiguousarray(values, np.float32).tobytes(), place)
+            place = self._place(name, self._other(client), client)
+            write_at(*_bytes_at(place, np.ascontiguousarray(values, np.float32)))
         if kept:
             self._changed.add(client)
 
@@ -106,7 +105,7 @@ class ClientStates:
 
     def commit(self) -> None:
         """The round is over: everything written counts from now on, once a checkpoint holds `slots`."""
-        for file in self._files.values() if self._changed else ():
+        for file in self._files.values() if self._changed and self._durable else ():
             os.fsync(file)
         for client in self._changed:
             self.slots[client] = self._other(client)
@@ -158,6 +157,11 @@ class RemoteStates(ClientStates):
         """Clients look for what they have not kept in this stage where they kept it before."""
         self.shapes = {name: shape for name, shape in self.shapes.items() if _file_of(name) == _OWN}
         return False
+
+
+def _bytes_at(place: tuple[int, int], values: Values) -> tuple[int, memoryview, int]:
+    """A file, the bytes of some values, and where they are in it."""
+    return place[0], values.reshape(-1).view(np.uint8).data, place[1]
 
 
 def _file_of(name: str) -> str:

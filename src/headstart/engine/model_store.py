@@ -118,9 +118,11 @@ class ModelStore:
 
     def cut(self) -> int:
         """How many training examples of a backbone that answers in words have more tokens than it reads."""
+        if not self.fixed_head or self.backbone is None:
+            return 0
         from headstart.backbones.transforms import TextTransform
 
-        if not self.fixed_head or self.backbone is None or not isinstance(self.backbone.transform, TextTransform):
+        if not isinstance(self.backbone.transform, TextTransform):
             return 0
         transform, examples = self.backbone.transform, self._dataset.train
         return sum(transform.is_cut(each, f"example {n}") for n, each in enumerate(examples.raw(0, len(examples))))

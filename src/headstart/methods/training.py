@@ -216,6 +216,8 @@ class Training(Method[TrainingState], Generic[StageT]):
         kept = dict(state or {})
         if not self.twin:
             kept["personal"] = (local.params | local.statistics).select(self.personal_shapes)
+        if self.network and "personal" in kept:  # a network's memory is the next client's
+            kept["personal"] = Params({name: value.clone() for name, value in kept["personal"].items()})
         passes = local.passes if self.plan.changes_features else np.where(cohort.new, cohort.sizes, 0)
         return ClientResult(sent, passes, {"examples": cohort.sizes, "steps": local.steps}, kept)
 

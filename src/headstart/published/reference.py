@@ -1,8 +1,9 @@
 """Closed forms as the papers' own code computes them, where it differs from what the papers describe.
 
-Legate et al. and Goswami et al. mirror each training image with a probability of one half as they read it, once. The
-latter then solve by a pseudo-inverse in float32, whose cut-off (d · 2⁻²³ of the largest singular value) drops small
-directions of Fed3R's Gram matrix; the ridge of 0.01 is far below it.
+Goswami et al. solve by a pseudo-inverse in float32, whose cut-off (d · 2⁻²³ of the largest singular value) drops small
+directions of Fed3R's Gram matrix; the ridge of 0.01 is far below it. CIFAR-100 is normalised by the constants of
+CIFAR-10, not by those that the backbone was trained with. Like Legate et al., they mirror each training image with a
+probability of one half as they read it, once.
 """
 
 from __future__ import annotations
@@ -39,13 +40,17 @@ def mirrored(backbone: Backbone) -> Backbone:
     return replace(backbone, transform=transform, key=f"{backbone.key} mirrored")
 
 
-def reference_accuracy(recipe: Recipe) -> float:
-    """Of the recipe's one closed form, by the papers' own code."""
-    federation, backbone = Federation.of(recipe), load_backbone(recipe.model)
+def reference_accuracy(recipe: Recipe, mirror: bool) -> float:
+    """Of the recipe's one closed form, by the papers' own code; mirror: with its mirrored images, too."""
+    federation, model = Federation.of(recipe), recipe.model
     data, name = federation.dataset, federation.dataset.name
+    if name == "cifar100" and model.preprocess == "torch":
+        model = model.model_copy(update={"preprocess": "cifar10"})
+    backbone = load_backbone(model)
     features = np.array(extract(backbone, data.train, f"{name} train"))
-    turned = np.random.default_rng([recipe.seed, 0xF11B]).random(len(features)) < 0.5
-    features[turned] = extract(mirrored(backbone), data.train, f"{name} train, mirrored")[turned]
+    if mirror:
+        turned = np.random.default_rng([recipe.seed, 0xF11B]).random(len(features)) < 0.5
+        features[turned] = extract(mirrored(backbone), data.train, f"{name} train, mirrored")[turned]
     held = federation.owners >= 0
     x, y, owners = (torch.from_numpy(each[held]) for each in (features, data.train.labels, federation.owners))
     weight = reference_head(x, y, owners, len(data.classes), recipe.stages[0])

@@ -10,26 +10,24 @@ from html import escape
 from io import BytesIO
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-from matplotlib import rc_context
-from matplotlib.axes import Axes
-from matplotlib.colors import ListedColormap
-from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullFormatter, PercentFormatter
 
 from headstart.config.stage import STAGES
 from headstart.core.files import write_atomically
 from headstart.records.record import AXES, Curve, Matrix
 
+if TYPE_CHECKING:  # matplotlib takes a third of a second to load, and most commands draw nothing
+    from matplotlib.axes import Axes
+    from matplotlib.colors import ListedColormap
+    from matplotlib.figure import Figure
+
 COLOURS = ("#2f7ed8", "#e4572e", "#3aa655", "#a15bd0", "#c98a00", "#17a2b8", "#d6568c", "#7f8c8d")
 """They can be told apart on white and on black."""
 _DASHES: tuple[Any, ...] = ("-", (0, (4, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2)), (0, (3, 1, 1, 1, 1, 1)))
 """Of series with the same colour."""
-_HEAT = ListedColormap([(0.18, 0.38, 0.78, share) for share in np.linspace(0.12, 1, 256)], "heat")
-"""The more, the stronger, on a white page and on a black one: what is little lets the page through."""
 _POINTS = 60  # of a line that are marked
 _MANY = 24  # names along an axis that can still be read
 _CELLS = 3000  # of a heat map that say what they are under the pointer
@@ -40,12 +38,21 @@ def _axes(size: tuple[float, float] | None = None) -> tuple[Figure, Axes]:
 
     That one is small, so that letters are large enough on a phone.
     """
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=size, layout="constrained") if size else Figure(figsize=(4.8, 3.3))
     if not size:
         figure.subplots_adjust(left=0.14, bottom=0.16, right=0.95, top=0.97)
     axes = figure.subplots()
     axes.spines[["top", "right"]].set_visible(False)
     return figure, axes
+
+
+def _heat() -> ListedColormap:
+    """The more, the stronger, on a white page and on a black one: what is little lets the page through."""
+    from matplotlib.colors import ListedColormap
+
+    return ListedColormap([(0.18, 0.38, 0.78, share) for share in np.linspace(0.12, 1, 256)], "heat")
 
 
 @dataclass(frozen=True)
@@ -98,6 +105,8 @@ def curve_figure(curves: Sequence[Curve], against: str, legend: bool = True) -> 
 
     Where a curve begins is a point, and so is a stage of one evaluation. Costs are on a logarithmic scale.
     """
+    from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullFormatter
+
     figure, axes = _axes()
     for number, (look, curve) in enumerate(zip(looks([curve.method for curve in curves]), curves, strict=True)):
         colour, x, y = look.colour, curve.costs[against], 100 * curve.accuracy
@@ -144,10 +153,12 @@ def hover_texts(curves: Sequence[Curve], against: str) -> dict[str, list[str]]:
 
 def partition_figure(counts: npt.NDArray[np.int64], classes: Sequence[str], clients: Sequence[str] = ()) -> Figure:
     """Who holds which class, as a heat map of counts [K, C]: one column per client, one row per class."""
+    from matplotlib.ticker import MaxNLocator
+
     wide, high = min(len(counts), _MANY), min(len(classes), _MANY)
     figure, axes = _axes((max(4.6, min(8.0, 3 + 0.35 * wide)), min(8.0, 1.7 + 0.26 * high)))
     shown = np.ma.masked_equal(counts.T, 0)
-    image = axes.imshow(shown, aspect="auto", interpolation="nearest", cmap=_HEAT, vmin=0)
+    image = axes.imshow(shown, aspect="auto", interpolation="nearest", cmap=_heat(), vmin=0)
     axes.set(xlabel="client", ylabel="class")
     if len(classes) <= _MANY:
         axes.set_yticks(range(len(classes)), classes, parse_math=False)
@@ -164,11 +175,13 @@ def partition_figure(counts: npt.NDArray[np.int64], classes: Sequence[str], clie
 
 def confusion_figure(confusion: Matrix) -> Figure:
     """What each class was predicted as, in shares of its test examples."""
+    from matplotlib.ticker import PercentFormatter
+
     names, counts = confusion.rows, confusion.counts
     share = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
     side = min(7.5, 3 + 0.3 * len(names))
     figure, axes = _axes((side, side * 0.92))
-    image = axes.imshow(np.ma.masked_equal(share, 0), vmin=0, vmax=1, interpolation="nearest", cmap=_HEAT)
+    image = axes.imshow(np.ma.masked_equal(share, 0), vmin=0, vmax=1, interpolation="nearest", cmap=_heat())
     axes.set(xlabel="predicted as", ylabel="class")
     if len(names) <= _MANY:
         axes.set_xticks(range(len(names)), names, rotation=45, ha="right", parse_math=False)
@@ -213,6 +226,8 @@ def svg(
 
     hover: texts for the points of a line, by the name of its group; cells: of a heat map, row by row.
     """
+    from matplotlib import rc_context
+
     buffer = BytesIO()
     # Names inside are made from the salt: two figures of a page must not share them.
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": title}):

@@ -207,7 +207,8 @@ class StageRun:
         def inherits(name: str) -> bool:
             return self.settings.head_init == "previous" or not name.startswith("personal.head.")
 
-        return ClientStates(self.run.folder / f"clients-{self.number}", count, shapes, slots, earlier, inherits)
+        folder, durable = self.run.folder / f"clients-{self.number}", self.run.directory.path is not None
+        return ClientStates(folder, count, shapes, slots, earlier, inherits, durable)
 
     def _source(self) -> Any:
         """What clients read here: examples where the backbone changes, features where it does not."""

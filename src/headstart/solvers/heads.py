@@ -27,7 +27,7 @@ from headstart.solvers.objective import LocalResult, Objective, learning_rate
 
 # What a stack reads and writes in a step: about the second cache of a core.
 _STACK_BYTES = 1 << 20
-# Batches are padded to a multiple of so many examples, so that clients of about the same size share a stack.
+# Where several heads fit, batches are padded to a multiple of so many examples: clients of like sizes share a stack.
 _PADDING = 8
 
 Values = npt.NDArray[np.float32]
@@ -36,8 +36,9 @@ Stacked = dict[str, Values]
 Who = slice | Ints
 """Which clients of a cohort; of a slice, arrays are views."""
 Batch = tuple[Values, Ints, Values]
-"""Features [m, B, d], where each example's own class is among the scores [m, C, B], and its share of the mean loss
-[m, 1, B]."""
+"""Features [m, B, d], labels [m, B], and the share of each example in the mean loss [m, 1, B]."""
+Stack = tuple[Who, Ints, tuple[int, ...]]
+"""Clients [m], their batches [m, S, B] as places in the cohort's examples, padded with -1, and the width of each."""
 
 
 class HeadSolver:
@@ -50,15 +51,15 @@ class HeadSolver:
         """start: stacked parameters [M, …] of the heads."""
         plans = batches(cohort, self.stage, round, self.seed, objective)
         params = {name: value.numpy().copy() for name, value in start.items()}
-        velocity = {name: np.zeros(value.shape, np.float32) for name, value in params.items()}
-        velocity |= {name: value.numpy().copy() for name, value in (objective.velocity or {}).items()}
+        given = objective.velocity or {}
+        velocity = {n: given[n].numpy() if n in given else np.zeros(v.shape, np.float32) for n, v in params.items()}
         moves = self.trained if objective.trains is None else objective.trains & self.trained
         steps, rate = np.zeros(len(plans), np.int64), learning_rate(self.stage, round)
 
-        def train(stack: tuple[Who, Ints]) -> None:
-            who, plan = stack
+        def train(stack: Stack) -> None:
+            who, plan, widths = stack
             heads = _Heads(self.stage, objective, objective.centre or start, params, velocity, moves, who)
-            steps[who] = heads.descend(cohort, plan, rate)
+            steps[who] = heads.descend(_read(cohort, plan, widths, self.stage), len(widths), rate)
             if not isinstance(who, slice):
                 for everybody, theirs in ((params, heads.params), (velocity, heads.velocity)):
                     for name, value in theirs.items():
@@ -98,11 +99,9 @@ class _Heads:
             else {}
         )
 
-    def descend(self, cohort: Cohort, plan: Ints, rate: float) -> int:
-        """Take the steps of a plan [m, S, B]; returns how many there were."""
-        pairs = self.inner is not None
-        count = plan.shape[1] // 2 if pairs else plan.shape[1]
-        read = _read(cohort, plan, self.params["head.bias"].shape[1], self.stage.known_temperature)
+    def descend(self, read: Iterator[Batch], count: int, rate: float) -> int:
+        """Take a step on each of so many batches, or on each pair of them; returns how many steps there were."""
+        count = count if self.inner is None else count // 2
         with np.errstate(all="ignore"):  # what diverges is refused where it arrives
             for _, batch in zip(range(count), read, strict=False):
                 origin = self.params
@@ -117,7 +116,7 @@ class _Heads:
 
     def _gradients(self, batch: Batch) -> Stacked:
         """Of each client's objective on its batch."""
-        features, places, share = batch
+        features, labels, share = batch
         values, inputs = features.transpose(0, 2, 1), list[Values]()
         for layer in self.layers:
             inputs.append(values)
@@ -125,7 +124,8 @@ class _Heads:
             values += self.params[f"{layer}.bias"][:, :, None]
             values = values if layer == "head" else np.maximum(values, 0, out=values)
         error = _softmax(values, self.stage.known_temperature)
-        error.reshape(-1)[places] -= 1
+        clients, classes, width = error.shape
+        error.reshape(-1)[(classes * np.arange(clients)[:, None] + labels) * width + np.arange(width)] -= 1
         error *= share
         gradients = {}
         for layer, given in zip(reversed(self.layers), reversed(inputs), strict=True):
@@ -166,14 +166,12 @@ class _Heads:
         return velocity
 
 
-def _read(cohort: Cohort, plan: Ints, classes: int, temperature: float) -> Iterator[Batch]:
+def _read(cohort: Cohort, plan: Ints, widths: tuple[int, ...], stage: Training) -> Iterator[Batch]:
     """The batches of a plan [m, S, B], one after the other in the same memory."""
     source, clients = cohort.features, len(plan)
     present, place = plan >= 0, np.maximum(plan, 0)
-    rows, first = cohort.rows[place], cohort.labels[place] + classes * np.arange(clients)[:, None, None]
-    counts = present.sum(axis=2)  # [m, S]
-    shares = (present / (temperature * counts[:, :, None])).astype(np.float32)
-    widths = _padded(counts.max(axis=0, initial=0)).tolist()
+    rows, labels = cohort.rows[place], cohort.labels[place]
+    shares = (present / (stage.known_temperature * present.sum(axis=2, keepdims=True))).astype(np.float32)
     memory = np.empty((clients * max(widths, default=0), source.shape[1]), np.float32)
     for step, width in enumerate(widths):
         features, chosen = memory[: clients * width], rows[:, step, :width].reshape(-1)
@@ -181,20 +179,23 @@ def _read(cohort: Cohort, plan: Ints, classes: int, temperature: float) -> Itera
             np.take(source, chosen, axis=0, out=features, mode="clip")  # checked indices would be copied once more
         else:
             features[...] = source[chosen]
-        places = first[:, step, :width] * width + np.arange(width)
-        yield features.reshape(clients, width, -1), places.reshape(-1), shares[:, None, step, :width]
+        yield features.reshape(clients, width, -1), labels[:, step, :width], shares[:, None, step, :width]
 
 
-def _stacks(plans: Sequence[Ints], dim: int, size: int, threads: int) -> Iterator[tuple[Who, Ints]]:
-    """Clients with batches of the same padded widths, and their batches [m, S, B]; size: of a head, in numbers."""
+def _stacks(plans: Sequence[Ints], dim: int, size: int, threads: int) -> Iterator[Stack]:
+    """Clients with batches of the same padded widths; size: of a head, in numbers."""
     alike = dict[tuple[int, ...], list[int]]()
+
+    def fitting(widest: int) -> int:
+        return _STACK_BYTES // (4 * (widest * dim + size))
+
     for client, plan in enumerate(plans):
         counts = (plan >= 0).sum(axis=1)
-        alike.setdefault(tuple(_padded(counts[counts > 0]).tolist()), []).append(client)
+        multiple = _PADDING if fitting(counts.max(initial=0)) > 1 else 1
+        alike.setdefault(tuple((-(-counts[counts > 0] // multiple) * multiple).tolist()), []).append(client)
     for widths, members in alike.items():
         widest = max(widths, default=0)
-        most = max(1, _STACK_BYTES // (4 * (widest * dim + size)))
-        most = min(most, -(-len(members) // threads))
+        most = max(1, min(fitting(widest), -(-len(members) // threads)))
         for start in range(0, len(members), most):
             who = np.array(members[start : start + most])
             stack = np.full((len(who), len(widths), widest), -1, np.int64)
@@ -202,14 +203,10 @@ def _stacks(plans: Sequence[Ints], dim: int, size: int, threads: int) -> Iterato
                 plan = plans[client][: len(widths), :widest]
                 row[:, : plan.shape[1]] = plan
             together = who[-1] - who[0] == len(who) - 1
-            yield (slice(int(who[0]), int(who[-1]) + 1) if together else who), stack
+            yield (slice(int(who[0]), int(who[-1]) + 1) if together else who), stack, widths
 
 
-def _padded(counts: Ints) -> Ints:
-    return -(-counts // _PADDING) * _PADDING
-
-
-def _in_parallel(work: Callable[[tuple[Who, Ints]], None], stacks: list[tuple[Who, Ints]], threads: int) -> None:
+def _in_parallel(work: Callable[[Stack], None], stacks: list[Stack], threads: int) -> None:
     """Every stack on one thread, matrix products included."""
     with _libraries().limit(limits=1, user_api="blas"):
         if min(threads, len(stacks)) == 1:

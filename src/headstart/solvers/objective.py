@@ -27,7 +27,7 @@ class Objective:
     correction: Mapping[str, Any] | None = None
     """Added to the gradient at every step [M, …]."""
     velocity: Mapping[str, Any] | None = None
-    """The velocity to start with; zero where it is None."""
+    """The velocity to start with, which may be moved in place; zero where it is None."""
     centre: Mapping[str, Any] | None = None
     """The centre of the proximal term; the start where it is None."""
     trains: frozenset[str] | None = None
