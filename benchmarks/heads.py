@@ -1,9 +1,10 @@
 """Heads by what clients tell: bytes against accuracy, from FedNCM to Fed3R, with clients that differ and that do not.
 
     python -m benchmarks.heads extract [NAME …]    features, once: HEADSTART_DATA/features-NAME.npz
-    python -m benchmarks heads                     the tables and the picture, of the features that are there
+    python -m benchmarks heads                     the tables, of the features that are there
     python -m benchmarks.heads tables [NAME …]     the tables of these alone
-    python -m benchmarks.heads picture             four or five clients of each alone, and the picture
+    python -m benchmarks.heads few [NAME …]        four or five clients of each alone
+    python -m benchmarks.heads picture             the picture, from the tables of RESULTS.md
 
 Of a name that ends in "-sites", every image is seen through one of five devices (as it is, dark, blurred, of low
 contrast, grey), drawn at random and kept: clients belong to one device each, and the test has all five. PACS has four
@@ -25,6 +26,7 @@ from matplotlib.ticker import FormatStrFormatter, NullFormatter
 from PIL import Image, ImageEnhance, ImageFilter
 
 from benchmarks.common import SHARED, show
+from benchmarks.pictures import tables
 from headstart.core.directions import sent_directions
 from headstart.core.files import write_atomically
 from headstart.core.statistics import message_nbytes
@@ -201,11 +203,27 @@ def main(names: Iterable[str] = SETS, few: bool = False) -> None:
         if key in pictures:
             cells = [(title, f"{mb:.3f}", f"{score:.1f}") for title, (score, mb, _) in pictures[key].items()]
             show(f"Bytes against accuracy: {key[0]}, {key[1]} clients", ("head", "MB up", "accuracy"), cells)
-    if names is SETS:
-        draw({key: found for key, found in pictures.items() if key[1] in (4, 5)})
 
 
-def draw(pictures: dict[tuple[str, int], dict[str, tuple[float, float, float]]]) -> None:
+def picture() -> None:
+    """The accuracies of the tables of RESULTS.md against the bytes of such clients."""
+    rows = [row for table in tables("Heads by what clients tell") for row in table if "share of the means" in row]
+    pictures: dict[tuple[str, int], dict[str, tuple[float, float]]] = {}
+    for row in (row for row in rows if row["clients"] in ("4", "5")):
+        name, clients = row["features"], int(row["clients"])
+        data = features(name)
+        train = data["split"] == 0
+        y, dim = data["y"][train], data["X"].shape[1]
+        owners = dealt(y, data["domain"][train], clients, 0)
+        pictures[name, clients] = {
+            title: (float(row[title]), bytes_up(head, y, owners, dim) / 1e6)
+            for title, head in HEADS.items()
+            if row[title]
+        }
+    draw(pictures)
+
+
+def draw(pictures: dict[tuple[str, int], dict[str, tuple[float, float]]]) -> None:
     """Accuracy against megabytes, a panel for each data set."""
     columns = min(4, len(pictures))
     figure = Figure(figsize=(3.2 * columns, 2.8 * -(-len(pictures) // columns) + 0.5), layout="constrained")
@@ -214,8 +232,8 @@ def draw(pictures: dict[tuple[str, int], dict[str, tuple[float, float, float]]])
         axis.remove()
     for axis, ((name, clients), found) in zip(axes, pictures.items(), strict=False):
         told = [found[title] for title in ("auto", "rank 4", "rank 16", "rank 64") if title in found]
-        axis.plot([mb for _, mb, _ in told], [score for score, _, _ in told], color="0.6", zorder=1)
-        for title, (score, mb, _) in found.items():
+        axis.plot([mb for _, mb in told], [score for score, _ in told], color="0.6", zorder=1)
+        for title, (score, mb) in found.items():
             if title != "trace":  # as many bytes as "auto"
                 axis.scatter(mb, score, s=24, zorder=2, label=title)
         axis.set(xscale="log", xlabel="MB up", ylabel="accuracy, %")
@@ -228,8 +246,10 @@ def draw(pictures: dict[tuple[str, int], dict[str, tuple[float, float, float]]])
 
 
 if __name__ == "__main__":
-    if sys.argv[1] in ("tables", "picture"):
-        main(sys.argv[2:] or SETS, sys.argv[1] == "picture")
+    if sys.argv[1] in ("tables", "few"):
+        main(sys.argv[2:] or SETS, sys.argv[1] == "few")
+    elif sys.argv[1] == "picture":
+        picture()
     else:
         for name in sys.argv[2:] or SETS:
             extract(name)

@@ -255,7 +255,7 @@ def small(table: dict[str, Any]) -> dict[str, Any]:
         table["model"] = {"backbone": "conv4", "weights": "random"}  # the Gram matrix of 1,280 features is large
     for stage in table["stages"]:
         limits = {"rounds": 2, "epochs": 2, "local_epochs": 1, "local_steps": 2, "head_epochs": 1, "warmup_rounds": 1}
-        limits |= {"clients_per_round": 3, "evaluate_every": 1, "secure_group": 3}
+        limits |= {"clients_per_round": 3, "evaluate_every": 1, "secure_group": 3, "buffer": 3}
         stage |= {key: min(stage[key], limit) for key, limit in limits.items() if key in stage}
         kind = STAGES[stage["method"]]
         if "rounds" in kind.model_fields and not issubclass(kind, ClosedFormStage):

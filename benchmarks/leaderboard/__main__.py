@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import numpy as np
@@ -35,8 +36,8 @@ SETS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "ag_news": ("MiniLM-L6", MINILM, {"train_examples": 4000, "test_examples": 1900}),
     "trec": ("MiniLM-L6", MINILM, {}),
 }
-VALIDATION, ALPHAS = 0.2, ("0.05", "0.5", "100.0")
-TITLES = {"closed-form": "", "trained": " from zeros", "fedcof-trained": " from FedCOF's head"}
+VALIDATION, ALPHAS = 0.2, ("0.05", "0.5", "100")
+TITLES = {"closed-form": "", "trained": " from a random head", "fedcof-trained": " from FedCOF's head"}
 
 
 def features(name: str) -> None:
@@ -79,14 +80,19 @@ def run(name: str) -> None:
 
 
 def results() -> dict[str, list[dict[str, str]]]:
-    """The last stage of every row of every comparison that is finished."""
+    """The last stage of every row of every comparison that is finished, with the bytes of the stages before it."""
     found = {}
     for name in SETS:
         if (RUNS / name / "compare.csv").is_file():
             with (RUNS / name / "compare.csv").open(newline="", encoding="utf-8") as file:
                 rows = list(csv.DictReader(file))
-            last = {(row["recipe"], row["method"], row["alpha"], row.get("lr")): row for row in rows}
-            found[name] = [row for row in last.values() if row["recipe"] != "fedcof-trained" or row["stage"] == "1"]
+            last = list[dict[str, str]]()
+            for row in rows:
+                if row["stage"] != "0":
+                    before = last.pop()
+                    row |= {key: str(float(row[key]) + float(before[key])) for key in ("bytes_up", "bytes_down")}
+                last.append(row)
+            found[name] = last
     return found
 
 
@@ -105,18 +111,18 @@ def tables(found: dict[str, list[dict[str, str]]]) -> str:
                 f"{100 * float(row['accuracy_mean']):.1f} ± {100 * float(row['accuracy_std']):.1f}" for row in mine
             ]
             rates = ", ".join(filter(None, (row.get("lr") for row in mine)))
-            sent = [human_bytes(np.mean([float(row[key]) for row in mine])) for key in ("bytes_up", "bytes_down")]
+            sent = [human_bytes(mean(float(row[key]) for row in mine)) for key in ("bytes_up", "bytes_down")]
             lines.append([title, *cells, *sent, mine[0]["rounds"].split(".")[0], rates])
         lines.sort(key=lambda line: -float(line[1].split()[0]))
-        columns = ("method", *(f"α = {a.removesuffix('.0')}" for a in ALPHAS), "up", "down", "rounds", "lr by α")
+        columns = ("method", *(f"α = {a}" for a in ALPHAS), "up", "down", "rounds", "lr by α")
         parts.append(f"## {name}, {SETS[name][0]}\n\n{markdown(columns, lines)}")
     return "\n".join(parts)
 
 
 def draw(found: dict[str, list[dict[str, str]]], path: Path) -> None:
     """Accuracy at α = 0.05 against bytes up, a panel for each data set."""
-    columns = min(4, len(found))
-    figure = Figure(figsize=(3.2 * columns, 2.8 * -(-len(found) // columns) + 0.9), layout="constrained")
+    columns = min(3, len(found))
+    figure = Figure(figsize=(10, 2.8 * -(-len(found) // columns) + 1.1), layout="constrained")
     axes = np.atleast_1d(figure.subplots(-(-len(found) // columns), columns)).ravel()
     for axis in axes[len(found) :]:
         axis.remove()
@@ -126,7 +132,7 @@ def draw(found: dict[str, list[dict[str, str]]], path: Path) -> None:
             point = float(row["bytes_up"]) / 1e6, 100 * float(row["accuracy_mean"])
             axis.scatter(*point, s=30, marker=marker, label=titled(row))
         axis.set(xscale="log", xlabel="MB up", ylabel="accuracy, %", title=name)
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=8)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8)
     write_atomically(path, lambda temporary: figure.savefig(temporary, dpi=100, facecolor="white"))
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from headstart.config.recipe import Clients, Recipe
 from headstart.core.ledger import Ledger
@@ -20,9 +21,11 @@ from headstart.heads import LinearHead
 from headstart.records import Record
 from headstart.records.record import curves, grouped
 from headstart.report.page import write_figures
+from headstart.report.tables import remarks
 from headstart.runner import run
 from headstart.runner.dry_run import dry_run
 from tests.helpers import Bench, cohort_of, context_of
+from tests.runner.test_dry_run import images, tiny
 
 HEAD = {"method": "fedavg", "train": "head", "rounds": 3, "lr": 0.01, "batch_size": 20}
 HOUR = 3600.0
@@ -127,6 +130,7 @@ def test_a_clock_changes_no_model_and_adds_up_the_slowest_of_each_round(tmp_path
     (curve,) = curves(grouped([record]))
     assert curve.costs["simulated_seconds"][-1] == pytest.approx(expected, abs=2e-3)
     assert (np.diff(curve.costs["simulated_seconds"]) > 0).all()
+    assert f"fedavg: simulated time: {expected:,.0f} s ({expected / 3600:,.2f} h)" in remarks(summary["stages"][0])
     names = write_figures(tmp_path / "figures", [record])
     assert "accuracy-by-simulated-seconds.svg" in names
     assert not any("simulated" in name for name in write_figures(tmp_path / "more", [Record.read(tmp_path / "plain")]))
@@ -185,6 +189,25 @@ def test_a_buffer_for_everybody_is_fedavg(tmp_path: Path, method: dict[str, Any]
     assert buffered["simulated_seconds"] == pytest.approx(plain["simulated_seconds"], abs=2e-3)
 
 
+@pytest.mark.parametrize("keys", [{"buffer": 3}, {"over_selection": 0.01}], ids=["buffer", "over-selection"])
+def test_updates_that_are_held_are_not_the_next_clients(tmp_path: Path, keys: dict[str, Any]) -> None:
+    """A backbone trains for one client after the other in the same memory, its statistics and personal heads too."""
+    stage = {"method": "fedper", "train": "all", "rounds": 2, "lr": 0.05, "batch_size": 8, "augment": "none"}
+    table = images(tiny(tmp_path / "resnet", "resnet"), stage).model_dump(mode="json", exclude_none=True)
+    for name, more in (("plain", {}), ("held", keys)):
+        timed = {**table, "tasks": [], "clients": {"speed_spread": 1.0}, "stages": [stage | more]}
+        summary = run(Recipe.parse(timed), tmp_path / name).summary
+        assert not summary["stages"][0]["dropped"]
+        assert summary["simulated_seconds"] > 0
+    plain, held = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("plain", "held"))
+    assert any(name.endswith("running_var") for name in plain)
+    mine = [(tmp_path / name / "checkpoint/clients-0/personal.bin").read_bytes() for name in ("plain", "held")]
+    assert mine[0] == mine[1]
+    assert any(mine[0])
+    for name, array in plain.items():
+        np.testing.assert_array_equal(held[name], array, err_msg=name)
+
+
 def test_updates_count_by_their_age(tmp_path: Path) -> None:
     """Of three clients, whose replies take 1, 2 and 4 of some time, each reply is a step. By hand: client 0 replies at
     1; at 2 it replies again, and client 1 with an update of the first model: two steps old, it counts for 3^-½ of
@@ -205,7 +228,7 @@ def test_updates_count_by_their_age(tmp_path: Path) -> None:
 
     def note(round: int, state: Any) -> None:
         models.append(state.params)
-        who.append([client for client, up, _ in ledger.latest if up])
+        who.append([client for client, _, _ in ledger.latest])
 
     play_rounds(server, clients, Costs(ledger, np.zeros(3, np.int64), True, clock), (0, 0), note)
     assert who == [[0], [0], [1]] * 2 + [[2]]

@@ -244,9 +244,10 @@ def test_modules_of_several_tasks_are_the_same_on_flower(tmp_path: Path) -> None
 
 
 @pytest.mark.minutes
-def test_sparse_priming_and_scalars_are_the_same_on_flower(tmp_path: Path) -> None:
+def test_factors_and_scalars_are_the_same_on_flower(tmp_path: Path) -> None:
     data = {"dataset": texts(tmp_path / "texts.csv", ("wet", "good"), 0), "partition": {"kind": "iid", "clients": 2}}
     module = {"train": "lora", "rank": 2, "blocks": 1, "batch_size": 4}
+    again = {**module, "rounds": 2, "lr": 0.05, "start": "pretrained"}
     recipe = Recipe.parse(
         {
             "data": data,
@@ -254,6 +255,7 @@ def test_sparse_priming_and_scalars_are_the_same_on_flower(tmp_path: Path) -> No
             "stages": [
                 {**module, "method": "slora", "rounds": 2, "priming": 0.5, "lr": 0.05},
                 {**module, "method": "fedmezo", "rounds": 3, "clients_per_round": 1, "start": "pretrained"},
+                *({**again, "method": method} for method in ("fedex-lora", "flexlora", "fedsa-lora")),
             ],
         }
     )
@@ -265,12 +267,13 @@ def test_sparse_priming_and_scalars_are_the_same_on_flower(tmp_path: Path) -> No
 @pytest.mark.minutes
 def test_models_that_speak_are_the_same_on_flower(tmp_path: Path) -> None:
     lora = {"method": "fedavg", "train": "lora", "rank": 2, "lr": 0.1, "rounds": 2, "optimiser": "adamw"}
-    mezo = {"method": "fedmezo", "train": "norms", "lr": 0.01, "rounds": 2, "start": "pretrained"}
+    mezo = {"method": "fedmezo", "train": "norms", "blocks": 0, "lr": 0.01, "rounds": 2, "start": "pretrained"}
+    prefix = {**mezo, "method": "fedavg", "train": "prefix", "tokens": 2, "blocks": None}
     chooses = choice_of(tmp_path, LONG, **lora).model_dump(mode="json", exclude_none=True)
     (tmp_path / "pairs").mkdir()
     generates = completions_of(tmp_path / "pairs", **lora)
     for name, table in (("choose", chooses), ("generate", generates)):
-        recipe = Recipe.parse(table | {"tasks": [], "stages": [*table["stages"], mezo]})
+        recipe = Recipe.parse(table | {"tasks": [], "stages": [*table["stages"], mezo, prefix]})
         run(recipe, tmp_path / name / "here")
         simulate(recipe, tmp_path / name / "there")
         assert_same(tmp_path / name / "here", tmp_path / name / "there", costs=False)

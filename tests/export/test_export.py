@@ -447,8 +447,7 @@ def test_texts_are_shown_as_they_are(
 
 
 def snippet(folder: Path, language: str) -> str:
-    (block,) = re.findall(rf"```{language}\n(.*?)```", (folder / "README.md").read_text(), flags=re.DOTALL)
-    return str(block)
+    return "".join(re.findall(rf"```{language}\n(.*?)```", (folder / "README.md").read_text(), flags=re.DOTALL))
 
 
 def loaded(folder: Path) -> dict[str, Any]:

@@ -128,6 +128,9 @@ def test_the_readme_ends_with_a_prediction(
     ((_, label, _),) = Model.load(lora).predict([tmp_path / "texts.txt"]).best()
     export(lora, tmp_path / "out", merge=merge)
     capsys.readouterr()
+    first = (tmp_path / "out" / "README.md").read_text().split("```")[1]
+    assert "headstart" not in first
+    assert "print(" in first
     loaded(tmp_path / "out")
     assert f"'{label}'" in capsys.readouterr().out.strip().splitlines()[-1]
 

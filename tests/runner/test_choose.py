@@ -111,7 +111,7 @@ def test_fedmezo_is_mezo_on_the_pooled_data(
         assert (found[name] - start[name]).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("train", ["all", "norms", "lora"])
+@pytest.mark.parametrize("train", ["all", "norms", "lora", "prefix"])
 def test_a_log_gives_the_model_again_to_the_bit(train: str, tmp_path: Path) -> None:
     recipe = recipe_of(tmp_path, LONG, train=train, num_directions=2)
     run(recipe, tmp_path / "run")

@@ -37,7 +37,7 @@ def test_of_own_examples() -> None:
 
 
 def test_of_shared_examples_by_a_clients_classes() -> None:
-    counts = np.array([[3, 0, 5, 0], [1, 1, 1, 1]])
+    counts = np.array([[3, 0, 5, 0], [1, 1, 1, 1], [7, 1, 0, 2]])
     found = of_classes(SCORES, LABELS, counts)
     answers, sizes = SCORES.argmax(axis=1), np.bincount(LABELS)
     for client, held in enumerate(counts):
@@ -47,12 +47,21 @@ def test_of_shared_examples_by_a_clients_classes() -> None:
         assert found["macro_f1"][client] == pytest.approx(expected)
         recalls = [np.mean(answers[LABELS == label] == label) for label in np.flatnonzero(held)]
         assert found["balanced_accuracy"][client] == pytest.approx(np.mean(recalls))
+        areas = [
+            roc_auc_score(LABELS[mine] == label, shares(SCORES[mine])[:, label], sample_weight=weights)
+            for label in np.flatnonzero(held)
+        ]
+        assert found["roc_auc"][client] == pytest.approx(np.mean(areas) if len(areas) > 1 else np.nan, nan_ok=True)
 
 
 def test_ties_and_single_classes() -> None:
     tied = np.zeros((6, 2), np.float32)
     assert roc_auc(tied, np.array([0, 1, 0, 1, 0, 1])) == 0.5
     assert roc_auc(tied, np.zeros(6, int)) is None
+    labels = np.array([0, 1, 0, 1, 0, 1])
+    np.testing.assert_array_equal(
+        of_classes(tied, labels, np.array([[1, 1], [3, 1], [2, 0]]))["roc_auc"], [0.5, 0.5, np.nan]
+    )
 
 
 @pytest.mark.parametrize("test", ["follow", "shared"])
@@ -67,7 +76,8 @@ def test_clients_have_them_in_their_table(test: str, tmp_path: Path, no_report: 
     assert all(0 < float(row["balanced_accuracy"]) <= 1 for row in rows)
     owners, dataset = result.federation.test_owners, result.federation.dataset
     if owners is None:
-        assert {row["test_examples"] + row["roc_auc"] for row in rows} == {""}
+        assert {row["test_examples"] for row in rows} == {""}
+        assert all(0.5 < float(row["roc_auc"]) <= 1 for row in rows)
         return
     answers = result.head.scores(dataset.test.features()).argmax(axis=1)
     for client, row in enumerate(rows):

@@ -55,12 +55,25 @@ def test_the_table_is_numbers_and_no_two_columns_have_one_name(compared: tuple[C
     assert table["bytes_up"].tolist() == pytest.approx([float(row[columns.index("bytes_up")]) for row in rows])
 
 
-def test_a_key_that_is_a_column_already_is_called_by_its_path(no_report: None) -> None:
-    stages = [{"method": ["fedncm", "fedcof"]}]
+def test_methods_that_are_listed_are_one_column(no_report: None) -> None:
     data = {"dataset": "digits", "partition": {"kind": "iid", "clients": 3}}
-    found = headstart.compare({"data": data, "model": {"backbone": "features"}, "stages": stages})
-    table = found.to_frame()
-    assert table["stages.0.method"].tolist() == table["method"].tolist() == ["fedncm", "fedcof"]
+    table = {"seed": [0, 1], "data": data, "model": {"backbone": "features"}}
+    found = headstart.compare({**table, "stages": [{"method": ["fedncm", "fedcof"]}]})
+    assert found.to_frame().columns[:3].tolist() == ["stage", "method", "runs"]
+    assert found.to_frame()["method"].tolist() == ["fedncm", "fedcof"]
+    assert {(each["best"], each["other"]) for each in found.tests()} == {("fedcof", "fedncm")}
+    stages = [{"method": "fedncm"}, {"method": "fedcof"}, {"method": "fedcof", "rank": 4}]
+    recipes = [headstart.Recipe.parse({**table, "seed": 0, "stages": [stage]}) for stage in stages]
+    records = [Record(Path(), recipe, [], None) for recipe in recipes]
+    assert [group.label for group in grouped(records)] == [
+        "run: method fedncm", "run: method fedcof, rank 0", "run: method fedcof, rank 4",
+    ]  # fmt: skip
+    # Of several stages, which one a method is of has to be said.
+    two = {**table, "seed": 0, "stages": [{"method": ["fedncm", "fedcof"]}, {"method": "fed3r"}]}
+    frame = headstart.compare(two).to_frame()
+    assert frame[["stages.0.method", "method"]].to_numpy().tolist() == [
+        ["fedncm", "fedncm"], ["fedncm", "fed3r"], ["fedcof", "fedcof"], ["fedcof", "fed3r"],
+    ]  # fmt: skip
 
 
 def test_methods_meet_settings_and_the_best_is_bold(compared: tuple[Comparison, Path]) -> None:
@@ -160,9 +173,9 @@ def test_values_are_chosen_on_the_validation_split_and_not_on_the_test(no_report
     x = np.column_stack([2.0 * y - 1, rng.normal(size=300)]).astype(np.float32)
     splits = np.repeat([0, 1, 2], 100)
     data = {"X": x, "y": np.where(splits == 1, 1 - y, y), "split": splits}
-    trained = {"method": ["fedavg", "fedprox"], "rounds": 2, "lr": [1.0, 1e-9], "head_init": "random"}
+    trained = {"method": ["fedavg", "fedprox"], "train": "head", "rounds": 2, "lr": [1.0, 1e-9]}
     federation = {"partition": {"kind": "dirichlet", "clients": 3, "alpha": 10.0}}
-    recipe = {"seed": [0, 1], "data": federation, "stages": [trained]}
+    recipe = {"seed": [0, 1], "data": federation, "model": {"backbone": "features"}, "stages": [trained]}
     everything = headstart.compare(recipe, data=data)
     scores = {row.values["lr"]: mean(s["accuracy"] for s in row.stages.values()) for row in everything.rows}
     assert scores[1.0] > scores[1e-9] + 0.2
@@ -172,8 +185,8 @@ def test_values_are_chosen_on_the_validation_split_and_not_on_the_test(no_report
     assert [(row.method, row.values.get("lr"), len(row.stages)) for row in found.rows] == [
         ("fedavg", 1e-9, 2), ("fedprox", 1e-9, 2), ("fedncm", None, 2)
     ]  # fmt: skip
-    assert found.pivot()[0][:2] == ["recipe", "method"]
-    with pytest.raises(HeadstartError, match="no recipe lists values of momentum; they list method, lr"):
+    assert found.pivot()[0][:3] == ["recipe", "stages.0.method", "method"]
+    with pytest.raises(HeadstartError, match=r"values of momentum; they list stages\.0\.method, lr"):
         headstart.compare(recipe, data=data, choose=["momentum"])
     kept = {key: value[splits != 1] for key, value in data.items()}
     with pytest.raises(HeadstartError, match="has no accuracy on a validation split"):

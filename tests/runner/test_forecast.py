@@ -60,8 +60,8 @@ def test_a_round_that_asks_everybody_waits_until_everybody_was_there() -> None:
 def test_simulated_time_is_the_plans(keys: dict[str, Any]) -> None:
     """Of eight clients that are equally fast, a buffer of two is full four times in the time of a reply."""
     stage = {name: value for name, value in TRAINED.items() if name != "participation"} | {"clients_per_round": 8}
-    recipe = digits(16, stage | keys).model_dump(mode="json", exclude_none=True) | {"tasks": []}
-    timed = Recipe.parse(recipe | {"clients": {"uplink": 1e5, "downlink": 1e6}})
+    table = digits(16, stage).model_dump(mode="json", exclude_none=True) | {"tasks": [], "stages": [stage | keys]}
+    timed = Recipe.parse(table | {"clients": {"uplink": 1e5, "downlink": 1e6}})
     (planned,) = make_plan(timed, Fleet.of(timed.clients, server_link=1e12)).stages
     (waiting,) = make_plan(digits(16, stage), Fleet.of(timed.clients, server_link=1e12)).stages
     assert planned.round_seconds == pytest.approx(waiting.round_seconds / (4 if keys else 1), rel=0.01)

@@ -250,12 +250,31 @@ def test_completions_are_those_of_transformers_and_of_the_seed(
     assert f"the cat,{chat['the cat']}" in (tmp_path / "said.csv").read_text().replace("\r", "")
 
 
+@pytest.mark.parametrize("test", ["follow", "shared"])
+@pytest.mark.parametrize("method", ["local-only", "fedsa-lora", "ditto"])
+def test_a_personal_model_is_tested_on_its_clients_completions(method: str, test: str, tmp_path: Path) -> None:
+    given = table(tmp_path, method=method)
+    given["data"]["partition"]["test"] = test
+    result = run(Recipe.parse(given), tmp_path / "run")
+    first, *_, last = lines(tmp_path / "run")
+    assert last["loss"] < first["loss"] - 0.1
+    assert last["perplexity"] == pytest.approx(np.exp(last["loss"]))
+    assert last["local_perplexity_std"] > 0  # two models
+    assert first["local_perplexity_std"] == 0 or test == "follow"  # one, on the same completions
+    assert not (tmp_path / "run" / "samples.csv").exists()
+    assert result.summary["stages"][-1]["perplexity"] == last["perplexity"]
+
+
 @pytest.mark.parametrize(
     ("model", "stage", "sentence"),
     [
         ({"prompt": "{text}"}, {}, "model.prompt: with task = 'generate', prompts are in the data; leave it out"),
         ({}, {"method": "fedncm", "train": None}, "stages.0.method: fedncm computes a head, and a model that gener"),
-        ({}, {"method": "ditto"}, "stages.0.method: ditto makes personal models, which task = 'generate' does not"),
+        (
+            {},
+            {"method": "personalise", "update": "all", "train": None, "rounds": None},
+            "stages.0.method: personalise goes",
+        ),
         ({"weights": "random"}, {}, "model.weights: a language model comes with its own; leave it out"),
         ({}, {"keep": "best"}, "stages.0: keep = 'best' and patience go by accuracy, and there is none"),
     ],

@@ -81,6 +81,11 @@ def test_a_summary_tells_when(result: headstart.Result) -> None:
     assert result.summary["total_seconds"] >= result.summary["seconds"]
 
 
+def test_a_finished_run_that_is_resumed_keeps_its_times(tmp_path: Path) -> None:
+    first, again = (headstart.run(TABLE, tmp_path / "run", resume).summary for resume in (False, True))
+    assert all(first[name] == again[name] for name in ("started", "ended", "total_seconds"))
+
+
 def test_the_log_of_a_run_has_every_evaluation(result: headstart.Result) -> None:
     assert result.out is not None
     lines = (result.out / "run.log").read_text().splitlines()

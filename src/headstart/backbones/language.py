@@ -28,7 +28,8 @@ class _After(nn.Module):
     """A causal language model: the log-likelihood of every candidate after a prompt, in one pass.
 
     The prompt is read once. Behind it come the candidates, each without its last token, which nothing follows; none of
-    them sees another one. Candidates of a single token add nothing to the prompt.
+    them sees another one. Candidates of a single token add nothing to the prompt; they are compared with each other
+    alone, since what the rest of the vocabulary takes of them cancels between classes.
     """
 
     def __init__(self, model: Any, candidates: Sequence[Sequence[int]]) -> None:
@@ -49,10 +50,11 @@ class _After(nn.Module):
         given = {"input_ids": inputs, "attention_mask": mask}
         if len(self.tails):
             given = self._packed(inputs, mask, lengths)
-        with read_at(self.encoder, (torch.arange(len(inputs), device=device)[:, None], places)):
-            logits = self.encoder(**given, use_cache=False).logits
         owner, place, token = self.read.to(device)
-        found: Tensor = logits.float().log_softmax(dim=-1)[:, place, token]
+        rows = torch.arange(len(inputs), device=device)[:, None]
+        with read_at(self.encoder, (rows, places)), _among(self.encoder, None if len(self.tails) else token) as order:
+            logits = self.encoder(**given, use_cache=False).logits
+        found: Tensor = logits.float().log_softmax(dim=-1)[:, place, token if order is None else order]
         return found.new_zeros(len(inputs), self.count).index_add(1, owner, found)
 
     def _packed(self, inputs: Tensor, mask: Tensor, lengths: Tensor) -> dict[str, Tensor]:
@@ -149,6 +151,22 @@ def read_at(model: Any, places: Any) -> Iterator[None]:
         yield
     finally:
         handle.remove()
+
+
+@contextmanager
+def _among(model: Any, tokens: Tensor | None) -> Iterator[Tensor | None]:
+    """Inside, the vocabulary is these tokens [C] alone, in the order that it gives [C]; None: all of it."""
+    layer = model.get_output_embeddings()
+    if tokens is None or type(layer) is not nn.Linear:
+        yield None
+        return
+    vars(layer)["forward"] = lambda states: nn.functional.linear(
+        states, layer.weight[tokens], None if layer.bias is None else layer.bias[tokens]
+    )
+    try:
+        yield torch.arange(len(tokens), device=tokens.device)
+    finally:
+        del vars(layer)["forward"]
 
 
 def choice(place: str, model: Model, name: str) -> Backbone:

@@ -139,6 +139,9 @@ def reproduce(
     as_published: Annotated[
         bool, typer.Option("--as-published", help="Closed forms by the papers' own code, too, where it differs.")
     ] = False,
+    mirrored: Annotated[
+        bool, typer.Option("--mirrored", help="With --as-published: half of the training images mirrored, as there.")
+    ] = False,
 ) -> None:
     """The papers' printed figures beside those of a run or of a formula.
 
@@ -162,8 +165,8 @@ def reproduce(
             print(f"about {left / 60:.0f} min left" if left > 90 else f"about {left:.0f} s left", file=sys.stderr)
 
     with interruptible(where, "the same command and"):
-        command = ["headstart reproduce", *(names or []), *(["--as-published"] if as_published else [])]
-        found = reproduce(rows, where, say, as_published, " ".join(command))
+        words = ["headstart reproduce", *(names or []), *["--as-published"] * as_published, *["--mirrored"] * mirrored]
+        found = reproduce(rows, where, say, as_published or mirrored, mirrored, " ".join(words))
     show_table(COLUMNS, [each.cells for each in found])
     print(f"tables: {where} (open {where / 'reproduce.html'}); the page of results: {where / 'results.md'}")
 

@@ -94,10 +94,8 @@ def _headless(stage: Mapping[str, Any], task: Any) -> list[str]:
         problems.append(": a model that answers in words has its own head; leave head_init and head out")
     if kind and kind.trains and "personal" == kind.classifier != kind.representation:
         problems.append(f".method: {stage['method']} gives clients heads of their own, and there are none; use fedavg")
-    elif (
-        kind and task == "generate" and ("personal" in (kind.representation, kind.classifier, kind.lora_b) or kind.twin)
-    ):
-        problems.append(f".method: {stage['method']} makes personal models, which task = 'generate' does not test yet")
+    elif kind and task == "generate" and kind.personalises:
+        problems.append(".method: personalise goes by accuracy, and there is none; use local-only or fedsa-lora")
     if kind and task == "generate" and not kind.trains:
         problems.append(f".method: {stage['method']} computes a head, and a model that generates has none; use fedavg")
     if task == "generate" and (stage.get("keep") == "best" or "patience" in stage):
@@ -206,6 +204,9 @@ def _unlike(stage: Mapping[str, Any], kind: type[Any], train: Any, tasks: bool) 
     more = [each for each in ranks if isinstance(each, int)] if isinstance(ranks, list | tuple) else []
     if isinstance(rank, int) and max(more, default=0) > rank:
         problems.append(f".ranks: {max(more)} is more than the server's {rank}; set rank to it, or more")
+    if train == "prefix":
+        whole = [key for key in ("blocks", "checkpoint_gradients") if stage.get(key)]
+        problems += [f".{key}: a prefix is in the cache of all blocks at once; leave it out" for key in whole]
     if {"batch_share", "batch_size"} <= stage.keys():
         problems.append(": set batch_share or batch_size, not both")
     if stage.get("probe_rounds") and "probe_rounds" in kind.model_fields:

@@ -21,8 +21,9 @@ def tables() -> dict[str, type[BaseModel]]:
     """The tables of a recipe by name; a method names its table of [[stages]]."""
     load_plugins()
     partitions = {f"data.partition.{kind}": table for kind, table in PARTITIONS.items()}
-    fixed: dict[str, type[BaseModel]] = {"recipe": Recipe, "data": Data, "tasks": Task, "model": Model, **partitions}
-    fixed["clients"] = Clients
+    fixed: dict[str, type[BaseModel]] = {
+        "recipe": Recipe, "data": Data, "tasks": Task, "model": Model, "clients": Clients, **partitions,
+    }  # fmt: skip
     return {**fixed, "stages.privacy": Privacy, "stages.count_noise": CountNoise, **STAGES}
 
 

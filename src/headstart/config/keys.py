@@ -23,7 +23,7 @@ from headstart.core.plan import Plan, Role
 from headstart.errors import HeadstartError
 
 Auto = Literal["auto"]
-MODULES = ("lora", "adapter", "vpt")
+MODULES = ("lora", "adapter", "prefix", "vpt")
 
 
 class Table(BaseModel):
@@ -193,7 +193,7 @@ class SamplingKeys(StageKeys):
         return max(3, ceil(self.secure_threshold * clients))
 
 
-Part = Literal["head", "body", "all", "norms", "lora", "adapter", "vpt"]
+Part = Literal["head", "body", "all", "norms", "lora", "adapter", "prefix", "vpt"]
 
 
 class OptimiserKeys(StageKeys):
@@ -286,7 +286,7 @@ class RoundKeys(SamplingKeys, OptimiserKeys):
     train: Part
     """What is trained: the head, on cached features of the frozen backbone; the backbone under a frozen head; both; the
     head and, of the backbone, norms and biases alone; or the head and a small module on a frozen transformer: low-rank
-    updates, adapters, or prompts."""
+    updates, adapters, prompts, or a prefix of keys and values."""
     head: Literal["linear", "mlp"] = "linear"
     """"mlp": two hidden layers of rectified units before the linear one (the FedNCM paper's three-layer head)."""
     hidden: PositiveInt = 256
@@ -319,7 +319,7 @@ class RoundKeys(SamplingKeys, OptimiserKeys):
     bottleneck: PositiveInt = 8
     """Width of adapters."""
     tokens: PositiveInt = 8
-    """Prompts at every block."""
+    """Prompts, or keys and values of a prefix, at every block."""
     blocks: NonNegativeInt | None = None
     """The module, or the norms that train, are those of the last so many blocks, and what comes before is computed once
     (not where images are flipped: set augment to "none"); 0: norms behind the blocks alone; None: all of them."""
@@ -327,9 +327,8 @@ class RoundKeys(SamplingKeys, OptimiserKeys):
     @property
     def module_settings(self) -> dict[str, Any]:
         """What the module is made by, where one is trained."""
-        keys = {"lora": ("rank", "alpha_lora", "targets"), "adapter": ("bottleneck",), "vpt": ("tokens",)}.get(
-            self.train
-        )
+        sizes = {"lora": ("rank", "alpha_lora", "targets"), "adapter": ("bottleneck",)}
+        keys = (sizes | dict.fromkeys(("prefix", "vpt"), ("tokens",))).get(self.train)
         values = {key: getattr(self, key) for key in (*keys, "blocks")} if keys else {}
         if self.train == "lora":
             values["rslora"] = self.rslora or None  # None: not told, as with files from before

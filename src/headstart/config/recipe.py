@@ -308,9 +308,10 @@ class Recipe(Table):
             table.pop("tasks", None)
         return tomli_w.dumps(table)
 
-    def settings(self) -> dict[str, Any]:
-        """Every value under the name that ``--set`` uses, such as stages.0.shrinkage."""
-        return dict(_settings(self.model_dump(mode="json", exclude_none=True, warnings=False)))
+    def settings(self, defaults: bool = True) -> dict[str, Any]:
+        """Every value, or those that are no default, under the name that ``--set`` uses, such as stages.0.shrinkage."""
+        table = self.model_dump(mode="json", exclude_none=True, exclude_defaults=not defaults, warnings=False)
+        return dict(_settings(table))
 
     @property
     def datasets(self) -> str:

@@ -185,7 +185,7 @@ class ZerothOrderStage(Plain, RoundKeys):
     checkpoint_gradients: ClassVar[bool] = False
     norm_statistics: ClassVar[Literal["freeze"]] = "freeze"
     augment: ClassVar[Literal["none"]] = "none"
-    train: Literal["head", "body", "all", "norms", "lora", "adapter"]
+    train: Literal["head", "body", "all", "norms", "lora", "adapter", "prefix"]
     lr: PositiveFloat = 1e-4
     epsilon: PositiveFloat = 1e-3
     """How far a probe goes along a direction, both ways."""

@@ -101,6 +101,9 @@ class Failure:
     """Whether they have lost their state, or what they were sent before."""
 
 
+AnyReply = Reply | GroupReply | Failure
+
+
 def scalars_of(values: Mapping[str, Ints], row: int) -> dict[str, Any]:
     """The scalars of one client of a cohort."""
     return {name: int(value[row]) for name, value in values.items()}

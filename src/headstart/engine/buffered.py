@@ -17,6 +17,7 @@ import numpy as np
 from headstart.core.message import Message
 from headstart.core.reply import Reply
 from headstart.core.seeds import Seed
+from headstart.core.statistics import Ints
 from headstart.engine.clock import Clock
 from headstart.engine.server import Server, drawing_order
 from headstart.errors import MessageError
@@ -39,16 +40,16 @@ class Flight:
     state: dict[str, Any]
     passes: int
     task: int
+    down: int
+    """Bytes that the client was sent."""
 
     @classmethod
-    def of(cls, reply: Reply, round: int, now: float) -> Flight:
+    def of(cls, reply: Reply, round: int, now: float, down: Ints) -> Flight:
         """A reply that will have come when its seconds are over."""
-        (client,), (passes,) = reply.clients.tolist(), reply.forward_passes.tolist()
-        message = reply.message
-        arrives = now + reply.seconds
+        (client,), (passes,), message = reply.clients.tolist(), reply.forward_passes.tolist(), reply.message
         return cls(
-            client, round, arrives, reply.late, dict(message.arrays), dict(message.scalars), dict(reply.state), passes,
-            reply.task,
+            client, round, now + reply.seconds, reply.late, dict(message.arrays), dict(message.scalars),
+            dict(reply.state), passes, reply.task, int(down[client]),
         )  # fmt: skip
 
     def reply(self) -> Reply:
@@ -79,10 +80,12 @@ class BufferedRounds:
         server, ledger, stage = self.server, self.costs.ledger, self.stage
         names, late = server.federation.names, 0
         server.begin(round, stage.buffer)
-        before = ledger.bytes_up.copy(), ledger.bytes_down.copy()
+        ledger.latest = []
         while len(self.buffer) < stage.buffer and late <= len(names):
             flight = self._next(round)
-            self.costs.charge(round, flight.reply())
+            reply = flight.reply()
+            self.costs.charge(round, reply)
+            ledger.latest.append((flight.client, int(reply.bytes_up[0]), flight.down))
             if flight.late:
                 ledger.drop(round, [names[flight.client]], flight.late)
                 late += 1
@@ -95,8 +98,6 @@ class BufferedRounds:
             except MessageError as refusal:
                 ledger.drop(round, [names[client]], str(refusal))
         server.step(round)
-        up, down = ledger.bytes_up - before[0], ledger.bytes_down - before[1]
-        ledger.latest = [(client, int(up[client]), int(down[client])) for client in np.flatnonzero(up + down).tolist()]
         self.buffer.clear()
         self.clients.states.commit()
         server.under_way = Flights(tuple(self.flights[client] for client in sorted(self.flights)))
@@ -136,10 +137,8 @@ class BufferedRounds:
         (request,) = server.requests(round, chosen, ledger.last_round)
         self.costs.charge_request(request)
         down = ledger.bytes_down - before
-        for reply in self.clients.send(request):
-            assert isinstance(reply, Reply)
-            timed = clock.timed(reply, down, self.stage.deadline)
-            self.flights[int(reply.clients[0])] = Flight.of(timed, round, clock.now)
+        for reply in clock.timed(self.clients.send(request), down, self.stage.deadline):
+            self.flights[int(reply.clients[0])] = Flight.of(reply, round, clock.now, down)
 
     def _add(self, flight: Flight, round: int) -> None:
         """Add an update of the buffer to the total, by its age."""

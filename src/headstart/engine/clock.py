@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headstart.config.recipe import Clients
-from headstart.core.reply import Failure, GroupReply, Reply
+from headstart.core.reply import AnyReply, Failure, GroupReply, Reply
 from headstart.core.statistics import Floats, Ints
 from headstart.errors import HeadstartError
 
@@ -103,9 +103,9 @@ class Clock:
 
     def available(self) -> Bools:
         """[K] Whether each client can be asked now."""
-        return self._left() > 0
+        return self.left() > 0
 
-    def _left(self) -> Floats:
+    def left(self) -> Floats:
         """[K] Seconds that each client can still be asked in from now on; 0 where it cannot."""
         left = np.full(len(self.speed), np.inf)
         left[self.owner] = 0.0
@@ -128,55 +128,52 @@ class Clock:
 
     def seconds(self, clients: Ints, down: Ints, up: Ints, passes: Ints) -> Floats:
         """[M] Of replies that take so many bytes and forward passes."""
-        return (
-            np.asarray(sum(reply_seconds(down, passes * self.operations, up, self.rates).values()))
-            / self.speed[clients]
-        )
+        parts = reply_seconds(down, passes * self.operations, up, self.rates)
+        return np.asarray(sum(parts.values())) / self.speed[clients]
 
-    def timed(self, reply: Reply, down: Ints, deadline: float | None) -> Reply:
-        """The reply of one client that starts now: with the seconds until it has come, or until it is given up."""
-        client = int(reply.clients[0])
-        seconds = float(self.seconds(reply.clients, down[reply.clients], reply.bytes_up, reply.forward_passes)[0])
-        left = float(self._left()[client])
-        if deadline is not None and min(seconds, left) > deadline:
-            return replace(reply, seconds=deadline, late=f"late: {seconds:.1f} s, and the deadline is {deadline:g} s")
-        if seconds > left:
-            return replace(reply, seconds=left, late=f"it could not be reached any more after {left:.0f} s")
-        return replace(reply, seconds=seconds)
+    def timed(self, replies: Iterable[AnyReply], down: Ints, deadline: float | None) -> Iterator[Reply]:
+        """Replies of single clients that start now: with the seconds until each has come, or is given up.
 
-    def round(
-        self, replies: Iterable[Reply | GroupReply | Failure], down: Ints, stage: Any, count: int
-    ) -> Iterator[Reply | GroupReply | Failure]:
-        """The replies to a request, of whom the first ``count`` clients count.
-
-        Who is asked once is waited for, however long that takes. down: [K] bytes.
+        down: [K] bytes that clients were sent.
         """
-        if not (stage.trains and stage.communicates) or stage.secure:
-            ends = [0.0]
-            for reply in replies:
-                if not isinstance(reply, Failure):
-                    who = reply.sampled if isinstance(reply, GroupReply) else reply.clients
-                    took = self.seconds(who, down[who], reply.bytes_up, reply.forward_passes)
-                    wait = 0.0 if stage.trains else self.waits(who)
-                    ends.append(float((wait + took).max(initial=0.0)))
-                yield reply
-            self.ends = max(self.ends, self.now + max(ends))
+        left = self.left()
+        for reply in replies:
+            assert isinstance(reply, Reply)
+            (client,) = reply.clients.tolist()
+            took = float(self.seconds(reply.clients, down[reply.clients], reply.bytes_up, reply.forward_passes)[0])
+            seconds, late = took, ""
+            if deadline is not None and min(took, left[client]) > deadline:
+                seconds, late = deadline, f"late: {took:.1f} s, and the deadline is {deadline:g} s"
+            elif took > left[client]:
+                seconds = float(left[client])
+                late = f"it could not be reached any more after {seconds:.0f} s"
+            yield replace(reply, seconds=seconds, late=late)
+
+    def round(self, replies: Iterable[AnyReply], down: Ints, stage: Any, count: int) -> Iterator[AnyReply]:
+        """The replies to a request, of whom the first ``count`` clients count; down: [K] bytes that they were sent."""
+        if stage.secure or not (stage.trains and stage.communicates):
+            yield from self._waited(replies, down, stage)
             return
-        timed = (self.timed(reply, down, stage.deadline) for reply in replies if isinstance(reply, Reply))
-        if not stage.over_selection:
-            end = 0.0
-            for reply in timed:
-                end = max(end, reply.seconds)
-                yield reply
-            self.ends = max(self.ends, self.now + end)
-            return
-        held = list(timed)
-        good = sorted((reply.seconds, int(reply.clients[0])) for reply in held if not reply.late)
-        last = good[count - 1] if len(good) >= count else (max((r.seconds for r in held), default=0.0), len(self.speed))
-        for reply in held:
-            beaten = not reply.late and (reply.seconds, int(reply.clients[0])) > last
-            yield replace(reply, late=f"late: {count} others were faster") if beaten else reply
-        self.ends = max(self.ends, self.now + last[0])
+        timed = self.timed(replies, down, stage.deadline)
+        held = list(timed) if stage.over_selection else None  # who is first is known when all are
+        good = sorted((reply.seconds, int(reply.clients[0])) for reply in held or () if not reply.late)
+        last = good[count - 1] if len(good) >= count else (np.inf, 0)
+        for reply in timed if held is None else held:
+            if not reply.late and (reply.seconds, int(reply.clients[0])) > last:
+                reply = replace(reply, late=f"late: {count} others were faster")
+            self.ends = max(self.ends, self.now + min(reply.seconds, last[0]))
+            yield reply
+
+    def _waited(self, replies: Iterable[AnyReply], down: Ints, stage: Any) -> Iterator[AnyReply]:
+        """Replies of clients that all count; where each is asked once, it is waited for, however long that takes."""
+        for reply in replies:
+            if not isinstance(reply, Failure):
+                who = reply.sampled if isinstance(reply, GroupReply) else reply.clients
+                up = reply.bytes_up * stage.communicates
+                took = self.seconds(who, down[who], up, reply.forward_passes)
+                took += 0.0 if stage.trains else self.waits(who)
+                self.ends = max(self.ends, self.now + float(took.max(initial=0.0)))
+            yield reply
 
 
 def _rows(path: str, names: Sequence[str]) -> list[tuple[int, float | None, float | None, float | None]]:

@@ -20,12 +20,11 @@ from headstart.channel.shared_noise import SharedNoise, survivor_levels
 from headstart.config.stage import ClosedForm, Rounds
 from headstart.core.message import Message
 from headstart.core.metrics import Metrics, Tally, added
-from headstart.core.reply import Failure, GroupReply, Reply
+from headstart.core.reply import AnyReply, Failure, GroupReply, Reply
 from headstart.engine.client_states import ClientStates
 from headstart.engine.flower_messages import count_of, noise_keys, read_reply, reason_of
 from headstart.engine.grid import Nodes
 from headstart.engine.node_stage import WRITTEN, StateLostError
-from headstart.engine.round import AnyReply
 from headstart.engine.server import Bools, Request, check_sum
 from headstart.engine.server_log import Content
 from headstart.engine.setup import StageSetup, digest

@@ -14,13 +14,12 @@ import numpy.typing as npt
 
 from headstart.channel.fixed import check_values, exponents_of, from_fixed, largest_exponents, to_fixed
 from headstart.core.message import Message
-from headstart.core.reply import ClientState, Failure, GroupReply, Reply
+from headstart.core.reply import AnyReply, ClientState, Failure, GroupReply, Reply
 from headstart.core.statistics import Features
 from headstart.data import Federation
 from headstart.engine.client import ClientRuntime
 from headstart.engine.client_states import ClientStates
 from headstart.engine.clock import Clock
-from headstart.engine.round import AnyReply
 from headstart.engine.server import Bools, Request
 from headstart.errors import HeadstartError
 from headstart.solvers.cohort import Cohort

@@ -10,7 +10,7 @@ import numpy as np
 
 from headstart.core.ledger import Ledger
 from headstart.core.progress import progress
-from headstart.core.reply import Failure, GroupReply, Reply
+from headstart.core.reply import AnyReply, Failure, GroupReply, Reply
 from headstart.core.seeds import Seed
 from headstart.core.statistics import Ints
 from headstart.engine.buffered import BufferedRounds
@@ -19,7 +19,6 @@ from headstart.engine.clock import Clock
 from headstart.engine.server import Bools, Request, Server, check_sum, draw
 from headstart.errors import MessageError
 
-AnyReply = Reply | GroupReply | Failure
 AfterRound = Callable[[int, Any], object]
 """Called when a round is over, with its number from 0 and the server's state; what is true ends the stage."""
 

@@ -86,7 +86,7 @@ def _save_body(model: Model, merge: bool, folder: Path) -> str:
         _merge(core)
         module = None
     table = model.recipe.model.model_dump(mode="json", exclude_none=True)
-    files, code, use = [], [], []
+    files, code, use, whole = [], [], [], list[str]()
     is_lora = module is not None and module.kind == "lora"
     if isinstance(core, PreTrainedModel):
         auto = model.auto
@@ -99,8 +99,8 @@ def _save_body(model: Model, merge: bool, folder: Path) -> str:
             code = [f"from transformers import {auto}", f'body = {auto}.from_pretrained("body")']
         if not model.speaks and (module is None or is_lora) and not backbone.by_batch:
             files.append(_save_whole(model, folder / "base" if is_lora else folder, "base/" if is_lora else ""))
-            code += _whole_code(model.kind, is_lora)
-            use = _use_whole(model, is_lora)
+            whole = [*_whole_code(model.kind, is_lora), *_use_whole(model, is_lora)]
+            code = ["body = model.get_base_model().encoder  # of the model above"] if is_lora else code
         if module is not None and is_lora:
             _save_adapter(module, auto if model.speaks else None, model.kind, folder)
             files.append("`adapter_config.json, adapter_model.safetensors`: the LoRA, for peft")
@@ -123,7 +123,7 @@ def _save_body(model: Model, merge: bool, folder: Path) -> str:
         facts = {"module": json.dumps({"kind": module.kind, **module.settings})}
         save_file(arrays, folder / "module.safetensors", metadata=facts)
         files.append(f"`module.safetensors`: the {module.kind} and the head, for headstart predict RUN INPUTS --module")
-    return _readme(model, files, code, table, use)
+    return _readme(model, files, code, table, use, whole)
 
 
 _SAID = {
@@ -143,11 +143,12 @@ def _use_whole(model: Model, is_lora: bool) -> list[str]:
     """Lines that predict with the whole model: of a text, or of an image as the run has read it."""
     if model.kind == "text" and not is_lora:
         return ['print(classify("a text of yours"))']
+    names = "classes = list(model.config.id2label.values())"
     last = f"print({_SAID[model.target].format('model(**batch).logits')})"
     if model.kind == "text":
         load = f'tokenizer = AutoTokenizer.from_pretrained("{"base" if is_lora else "."}")'
         read = 'batch = tokenizer("a text of yours", truncation=True, return_tensors="pt")'
-        return ["from transformers import AutoTokenizer", load, read, last]
+        return ["from transformers import AutoTokenizer", load, read, names, last]
     body: Any = model.store.backbone.body if model.store.backbone else None
     size = model.store.backbone.transform.size if model.store.backbone else 0  # type: ignore[union-attr]
     factor, shift = ([round(float(value), 6) for value in each.flatten()] for each in (body.factor, body.shift))
@@ -156,6 +157,7 @@ def _use_whole(model: Model, is_lora: bool) -> list[str]:
         f"pixels = torch.zeros(1, {size}, {size}, 3)  # yours: an RGB image of this size, from 0 to 255",
         f"pixels = (pixels * torch.tensor({factor}) - torch.tensor({shift})).permute(0, 3, 1, 2)",
         'batch = {"pixel_values": pixels}',
+        names,
         last,
     ]
 
@@ -222,7 +224,7 @@ def _whole_code(kind: str, is_lora: bool) -> list[str]:
     """Lines that load the whole model as ``model``, or as a ``classify`` that reads texts."""
     if is_lora:
         load = 'model = AutoPeftModel.from_pretrained(".", trust_remote_code=True).eval()'
-        return ["from peft import AutoPeftModel", load, "body = model.get_base_model().encoder"]
+        return ["from peft import AutoPeftModel", load]
     if kind == "text":
         load = 'classify = pipeline("text-classification", model=".", trust_remote_code=True, truncation=True)'
         return ["from transformers import pipeline", load]
@@ -243,8 +245,12 @@ def _readme(
     code: list[str],
     table: dict[str, Any] | None = None,
     use: Sequence[str] = (),
+    whole: Sequence[str] = (),
 ) -> str:
-    """What is in the folder, code that loads it and predicts with it, and the model as a table of a recipe."""
+    """What is in the folder, code that loads it and predicts with it, and the model as a table of a recipe.
+
+    whole: code that needs no headstart, where the whole model is a file of other libraries.
+    """
     backbone, width = model.store.backbone, model.width
     reads = f"features [{width}] as they are in the data"
     if backbone is not None:
@@ -270,6 +276,7 @@ def _readme(
         "",
         "From within this folder:",
         "",
+        *(["```python", *whole, "```", "", "Its parts, with headstart:", ""] if whole else ()),
         "```python",
         *code,
         "import json",

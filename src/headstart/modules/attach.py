@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from headstart.backbones import Backbone, Prefix, evaluating, run_body, some, unused
 from headstart.errors import HeadstartError
 from headstart.modules.adapter import adapters
-from headstart.modules.blocks import blocks_of, linear_in, projections_of, widths
+from headstart.modules.blocks import Detachable, blocks_of, linear_in, projections_of, widths
+from headstart.modules.key_values import key_values
 from headstart.modules.lora import lora
 from headstart.modules.mask import masks
 from headstart.modules.prompts import prompts
@@ -23,6 +24,7 @@ _NEEDS = {
     "lora": _LAYERS,
     "mask": _LAYERS,
     "adapter": ("blocks that hand on hidden states of one width", "'lora'"),
+    "prefix": ("a causal language model that can go on from a cache of keys and values", "'lora'"),
     "vpt": ("blocks of one width that take any number of tokens (no rotary positions, no windows)", "'lora'"),
 }
 
@@ -40,7 +42,7 @@ class Attached:
 def attach(kind: str, backbone: Backbone, settings: Mapping[str, Any], seed: int) -> Attached:
     """Put a new module on the body; its parameters depend on the seed alone, and its outputs are the body's own.
 
-    settings: rank, alpha_lora, rslora and targets of LoRA, the bottleneck of adapters, the number of tokens of prompts.
+    settings: rank, alpha_lora, rslora and targets of LoRA, the bottleneck of adapters, tokens of prompts and prefixes.
     ``blocks`` puts the module on so many of the last blocks; None, or nothing, on all.
     """
     blocks = blocks_of(backbone.core)
@@ -59,6 +61,8 @@ def attach(kind: str, backbone: Backbone, settings: Mapping[str, Any], seed: int
             parameters, detach = masks(backbone.body, backbone.core, targets, settings["density"], seed)
         elif kind == "adapter":
             parameters, detach = adapters(backbone.body, blocks, width, settings["bottleneck"])
+        elif kind == "prefix":
+            parameters, detach = _prefix(backbone, settings["tokens"])
         else:
             parameters, detach = prompts(backbone.body, blocks, width, settings["tokens"])
     try:
@@ -98,10 +102,21 @@ def _check(kind: str, backbone: Backbone, parameters: Mapping[str, nn.Parameter]
         if not missed:
             return
         problem = f"the features do not depend on {some(missed)}"
+    raise _unfit(kind, backbone, problem)
+
+
+def _unfit(kind: str, backbone: Backbone, problem: str) -> HeadstartError:
     needs, instead = _NEEDS[kind]
-    raise HeadstartError(
+    return HeadstartError(
         f"{kind} does not work on {backbone.name}: {problem}. It needs {needs}; set train to {instead}, 'all' or 'head'"
     )
+
+
+def _prefix(backbone: Backbone, tokens: int) -> Detachable:
+    try:
+        return key_values(backbone.body, backbone.core, tokens)
+    except (RuntimeError, ValueError, TypeError, IndexError, AttributeError):  # of the body's own code
+        raise _unfit("prefix", backbone, "it has none") from None
 
 
 def depth_of(backbone: Backbone, wanted: int | None, least: int = 0) -> int:

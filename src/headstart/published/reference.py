@@ -1,8 +1,8 @@
 """Closed forms as the papers' own code computes them, where it differs from what the papers describe.
 
-Legate et al. and Goswami et al. mirror each training image with a probability of one half as they read it, once. The
-latter then solve by a pseudo-inverse in float32, whose cut-off (d · 2⁻²³ of the largest singular value) drops small
-directions of Fed3R's Gram matrix; the ridge of 0.01 is far below it.
+Goswami et al. solve by a pseudo-inverse in float32, whose cut-off (d · 2⁻²³ of the largest singular value) drops small
+directions of Fed3R's Gram matrix; the ridge of 0.01 is far below it. Like Legate et al., they mirror each training
+image with a probability of one half as they read it, once.
 """
 
 from __future__ import annotations
@@ -39,13 +39,14 @@ def mirrored(backbone: Backbone) -> Backbone:
     return replace(backbone, transform=transform, key=f"{backbone.key} mirrored")
 
 
-def reference_accuracy(recipe: Recipe) -> float:
-    """Of the recipe's one closed form, by the papers' own code."""
+def reference_accuracy(recipe: Recipe, mirror: bool) -> float:
+    """Of the recipe's one closed form, by the papers' own code; mirror: with its mirrored images, too."""
     federation, backbone = Federation.of(recipe), load_backbone(recipe.model)
     data, name = federation.dataset, federation.dataset.name
     features = np.array(extract(backbone, data.train, f"{name} train"))
-    turned = np.random.default_rng([recipe.seed, 0xF11B]).random(len(features)) < 0.5
-    features[turned] = extract(mirrored(backbone), data.train, f"{name} train, mirrored")[turned]
+    if mirror:
+        turned = np.random.default_rng([recipe.seed, 0xF11B]).random(len(features)) < 0.5
+        features[turned] = extract(mirrored(backbone), data.train, f"{name} train, mirrored")[turned]
     held = federation.owners >= 0
     x, y, owners = (torch.from_numpy(each[held]) for each in (features, data.train.labels, federation.owners))
     weight = reference_head(x, y, owners, len(data.classes), recipe.stages[0])
@@ -84,5 +85,5 @@ def _estimated_scatter(x: Tensor, y: Tensor, owners: Tensor, counts: Tensor, mea
     held = torch.zeros(len(pairs), x.shape[1]).index_add_(0, rows, x) / sizes[:, None]
     holders = torch.bincount(label, minlength=len(means)).float()
     factor = ((counts - 1).clamp(min=0) / (holders - 1).clamp(min=1))[label]
-    deviations = (held - means[label]) * (factor * sizes).sqrt()[:, None]
+    deviations: Tensor = (held - means[label]) * (factor * sizes).sqrt()[:, None]
     return deviations.T @ deviations

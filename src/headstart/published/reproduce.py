@@ -62,6 +62,8 @@ class Found:
             return "agrees"
         if self.reference and self._near(self.reference):
             return "the paper's code"
+        if self.reference and 2 * abs(mean(self.reference) - row.value) <= abs(mean(self.figures) - row.value):
+            return "mostly the paper's code"
         for words, why in (("Caffe", "other weights"), ("not published", "setting not published")):
             if words in row.note:
                 return why
@@ -122,20 +124,22 @@ def reproduce(
     out: Path,
     on_row: Callable[[Found, float | None], object],
     as_published: bool = False,
+    mirror: bool = False,
     command: str = "",
 ) -> list[Found]:
     """Compute rows; runs go to ``out/ROWID``, where finished ones stay and those cut short go on.
 
     ``on_row`` is called with each row as it comes, and with the seconds that the others may take; what goes wrong with
-    one is told, and the others come. ``as_published``: closed forms by the papers' own code, too. Leaves
-    reproduce.html, .csv, .md and .tex in ``out``, and results.md, which shows the ``command``.
+    one is told, and the others come. ``as_published``: closed forms by the papers' own code, too;
+    ``mirror``: with its mirrored images. Leaves reproduce.html, .csv, .md and .tex in ``out``, and results.md, which
+    shows the ``command``.
     """
     out.mkdir(parents=True, exist_ok=True)
     found, start, steps = list[Found](), time.monotonic(), _Steps(chosen)
     for row in chosen:
         try:
             reason = why_not(row)
-            found.append(Found(row, [], reason) if reason else _compute(row, out, as_published))
+            found.append(Found(row, [], reason) if reason else _compute(row, out, as_published, mirror))
         except HeadstartError as error:
             found.append(Found(row, [], str(error)))
         on_row(found[-1], steps.left(row, time.monotonic() - start))
@@ -163,7 +167,7 @@ class _Steps:
         return seconds * rest / (self._all - rest) if rest < self._all else None
 
 
-def _compute(row: Row, out: Path, as_published: bool) -> Found:
+def _compute(row: Row, out: Path, as_published: bool, mirror: bool) -> Found:
     """The figure of a row, of every seed; rows with the same recipe and settings share their runs."""
     if row.formula:
         return Found(row, [FORMULAS[row.formula](**row.arguments) / _SCALES.get(row.unit, 1)])
@@ -178,21 +182,23 @@ def _compute(row: Row, out: Path, as_published: bool) -> Found:
         return Found(row, shares, seconds=seconds)
     figures = [100 * summary["stages"][-1][_METRICS[row.quantity]] for summary in summaries]
     if row.quantity != BEST:
-        own = as_published and row.recipe == "closed-form"
-        reference = [_by_reference(point, out / first.id) for point in points] if own else ()
+        # Of several means, the reference leaves the code out.
+        several = getattr(points[0].recipe.stages[0], "means_per_client", 1) > 1
+        own = as_published and row.recipe == "closed-form" and not several
+        reference = [_by_reference(point, out / first.id, mirror) for point in points] if own else ()
         return Found(row, figures, reference=reference, seconds=seconds)
     last = len(runs[0].recipe.stages) - 1
     best = [100 * max(line["accuracy"] for line in run.metrics if line["stage"] == last) for run in runs]
     return Found(row, best, last=figures, seconds=seconds)
 
 
-def _by_reference(point: Point, folder: Path) -> float:
+def _by_reference(point: Point, folder: Path, mirror: bool) -> float:
     """The figure of a run by the paper's own code, kept beside the run."""
-    path = folder / f"{point.folder}.reference.json"
+    path = folder / f"{point.folder}.{'mirrored' if mirror else 'reference'}.json"
     if not path.is_file():
         from headstart.published.reference import reference_accuracy
 
         start = time.monotonic()
-        accuracy = reference_accuracy(point.recipe)
+        accuracy = reference_accuracy(point.recipe, mirror)
         write_json(path, {"accuracy": accuracy, "seconds": time.monotonic() - start})
     return 100 * float(json.loads(path.read_text(encoding="utf-8"))["accuracy"])

@@ -45,6 +45,9 @@ class NoDirectory:
     def load_checkpoint(self) -> None:
         """There is none."""
 
+    def summary(self) -> None:
+        """There is none."""
+
     def save_best(self, stage: int, round: int, state: bytes) -> None:
         """Until another round is better."""
         self._best = {(stage, round): state}

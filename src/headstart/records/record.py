@@ -244,19 +244,24 @@ def grouped(records: Sequence[Record]) -> list[Group]:
     peers: dict[str, list[dict[str, Any]]] = {}
     for name, table in zip(names, tables, strict=True):
         peers.setdefault(name, []).append(table)
-    labels = [_label(name, table, peers[name]) for name, table in zip(names, tables, strict=True)]
+    changed = [runs[0].recipe.settings(defaults=False) for runs in several]
+    labels = [_label(name, *each, peers[name]) for name, *each in zip(names, tables, changed, strict=True)]
     twice = {label for label in labels if labels.count(label) > 1}  # what differs is long: its beginning does not tell
     labels = [f"{label} ({place})" if label in twice else label for place, label in enumerate(labels, 1)]
     return [Group(label, runs) for label, runs in zip(labels, several, strict=True)]
 
 
-def _label(name: str, table: Mapping[str, Any], peers: Sequence[Mapping[str, Any]]) -> str:
-    """What a group of runs is called: its recipe, and what sets it apart from others of that name; never a seed."""
+def _label(name: str, table: Mapping[str, Any], changed: Mapping[str, Any], peers: Sequence[Mapping[str, Any]]) -> str:
+    """What a group of runs is called: its recipe, and what sets it apart from others of that name; never a seed, nor
+    defaults that others lack because their method has no such key."""
     keys = [key for key in dict.fromkeys(key for peer in peers for key in peer) if key != "seed"]
     apart = [key for key in keys if len({json.dumps(peer.get(key)) for peer in peers}) > 1]
     ends = [key.rpartition(".")[2] for key in apart]
     called = {key: end if ends.count(end) == 1 else key for key, end in zip(apart, ends, strict=True)}
-    said = ", ".join(f"{called[key]} {table[key]}" for key in apart if key in table)
+    varied = [key for key in apart if len({json.dumps(peer[key]) for peer in peers if key in peer}) > 1]
+    said = ", ".join(
+        f"{called[key]} {table[key]}" for key in apart if key in changed or (key in varied and key in table)
+    )
     said = said if len(said) <= _LONGEST else f"{said[:_LONGEST]}…"
     return f"{name}: {said}" if said else name
 

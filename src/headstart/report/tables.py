@@ -105,6 +105,8 @@ def _plain(stage: dict[str, Any], name: str) -> str:
 def remarks(stage: dict[str, Any]) -> list[str]:
     """What else is to be said of a stage: its tasks, its clients' own models, the round that validation chooses."""
     found = []
+    if took := stage.get("simulated_seconds"):
+        found.append(f"simulated time: {took:,.0f} s ({took / 3600:,.2f} h)")
     if "tasks" in stage:
         tasks = ", ".join(f"{name} {100 * part['accuracy']:.2f} %" for name, part in stage["tasks"].items())
         found.append(f"by task: {tasks}")

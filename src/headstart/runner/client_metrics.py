@@ -42,7 +42,25 @@ def of_classes(scores: Scores, labels: Ints, counts: Ints) -> ClientMetrics:
     true, predicted, right = (weights @ np.stack([part["classes"][row] for part in parts]) for row in range(3))
     bins = np.einsum("kc,cib->ikb", weights, np.stack([part["bins"] for part in parts]))
     classes = np.stack([true, predicted, right], axis=1)
-    return of_tallies([{"classes": classes[client], "bins": bins[:, client]} for client in range(len(counts))])
+    found = of_tallies([{"classes": classes[client], "bins": bins[:, client]} for client in range(len(counts))])
+    return {**found, "roc_auc": _weighted_auc(scores, labels, weights)}
+
+
+def _weighted_auc(scores: Scores, labels: Ints, weights: Floats) -> Floats:
+    """`roc_auc` [K] where the examples of a class have the weights [K, C]: from how many pairs each class wins."""
+    shares, sizes = softmax(scores.astype(np.float64), axis=1), np.bincount(labels, minlength=weights.shape[1])
+    if not np.isfinite(shares).all():
+        return np.full(len(weights), np.nan)
+    wins = np.zeros((len(sizes), len(sizes)))  # of an example of class c against all of class e, by the share of c
+    for label in np.flatnonzero(sizes):
+        own, given = np.sort(shares[labels == label, label]), shares[:, label]
+        beaten = len(own) - (np.searchsorted(own, given, "left") + np.searchsorted(own, given, "right")) / 2
+        wins[label] = np.bincount(labels, beaten, len(sizes)) / len(own)
+    np.fill_diagonal(wins, 0.0)
+    others = (weights * sizes).sum(axis=1, keepdims=True) - weights * sizes  # [K, C]
+    counted = (weights > 0) & (others > 0)
+    areas = np.where(counted, weights @ wins.T / np.where(counted, others, 1.0), 0.0)
+    return np.where(counted.any(axis=1), areas.sum(axis=1) / np.maximum(counted.sum(axis=1), 1), np.nan)
 
 
 def of_tallies(tallies: Sequence[Tally | None]) -> ClientMetrics:

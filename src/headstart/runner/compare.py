@@ -131,8 +131,10 @@ class Comparison:
 
     @cached_property
     def keys(self) -> list[str]:
-        """What sets runs apart, but for the seed."""
-        return list(dict.fromkeys(key for point in self.points for key in point.values if key != SEED))
+        """What sets runs apart, but for the seed, and for the method of a single stage, which has a column anyway."""
+        found = dict.fromkeys(key for point in self.points for key in point.values if key != SEED)
+        methods = [[stage.method for stage in point.recipe.stages] for point in self.points]
+        return [key for key in found if [[point.values.get(key)] for point in self.points] != methods]
 
     @cached_property
     def settings(self) -> list[str]:
@@ -149,7 +151,7 @@ class Comparison:
         """Every stage of every group of runs."""
         groups: dict[str, tuple[dict[str, Any], dict[int, dict[str, Any]]]] = {}
         for point, summary in zip(self.points, self.summaries, strict=True):
-            values = {key: point.values[key] for key in self.keys if key in point.values}
+            values = {key: value for key, value in point.values.items() if key != SEED}
             groups.setdefault(str(values), (values, {}))[1][point.recipe.seed] = summary
         found = []
         for values, runs in groups.values():

@@ -354,7 +354,10 @@ class LocalEvaluator:
             return whole, {self.federation.tasks[0]: whole}
         for task, name in enumerate(self.federation.tasks):
             labels, owners, counts = self._facts(task, split)
-            if self.method.personal:
+            if self.method.personal and self.store.generates:
+                sums = self._own_completions(state, split, owners)
+                found[name] = evaluate_completions(sums, np.arange(len(sums)), len(sums))
+            elif self.method.personal:
                 found[name] = evaluate_each(self._scorers(state, task, split), labels, owners, counts)
             else:
                 head, features = self._global(state, task, split)
@@ -428,6 +431,15 @@ class LocalEvaluator:
             else:
                 shared = self._global(state, task, split)[1] if shared is None else shared
                 yield lambda rows, head=head, shared=shared: head.scores(shared[rows])  # type: ignore[misc]
+
+    def _own_completions(self, state: Any, split: str, owners: Ints | None) -> Features:
+        """Of each client's own model: losses and tokens [K, 2] of its completions, or of all where they are shared."""
+        sums = np.zeros((self.federation.n_clients, 2))
+        for client, _, _ in self._models(state, 0):
+            rows = None if owners is None else np.flatnonzero(owners == client)
+            if rows is None or len(rows):
+                sums[client] = self.store.embedded(split, rows).astype(np.float64).sum(axis=0)
+        return sums
 
     def _headless(self, state: Any) -> Floats:
         """Accuracy of each client by the nearest mean of its own classes, in what its last linear layer reads."""

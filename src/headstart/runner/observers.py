@@ -109,11 +109,12 @@ class Observers:
         return found
 
     def _sample(self) -> None:
-        """What the model, which has just been evaluated, completes some test prompts with: at first and at the end."""
+        """What the model, which has just been evaluated, completes some test prompts with: at first and at the end; not
+        where every client has its own."""
         metrics, stage, recipe = self.record.metrics, self.stage, self.stage.run.recipe.model
         for name in ("exact_match", "rouge_l"):
             metrics.pop(name, None)
-        if not recipe.samples or not (self._is_last or not self.record.done):
+        if stage.method.personal or not recipe.samples or not (self._is_last or not self.record.done):
             return
         examples: Examples = getattr(stage.run.federation.dataset, self.settings.eval_split)
         some = examples.take(np.arange(min(recipe.samples, len(examples))))
