@@ -1,7 +1,7 @@
 """SmolLM2-135M that chooses between words: accuracy against rounds and bytes, and what a round takes.
 
 On one core a run takes ten minutes; ``python -m benchmarks.language sst2 norms 0.1`` plays one of them, and
-``python -m benchmarks.language costs`` measures memory, seconds and bytes.
+``python -m benchmarks.language costs`` measures memory, bytes and (``paces``, alone) seconds.
 """
 
 from __future__ import annotations
@@ -10,19 +10,21 @@ import json
 import math
 import os
 import sys
-import time
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 
-from benchmarks.common import SHARED, in_fresh_process, show
+from benchmarks.common import SHARED, alternate, in_fresh_process, show
 from headstart.config.recipe import Recipe
 from headstart.core.ledger import peak_memory
+from headstart.core.params import Params
 from headstart.data import Federation
 from headstart.engine.model_store import ModelStore
+from headstart.engine.setup import method_of, plan_of
+from headstart.methods import Population, Received, Task
 from headstart.runner import run
+from headstart.solvers.cohort import Cohort
 
 TRAIN, CLIENTS = 256, 10
 TESTS = {"sst2": 800, "sst5": 500, "ag_news": 400, "trec": 500, "mnli": 300}
@@ -88,52 +90,77 @@ def rows(task: str, stage: str, alpha: float) -> list[list[object]]:
 
 
 def costs() -> None:
-    """What a round of 32 sentences takes, in processes of their own: memory, seconds, bytes of a client."""
-    least = in_fresh_process("benchmarks.language", "cost", "inference")
-    print(least, file=sys.stderr, flush=True)
-    shown = [["inference", f"{least['peak'] / 2**20:.0f}", "1.00", f"{least['seconds']:.1f}", "1.00", "", ""]]
-    for name in COSTS:
+    """What a round of 32 sentences takes of memory, in processes of their own, and of bytes; then its seconds."""
+    least, shown = 0.0, []
+    for name in ("inference", *COSTS):
         each = in_fresh_process("benchmarks.language", "cost", name)
-        peak, seconds = each["peak"] / least["peak"], each["seconds"] / least["seconds"]
-        row = [name, f"{each['peak'] / 2**20:.0f}", f"{peak:.2f}", f"{each['seconds']:.1f}", f"{seconds:.2f}"]
+        least = least or each["peak"]
+        row = [name, f"{each['peak'] / 2**20:.0f}", f"{each['peak'] / least:.2f}"]
         shown.append([*row, f"{each['up']:,}", f"{each['down']:,}"])
         print(*shown[-1], file=sys.stderr, flush=True)
-    columns = ("", "peak, MiB", "of inference", "round, s", "of two forward passes", "bytes up", "bytes down")
+    columns = ("", "peak, MiB", "of inference", "bytes up", "bytes down")
     show("SmolLM2-135M, a round over 32 sentences of SST-2 at one client", columns, shown)
+    paces()
 
 
-def _cost(name: str) -> dict[str, Any]:
-    """Peak memory and the fastest of three rounds, or of three times two forward passes."""
-    if name == "inference":
-        found = recipe("sst2", STAGES["norms"], 100.0, 32, 8)
-        store = ModelStore(found.model, Federation.of(found).dataset)
-        assert store.backbone is not None
-        (batch,) = store.inputs().batches([store.inputs().by_length(np.arange(32))])
-        times = []
-        for _ in range(3):
-            start = time.perf_counter()
-            with torch.inference_mode():
-                for _ in range(2):
-                    store.backbone.body(*batch)
-            times.append(time.perf_counter() - start)
-        return {"peak": peak_memory(), "seconds": min(times)}
-    lines: list[dict[str, Any]] = []
-    stage = COSTS[name] | {"rounds": 3, "batch_size": "full", "lr": 1e-6}
+def _cost(name: str) -> dict[str, int]:
+    """Peak memory and bytes of a round, or of two forward passes."""
+    stage = COSTS.get(name, COSTS["FedMeZO, LoRA"]) | {"rounds": 1, "batch_size": "full", "lr": 1e-6}
     table = recipe("sst2", stage, 100.0, 32, 1).model_dump(mode="json", exclude_none=True)
     table["data"]["partition"] = {"kind": "iid", "clients": 1}
-    run(Recipe.parse(table), on_metrics=lines.append)
-    rounds = list(pairwise(lines))
-    up, down = (rounds[-1][1][key] - rounds[-1][0][key] for key in ("bytes_up", "bytes_down"))
-    seconds = min(after["seconds"] - before["seconds"] for before, after in rounds)
-    return {"peak": peak_memory(), "seconds": seconds, "up": up, "down": down}
+    found = Recipe.parse(table)
+    if name == "inference":
+        _passes(ModelStore(found.model, Federation.of(found).dataset), 32)
+        return {"peak": peak_memory(), "up": 0, "down": 0}
+    lines: list[dict[str, Any]] = []
+    run(found, on_metrics=lines.append)
+    return {"peak": peak_memory(), "up": lines[-1]["bytes_up"], "down": lines[-1]["bytes_down"]}
+
+
+@torch.inference_mode()
+def _passes(store: ModelStore, count: int) -> None:
+    """Two forward passes over so many examples."""
+    assert store.backbone is not None
+    (batch,) = store.inputs().batches([store.inputs().by_length(np.arange(count))])
+    for _ in range(2):
+        store.backbone.body(*batch)
+
+
+def paces(count: int = 16) -> None:
+    """Seconds of a round of FedMeZO, its step included, beside two forward passes over the same sentences, in turns."""
+    found = recipe("sst2", STAGES["norms"], 100.0, count, 8)
+    dataset = Federation.of(found).dataset
+    store, shown = ModelStore(found.model, dataset), []
+    task = Task("default", 2, Population(1, count), store.label_words())
+    for train in ("norms", "all", "lora"):
+        stage = recipe("sst2", {"method": "fedmezo", "train": train, "lr": 1e-6}, 100.0).stages[0]
+        method, _ = method_of(stage, plan_of(stage, frozenset(), True), (0, 0), store, (task,))
+        rows, owners = np.arange(count), np.zeros(count, np.int64)
+        cohort = Cohort(
+            owners[:1], store.inputs(), rows, dataset.train.labels, owners, np.array([True]), lambda *_: Params()
+        )
+        seeds = iter(range(100))
+
+        def round_(method: Any = method, cohort: Cohort = cohort, seeds: Any = seeds) -> None:
+            seed = next(seeds)
+            reply = method.client_update(cohort, Received(0, scalars={"seed": seed}))
+            method.probes.step(seed, reply.blocks["slopes"][""][0], 1e-6)
+
+        passes = alternate({"two": lambda: _passes(store, count), "round": round_}, 3)
+        shown.append(
+            [train, f"{passes['two']:.2f}", f"{passes['round']:.2f}", f"{passes['round'] / passes['two']:.2f}"]
+        )
+        print(*shown[-1], file=sys.stderr, flush=True)
+    columns = ("`train`", "two forward passes, s", "round, s", "ratio")
+    show(f"FedMeZO on SmolLM2-135M, {count} sentences, {torch.get_num_threads()} threads, median of 3", columns, shown)
 
 
 def main(arguments: tuple[str, ...] = ()) -> None:
     if not SHARED.is_dir():
         print("\nlanguage: set HEADSTART_SHARED to a folder with data/; skipped")
         return
-    if arguments == ("costs",):
-        costs()
+    if arguments in (("costs",), ("paces",)):
+        (costs if arguments == ("costs",) else paces)()
         return
     task, stage, alpha = (*arguments, *("", "", "")[len(arguments) :])
     found = [

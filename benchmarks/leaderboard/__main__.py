@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import numpy as np
@@ -85,7 +86,7 @@ def results() -> dict[str, list[dict[str, str]]]:
         if (RUNS / name / "compare.csv").is_file():
             with (RUNS / name / "compare.csv").open(newline="", encoding="utf-8") as file:
                 rows = list(csv.DictReader(file))
-            last = []
+            last = list[dict[str, str]]()
             for row in rows:
                 if row["stage"] != "0":
                     before = last.pop()
@@ -110,7 +111,7 @@ def tables(found: dict[str, list[dict[str, str]]]) -> str:
                 f"{100 * float(row['accuracy_mean']):.1f} ± {100 * float(row['accuracy_std']):.1f}" for row in mine
             ]
             rates = ", ".join(filter(None, (row.get("lr") for row in mine)))
-            sent = [human_bytes(np.mean([float(row[key]) for row in mine])) for key in ("bytes_up", "bytes_down")]
+            sent = [human_bytes(mean(float(row[key]) for row in mine)) for key in ("bytes_up", "bytes_down")]
             lines.append([title, *cells, *sent, mine[0]["rounds"].split(".")[0], rates])
         lines.sort(key=lambda line: -float(line[1].split()[0]))
         columns = ("method", *(f"α = {a}" for a in ALPHAS), "up", "down", "rounds", "lr by α")

@@ -191,8 +191,8 @@ def test_a_buffer_for_everybody_is_fedavg(tmp_path: Path, method: dict[str, Any]
 
 @pytest.mark.parametrize("keys", [{"buffer": 3}, {"over_selection": 0.01}], ids=["buffer", "over-selection"])
 def test_updates_that_are_held_are_not_the_next_clients(tmp_path: Path, keys: dict[str, Any]) -> None:
-    """A backbone trains for one client after the other in the same memory, its running statistics too."""
-    stage = {"method": "fedavg", "train": "all", "rounds": 2, "lr": 0.05, "batch_size": 8, "augment": "none"}
+    """A backbone trains for one client after the other in the same memory, its statistics and personal heads too."""
+    stage = {"method": "fedper", "train": "all", "rounds": 2, "lr": 0.05, "batch_size": 8, "augment": "none"}
     table = images(tiny(tmp_path / "resnet", "resnet"), stage).model_dump(mode="json", exclude_none=True)
     for name, more in (("plain", {}), ("held", keys)):
         timed = {**table, "tasks": [], "clients": {"speed_spread": 1.0}, "stages": [stage | more]}
@@ -201,6 +201,9 @@ def test_updates_that_are_held_are_not_the_next_clients(tmp_path: Path, keys: di
         assert summary["simulated_seconds"] > 0
     plain, held = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("plain", "held"))
     assert any(name.endswith("running_var") for name in plain)
+    mine = [(tmp_path / name / "checkpoint/clients-0/personal.bin").read_bytes() for name in ("plain", "held")]
+    assert mine[0] == mine[1]
+    assert any(mine[0])
     for name, array in plain.items():
         np.testing.assert_array_equal(held[name], array, err_msg=name)
 

@@ -294,4 +294,5 @@ def test_verdicts_are_by_two_standard_errors() -> None:
     away = replace(row, value=63.0 - 2.01 * error)
     assert Found(away, figures).verdict == "unexplained"
     assert Found(away, figures, reference=[62.7, 62.6, 62.6]).verdict == "the paper's code"
+    assert Found(replace(away, value=60.0), figures, reference=[61.4, 61.5, 61.6]).verdict == "mostly the paper's code"
     assert Found(replace(away, note="weights trained in Caffe"), figures).verdict == "other weights"

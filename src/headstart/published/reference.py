@@ -1,9 +1,8 @@
 """Closed forms as the papers' own code computes them, where it differs from what the papers describe.
 
 Goswami et al. solve by a pseudo-inverse in float32, whose cut-off (d · 2⁻²³ of the largest singular value) drops small
-directions of Fed3R's Gram matrix; the ridge of 0.01 is far below it. CIFAR-100 is normalised by the constants of
-CIFAR-10, not by those that the backbone was trained with. Like Legate et al., they mirror each training image with a
-probability of one half as they read it, once.
+directions of Fed3R's Gram matrix; the ridge of 0.01 is far below it. Like Legate et al., they mirror each training
+image with a probability of one half as they read it, once.
 """
 
 from __future__ import annotations
@@ -42,11 +41,8 @@ def mirrored(backbone: Backbone) -> Backbone:
 
 def reference_accuracy(recipe: Recipe, mirror: bool) -> float:
     """Of the recipe's one closed form, by the papers' own code; mirror: with its mirrored images, too."""
-    federation, model = Federation.of(recipe), recipe.model
+    federation, backbone = Federation.of(recipe), load_backbone(recipe.model)
     data, name = federation.dataset, federation.dataset.name
-    if name == "cifar100" and model.preprocess == "torch":
-        model = model.model_copy(update={"preprocess": "cifar10"})
-    backbone = load_backbone(model)
     features = np.array(extract(backbone, data.train, f"{name} train"))
     if mirror:
         turned = np.random.default_rng([recipe.seed, 0xF11B]).random(len(features)) < 0.5
@@ -89,5 +85,5 @@ def _estimated_scatter(x: Tensor, y: Tensor, owners: Tensor, counts: Tensor, mea
     held = torch.zeros(len(pairs), x.shape[1]).index_add_(0, rows, x) / sizes[:, None]
     holders = torch.bincount(label, minlength=len(means)).float()
     factor = ((counts - 1).clamp(min=0) / (holders - 1).clamp(min=1))[label]
-    deviations = (held - means[label]) * (factor * sizes).sqrt()[:, None]
+    deviations: Tensor = (held - means[label]) * (factor * sizes).sqrt()[:, None]
     return deviations.T @ deviations

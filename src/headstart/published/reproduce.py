@@ -62,6 +62,8 @@ class Found:
             return "agrees"
         if self.reference and self._near(self.reference):
             return "the paper's code"
+        if self.reference and 2 * abs(mean(self.reference) - row.value) <= abs(mean(self.figures) - row.value):
+            return "mostly the paper's code"
         for words, why in (("Caffe", "other weights"), ("not published", "setting not published")):
             if words in row.note:
                 return why
