@@ -245,7 +245,7 @@ def grouped(records: Sequence[Record]) -> list[Group]:
     for name, table in zip(names, tables, strict=True):
         peers.setdefault(name, []).append(table)
     changed = [runs[0].recipe.settings(defaults=False) for runs in several]
-    labels = [_label(name, *each, peers[name]) for name, *each in zip(names, tables, changed, strict=True)]
+    labels = [_label(name, t, own, peers[name]) for name, t, own in zip(names, tables, changed, strict=True)]
     twice = {label for label in labels if labels.count(label) > 1}  # what differs is long: its beginning does not tell
     labels = [f"{label} ({place})" if label in twice else label for place, label in enumerate(labels, 1)]
     return [Group(label, runs) for label, runs in zip(labels, several, strict=True)]
