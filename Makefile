@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PYTEST := $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: install demo test coverage browser faults wheel lint types docs bench clean
+.PHONY: install demo test coverage browser faults wheel lint types docs bench bench-peers clean
 
 install: .venv/installed
 
@@ -46,6 +46,10 @@ docs: install
 
 bench: install
 	$(BIN)/python -m benchmarks
+
+# Beside other libraries, each in an environment of its own, which it downloads.
+bench-peers: install
+	$(BIN)/python -m benchmarks.peers
 
 clean:
 	rm -rf .venv site .mypy_cache .ruff_cache .pytest_cache .coverage

@@ -18,7 +18,6 @@ import torch
 from benchmarks.common import SHARED, alternate, in_fresh_process, show
 from headstart.config.recipe import Recipe
 from headstart.core.ledger import peak_memory
-from headstart.core.params import Params
 from headstart.data import Federation
 from headstart.engine.model_store import ModelStore
 from headstart.engine.setup import method_of, plan_of
@@ -132,13 +131,12 @@ def paces(count: int = 16) -> None:
     dataset = Federation.of(found).dataset
     store, shown = ModelStore(found.model, dataset), []
     task = Task("default", 2, Population(1, count), store.label_words())
+    labels, nothing = dataset.train.labels, np.zeros(0, np.float32)
     for train in ("norms", "all", "lora"):
         stage = recipe("sst2", {"method": "fedmezo", "train": train, "lr": 1e-6}, 100.0).stages[0]
         method, _ = method_of(stage, plan_of(stage, frozenset(), True), (0, 0), store, (task,))
         rows, owners = np.arange(count), np.zeros(count, np.int64)
-        cohort = Cohort(
-            owners[:1], store.inputs(), rows, dataset.train.labels, owners, np.array([True]), lambda *_: Params()
-        )
+        cohort = Cohort(owners[:1], store.inputs(), rows, labels, owners, np.array([True]), lambda *_: nothing)
         seeds = iter(range(100))
 
         def round_(method: Any = method, cohort: Cohort = cohort, seeds: Any = seeds) -> None:

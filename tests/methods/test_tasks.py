@@ -1011,8 +1011,9 @@ def test_blocks_that_are_computed_once_change_no_result(vit: Tiny, kind: str, mo
 
     def without(self: ModelStore, *arguments: Any) -> Any:
         attached = attach(self, *arguments)
-        prefixes.append(self._prefix)
-        self._prefix = None
+        assert self.model is not None
+        prefixes.append(self.model.prefix)
+        self.model.prefix = None
         return attached
 
     monkeypatch.setattr(ModelStore, "attach", without)

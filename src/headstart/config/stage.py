@@ -77,6 +77,7 @@ class ClosedFormStage(SamplingKeys):
     norm_statistics: ClassVar[Literal["aggregate"]] = "aggregate"
     augment: ClassVar[Literal["none"]] = "none"
     module_settings: ClassVar[dict[str, Any]] = {}
+    blocks: ClassVar[None] = None
     hide_task: ClassVar[bool] = False
     buffer: ClassVar[None] = None
     over_selection: ClassVar[float] = 0.0
@@ -220,6 +221,7 @@ class LocalStage(Plain, SGDKeys):
     freeze_a: ClassVar[bool] = False
     module_settings: ClassVar[dict[str, Any]] = {}
     """Those of the module that there is."""
+    blocks: ClassVar[None] = None
 
     @property
     def train(self) -> Part:

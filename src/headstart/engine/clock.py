@@ -21,8 +21,6 @@ from headstart.errors import HeadstartError
 
 DAY = 86_400.0
 _HOUR = 3600.0
-# What sets the generator of machines apart from others.
-_MACHINES = 0xC10C
 
 Bools = npt.NDArray[np.bool_]
 
@@ -77,7 +75,7 @@ class Clock:
     @classmethod
     def of(cls, clients: Clients, names: Sequence[str], seed: int) -> Clock:
         """Drawn from the seed of the run, or as a trace has them."""
-        rng, count = np.random.default_rng([_MACHINES, seed]), len(names)
+        rng, count = np.random.default_rng([0xC10C, seed]), len(names)
         speed = np.exp(clients.speed_spread * rng.standard_normal(count))
         begins, some = DAY * rng.random(count), clients.availability < 1
         owner = np.arange(count if some else 0)

@@ -267,7 +267,7 @@ class ModelStore:
         assert self.model is not None
         assert self.backbone is not None
         modules = self.model.modules
-        depth = modules[-1].depth if modules else depth_of(self.backbone, getattr(stage, "blocks", None))
+        depth = modules[-1].depth if modules else depth_of(self.backbone, stage.blocks)
         self.model.prefix = prefix_of(self.backbone, depth)
 
     def _drop_prefix(self) -> None:
