@@ -149,7 +149,7 @@ def pfl() -> dict[str, Any]:
     clients = FederatedDataset(client, get_user_sampler("random", list(range(CLIENTS))))
     FederatedAveraging().run(
         NNAlgorithmParams(
-            central_num_iterations=ROUNDS, evaluation_frequency=0, train_cohort_size=SAMPLED, val_cohort_size=0
+            central_num_iterations=ROUNDS, evaluation_frequency=1000, train_cohort_size=SAMPLED, val_cohort_size=0
         ),
         SimulatedBackend(clients, clients, [WeightByDatapoints()]),
         model,
