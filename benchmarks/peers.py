@@ -15,7 +15,6 @@ import platform
 import statistics
 import subprocess
 import sys
-import sysconfig
 import time
 import venv
 from importlib.metadata import version
@@ -254,7 +253,8 @@ def environment(folder: Path, packages: list[str] | None) -> Path:
     venv.create(folder, symlinks=True)
     python = folder / "bin" / "python"
     site = folder / "lib" / f"python3.{sys.version_info.minor}" / "site-packages"
-    (site / "parent.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
+    mine = [path for path in sys.path if Path(path).name == "site-packages"]
+    (site / "parent.pth").write_text("\n".join(mine) + "\n", encoding="utf-8")
     subprocess.run(
         [python, "-m", "pip", "install", "--quiet", "--prefix", folder, *packages], check=True, capture_output=True
     )
@@ -299,8 +299,8 @@ def page(report: dict[str, Any]) -> str:
         f"`make bench-peers`: {SAMPLED} of {CLIENTS} clients of {EXAMPLES} examples in a round, {DIM} features, "
         f"{CLASSES} classes, one epoch of batches of {BATCH}, FedAvg of a linear head at rate {RATE}; the median of "
         f"{ROUNDS} rounds, and of {report['turns']} turn{'s' if report['turns'] > 1 else ''}. Every side computes with "
-        "the same torch and NumPy. The limit is the machine's: the rows of a round read once in order, and its products "
-        "at the speed of a large one, both measured in the same run. The accuracy is that after as many rounds.",
+        "the same torch and NumPy. The limit is the machine's: the rows of a round read once in order, and its "
+        "products at the speed of a large one, both measured in the same run. The accuracy is after as many rounds.",
         "",
         "| | threads | a round, ms | of headstart's | of the limit | accuracy, % |",
         "|---|---|---|---|---|---|",
