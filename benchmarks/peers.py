@@ -51,7 +51,7 @@ def data() -> tuple[np.ndarray, ...]:
 
 def per_round(times: list[float]) -> float:
     """The median time between two rounds; the first is for warming up."""
-    return statistics.median(np.diff(times)[1:].tolist())
+    return float(np.median(np.diff(times)[1:]))
 
 
 # ------------------------------------------------------------------------------------------------------------ the sides
@@ -100,7 +100,7 @@ def trained(X: Any, y: Any, client: int, weights: list[Any]) -> list[Any]:
         for parameter, value in zip(model.parameters(), weights, strict=True):
             parameter.copy_(value)
     optimiser = torch.optim.SGD(model.parameters(), lr=RATE)
-    for rows in (client * EXAMPLES + torch.randperm(EXAMPLES)).split(BATCH):
+    for rows in torch.split(client * EXAMPLES + torch.randperm(EXAMPLES), BATCH):  # type: ignore[no-untyped-call]
         optimiser.zero_grad()
         torch.autograd.backward(torch.nn.functional.cross_entropy(model(X[rows]), y[rows]))
         optimiser.step()
@@ -132,7 +132,7 @@ def pfl() -> dict[str, Any]:
 
     times = [time.perf_counter()]
 
-    class Clock(TrainingProcessCallback):
+    class Clock(TrainingProcessCallback):  # type: ignore[misc]
         def after_central_iteration(self, metrics: Any, model: Any, *, central_iteration: int) -> tuple[bool, Any]:
             times.append(time.perf_counter())
             return False, Metrics()
@@ -210,7 +210,10 @@ def answer_of_flower(message: Any, context: Any) -> Any:
         _MINE["X"], _MINE["y"], *_ = (torch.from_numpy(each) for each in data())
     given = [torch.from_numpy(each.copy()) for each in message.content["arrays"].to_numpy_ndarrays()]
     made = trained(_MINE["X"], _MINE["y"], int(context.node_config["partition-id"]), given)
-    content = {"arrays": ArrayRecord([each.numpy() for each in made]), "metrics": MetricRecord({"num-examples": 500})}
+    content: Any = {
+        "arrays": ArrayRecord([each.numpy() for each in made]),
+        "metrics": MetricRecord({"num-examples": 500}),
+    }
     return Message(RecordDict(content), reply_to=message)
 
 
@@ -338,9 +341,9 @@ def main(turns: int = 3) -> None:
         pythons = {side: environment(Path(temporary) / side, packages) for side, (packages, _) in PEERS.items()}
         for turn in range(turns):
             for side, by_threads in found.items():
-                for threads, rows in by_threads.items():
-                    rows.append(measured(pythons[side], side, int(threads)))
-                    print(f"turn {turn + 1}: {side}, {threads} thread(s): {rows[-1]}", flush=True)
+                for threads, turned in by_threads.items():
+                    turned.append(measured(pythons[side], side, int(threads)))
+                    print(f"turn {turn + 1}: {side}, {threads} thread(s): {turned[-1]}", flush=True)
     rows = {
         side: {
             threads: {name: statistics.median(each[name] for each in given) for name in given[0]}
