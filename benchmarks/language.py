@@ -89,7 +89,7 @@ def rows(task: str, stage: str, alpha: float) -> list[list[object]]:
 
 
 def costs() -> None:
-    """What a round of 32 sentences takes of memory, in processes of their own, and of bytes; then its seconds."""
+    """What a round of 32 questions takes of memory, in processes of their own, and of bytes; then its seconds."""
     least, shown = 0.0, []
     for name in ("inference", *COSTS):
         each = in_fresh_process("benchmarks.language", "cost", name)
@@ -98,14 +98,14 @@ def costs() -> None:
         shown.append([*row, f"{each['up']:,}", f"{each['down']:,}"])
         print(*shown[-1], file=sys.stderr, flush=True)
     columns = ("", "peak, MiB", "of inference", "bytes up", "bytes down")
-    show("SmolLM2-135M, a round over 32 sentences of SST-2 at one client", columns, shown)
+    show("SmolLM2-135M, a round over 32 questions of TREC at one client", columns, shown)
     paces()
 
 
 def _cost(name: str) -> dict[str, int]:
     """Peak memory and bytes of a round, or of two forward passes."""
     stage = COSTS.get(name, COSTS["FedMeZO, LoRA"]) | {"rounds": 1, "batch_size": "full", "lr": 1e-6}
-    table = recipe("sst2", stage, 100.0, 32, 1).model_dump(mode="json", exclude_none=True)
+    table = recipe("trec", stage, 100.0, 32, 1).model_dump(mode="json", exclude_none=True)
     table["data"]["partition"] = {"kind": "iid", "clients": 1}
     found = Recipe.parse(table)
     if name == "inference":

@@ -125,7 +125,7 @@ def test_samples_before_and_after_are_kept_and_scored(tmp_path: Path) -> None:
     assert [(row["stage"], row["round"]) for row in rows] == [("0", "0")] * 3 + [("0", "8")] * 3
     test = Federation.of(recipe).dataset.test.raw(0, 3)
     assert [(row["prompt"], row["reference"]) for row in rows] == list(test) * 2
-    backbone = Exported.load(tmp_path / "run").body.backbone
+    backbone = Exported.load(tmp_path / "run").store.backbone
     assert backbone is not None
     transform: Any = backbone.transform
     said = [complete(backbone, transform.prompt_tokens(prompt), Sampling(4)).strip() for prompt, _ in test]
