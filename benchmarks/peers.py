@@ -100,7 +100,7 @@ def trained(X: Any, y: Any, client: int, weights: list[Any]) -> list[Any]:
         for parameter, value in zip(model.parameters(), weights, strict=True):
             parameter.copy_(value)
     optimiser = torch.optim.SGD(model.parameters(), lr=RATE)
-    for rows in torch.split(client * EXAMPLES + torch.randperm(EXAMPLES), BATCH):  # type: ignore[no-untyped-call]
+    for rows in torch.split(client * EXAMPLES + torch.randperm(EXAMPLES), BATCH):
         optimiser.zero_grad()
         torch.autograd.backward(torch.nn.functional.cross_entropy(model(X[rows]), y[rows]))
         optimiser.step()
