@@ -266,8 +266,8 @@ def environment(folder: Path, packages: list[str] | None) -> Path:
 
 def measured(python: Path, side: str, threads: int) -> dict[str, Any]:
     """One turn of a side, in a process of its own."""
-    environ = {**os.environ, **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")}
-    environ["OMP_NUM_THREADS"] = str(threads)
+    pinned = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), str(threads))
+    environ = {**os.environ, **pinned}
     done = subprocess.run(
         [python, "-m", "benchmarks.peers", "side", side], cwd=ROOT, env=environ, capture_output=True, text=True
     )
@@ -322,6 +322,8 @@ def page(report: dict[str, Any]) -> str:
         )
     whole = rows["pooled"]["1"]
     lines += [
+        "",
+        "Flower's actors, one per core, have a thread each.",
         "",
         f"Logistic regression of scikit-learn on the pooled examples: {100 * whole['accuracy']:.2f} % in "
         f"{whole['seconds']:.1f} s.",
