@@ -124,3 +124,19 @@ def test_the_digest_is_that_of_flowers_bundle_and_changes_with_the_app(tmp_path:
 def test_the_tested_version_is_the_one_that_headstart_installs() -> None:
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert f"flwr[simulation]=={FLOWER[-1]}" in project["optional-dependencies"]["federation"]
+
+
+def test_a_process_ends_with_its_command_whatever_its_threads_do() -> None:
+    code = """
+import atexit, sys, threading, time
+from headstart.deploy.guard import leave
+
+def command():
+    threading.Thread(target=time.sleep, args=(600,)).start()
+    atexit.register(print, "goodbye")
+    sys.exit(3)
+
+leave(command)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (3, "goodbye\n"), done.stderr

@@ -10,12 +10,14 @@ SuperLink answers the last two on the loopback address only, and a node executes
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import importlib.metadata
 import ipaddress
 import os
 import re
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from logging import ERROR
 from pathlib import Path
@@ -171,5 +173,22 @@ def main() -> None:
         raise SystemExit(2) from None
 
 
+def leave(command: Callable[[], None]) -> None:
+    """Run a command and end the process with it, whatever threads there are: one of a SuperNode's may try for ever to
+    reach a SuperLink whose certificate has ended, and nobody would start the SuperNode anew."""
+    status = 0
+    try:
+        command()
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
 if __name__ == "__main__":
-    main()
+    leave(main)
