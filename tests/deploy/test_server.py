@@ -137,6 +137,17 @@ def test_what_is_no_bug_is_shown_without_a_traceback() -> None:
     )
     assert shown.reason == "none of the nodes came: a"
     assert said == ["round 1", "Traceback (most recent call last):", "  File y", "KeyError: 1"]
+    said.clear()
+    shown.take(
+        "\x1b[91mERROR \x1b[0m:     SSL/TLS handshake error detected.\nTraceback (most recent call last):\n  File z\n"
+    )
+    shown.take("httpcore.ConnectError: [SSL: CERTIFICATE_VERIFY_FAILED] certificate has expired\n\n")
+    shown.take(
+        "The above exception was the direct cause of the following exception:\n\nTraceback (most recent call last):\n"
+    )
+    shown.take("  File z\nhttpx.ConnectError: [SSL: CERTIFICATE_VERIFY_FAILED] certificate has expired\n")
+    assert said == []
+    assert shown.reason == "the server's certificate is not valid now: run `headstart deploy renew`"
 
 
 def test_progress_is_a_sentence(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -237,12 +237,14 @@ def _follow(run: int, roll: Roll, control: Control, say: Say) -> str:
 _NOISE = re.compile(
     r"(\x1b\[\d+m)*(INFO|DEBUG)\b|Successfully installed |.*(ServerApp raised an exception|Exit Code: 201)"
     r"|An unhandled exception occurred in the ServerApp|For more information, visit: <https://flower|\s*$"
+    r"|.*SSL/TLS handshake error detected|The above exception was the direct cause of"
 )
 """Of Flower's, about its own processes, and that a ServerApp failed: why is said by its error, or its traceback."""
 
 
 class Shown:
-    """The log of a run as a user sees it: a traceback that ends in an error of headstart's is that error only."""
+    """The log of a run as a user sees it: of a traceback that ends in an error of headstart's, or in a certificate that
+    is not valid, that alone."""
 
     def __init__(self, say: Say) -> None:
         self.say, self.reason = say, ""
@@ -259,6 +261,8 @@ class Shown:
             self._traceback.append(line)
         elif found := re.match(r"headstart\.errors\.\w+: (.*)", line):
             self.reason, self._traceback = found[1], []
+        elif re.match(r"http\w+\.\w+: .*CERTIFICATE_VERIFY_FAILED", line):
+            self.reason, self._traceback = "the server's certificate is not valid now: run `headstart deploy renew`", []
         elif not _NOISE.match(line):
             for held in (*self._traceback, line):
                 self.say(held)
