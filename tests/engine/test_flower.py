@@ -157,7 +157,7 @@ def test_a_simulation_that_is_interrupted_ends_as_if_it_had_not_been(tmp_path: P
     recipe, there = features(stages), tmp_path / "there"
     run(recipe, tmp_path / "here")
     (tmp_path / "recipe.toml").write_text(recipe.to_toml())
-    for stop in (4, None):  # after the first round of the second stage, whose clients keep what is theirs; not at all
+    for stop in (2, 5, None):  # after the second round of the first stage and of the second; not at all
         seen = len((there / "metrics.jsonl").read_text().splitlines()) if there.exists() else 0
         # In a process of its own: Ray forks, and must not do so beside threads that other tests have left.
         command = [sys.executable, "-c", INTERRUPTED, str(tmp_path / "recipe.toml"), str(there), str(stop)]
@@ -198,8 +198,6 @@ def test_bodies_with_norm_statistics_are_the_same_on_flower(tmp_path: Path) -> N
     trained = load_file(tmp_path / "there" / "checkpoint" / "stage-0.safetensors")
     assert any(name.endswith("running_mean") for name in trained)
     for ours, theirs in zip(here["stages"], there["stages"], strict=True):
-        # A sum of a client's squares may be added up in another order, which the last digit of a choice shows.
-        assert (theirs.pop("chosen", None) or {}) == pytest.approx(ours.pop("chosen", None) or {}, rel=1e-12)
         assert {k: v for k, v in theirs.items() if k not in CLOCK} == {k: v for k, v in ours.items() if k not in CLOCK}
 
 

@@ -19,8 +19,8 @@ from tests.variants import recipe_of
 
 SOURCE = Path(headstart.__file__).parent
 # Who holds what begins with the run's seed and a constant, where others have the number of a stage; noise begins with
-# a secret, where there is one. What the papers' code mirrors is drawn as the results that are shown were.
-APART = ("data", "channel", "seeds.py", "reference.py")
+# a secret, where there is one.
+APART = ("data", "channel", "seeds.py")
 
 
 def streams() -> dict[str, list[ast.expr]]:

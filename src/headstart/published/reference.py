@@ -45,7 +45,7 @@ def reference_accuracy(recipe: Recipe, mirror: bool) -> float:
     data, name = federation.dataset, federation.dataset.name
     features = np.array(extract(backbone, data.train, f"{name} train"))
     if mirror:
-        turned = np.random.default_rng([recipe.seed, 0xF11B]).random(len(features)) < 0.5
+        turned = np.random.default_rng([0xF11B, recipe.seed]).random(len(features)) < 0.5
         features[turned] = extract(mirrored(backbone), data.train, f"{name} train, mirrored")[turned]
     held = federation.owners >= 0
     x, y, owners = (torch.from_numpy(each[held]) for each in (features, data.train.labels, federation.owners))
