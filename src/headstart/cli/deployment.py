@@ -208,7 +208,7 @@ def _tell_kits(server: Server, before: set[str]) -> None:
         return
     print(f"kits are in {server.kit_folder}; their fingerprint, to be compared over the phone: {kits[0].fingerprint()}")
     if others := [kit.name for kit in kits if kit.name in before]:
-        print(f"the list of nodes is in every kit: {', '.join(others)} need their new kit, too")
+        print(f"every kit lists all nodes: send a new one to {', '.join(others)}, too")
 
 
 @node.command("init")
