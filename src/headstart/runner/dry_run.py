@@ -176,7 +176,7 @@ class DryClosedForm(DryStage):
                 count, directions = int(rows[mine].sum()), 0
                 if settings.secure:  # a group is a client
                     groups = np.array_split(mine, max(1, len(mine) // (settings.secure_group or len(mine))))
-                    held = [np.count_nonzero(self.federation.counts[part].any(axis=0)) for part in groups]
+                    held = [int(self.federation.counts[part].any(axis=0).sum()) for part in groups]
                     count = sum(held) * self.stage.rows_per_class
                 elif summary.rank:
                     sent = sent_directions(examples[mine], rows[mine], summary.rank, summary.dim, settings.min_examples)
