@@ -1,6 +1,7 @@
 """Heads by what clients tell: bytes against accuracy, from FedNCM to Fed3R, with clients that differ and that do not.
 
     python -m benchmarks.heads extract [NAME …]    features, once: HEADSTART_DATA/features-NAME.npz
+    python -m benchmarks.heads fresh NAME …        those of test images in devices that the tables do not use
     python -m benchmarks heads                     the tables, of the features that are there
     python -m benchmarks.heads tables [NAME …]     the tables of these alone
     python -m benchmarks.heads few [NAME …]        four or five clients of each alone
@@ -84,15 +85,11 @@ def seen_through(image: Image.Image, device: int) -> Image.Image:
 
 def extract(name: str) -> None:
     """X, y, split (0 train, 2 test) and domain of a data set, through its body, as a file that recipes read, too."""
-    from headstart.backbones import load_backbone
-    from headstart.backbones.extract import embed
     from headstart.backbones.extract import extract as cached
-    from headstart.config.recipe import Data, Model
-    from headstart.data.examples import Examples, decode_image
+    from headstart.config.recipe import Data
     from headstart.data.load import load_dataset
 
-    model, keys = SETS[name]
-    backbone = load_backbone(Model(**{**model, "weights": str(SHARED / "weights" / model["weights"])}))
+    (_, keys), backbone = SETS[name], backbone_of(name)
     parts: list[tuple[np.ndarray, np.ndarray, int, np.ndarray]] = []
     if name.startswith("pacs"):
         for number, domain in enumerate(DOMAINS):
@@ -106,20 +103,52 @@ def extract(name: str) -> None:
         for split, examples in ((0, dataset.train), (0, dataset.validation), (2, dataset.test)):
             if examples is None:
                 continue
-            sites = rng.integers(0, 5, len(examples)) if name.endswith("-sites") else np.zeros(len(examples), int)
-            features = np.empty((len(examples), backbone.dim), np.float32)
-            for start in range(0, len(examples) if name.endswith("-sites") else 0, 1024):
-                rows = np.arange(start, min(start + 1024, len(examples)))
-                images = [decode_image(raw, name).convert("RGB") for raw in examples.raw(start, start + 1024)]
-                seen = np.stack([np.asarray(seen_through(i, s)) for i, s in zip(images, sites[rows], strict=True)])
-                through = Examples("image", seen, (), np.arange(len(rows)), examples.labels[rows])
-                features[rows] = embed(backbone, through, name)
-            if not name.endswith("-sites"):
-                features = np.asarray(cached(backbone, examples, name))
-            parts.append((features, examples.labels, split, sites))
+            if name.endswith("-sites"):
+                sites = rng.integers(0, 5, len(examples))
+                parts.append((through_devices(backbone, examples, sites), examples.labels, split, sites))
+            else:
+                found = np.asarray(cached(backbone, examples, name))
+                parts.append((found, examples.labels, split, np.zeros(len(examples), int)))
     X, y, domains = (np.concatenate([part[i] for part in parts]) for i in (0, 1, 3))
     splits = np.concatenate([np.full(len(part[1]), part[2]) for part in parts])
     np.savez(file_of(name), X=X, y=y, split=splits, domain=domains)
+
+
+def backbone_of(name: str) -> Any:
+    from headstart.backbones import load_backbone
+    from headstart.config.recipe import Model
+
+    model = SETS[name][0]
+    return load_backbone(Model(**{**model, "weights": str(SHARED / "weights" / model["weights"])}))
+
+
+def through_devices(backbone: Any, examples: Any, sites: np.ndarray) -> np.ndarray:
+    """Features [n, d] of images, each seen through its device [n]."""
+    from headstart.backbones.extract import embed
+    from headstart.data.examples import Examples, decode_image
+
+    found = np.empty((len(examples), backbone.dim), np.float32)
+    for start in range(0, len(examples), 1024):
+        rows = np.arange(start, min(start + 1024, len(examples)))
+        images = [decode_image(raw, "image").convert("RGB") for raw in examples.raw(start, start + 1024)]
+        seen = np.stack([np.asarray(seen_through(i, s)) for i, s in zip(images, sites[rows], strict=True)])
+        through = Examples("image", seen, (), np.arange(len(rows)), examples.labels[rows])
+        found[rows] = embed(backbone, through, "images")
+    return found
+
+
+def extract_fresh(name: str) -> None:
+    """X, y and domain of all test images of a data set in devices that its tables did not use: NAME-fresh."""
+    from headstart.config.recipe import Data
+    from headstart.data.load import load_dataset
+
+    keys = SETS[name][1]
+    whole, used = (load_dataset(Data(**each)).test for each in ({**keys, "test_examples": None}, keys))
+    known = {digest.tobytes() for digest in used.digests}
+    rest = whole.take(np.flatnonzero([digest.tobytes() not in known for digest in whole.digests]))
+    sites = np.random.default_rng(20).integers(0, 5, len(rest))
+    found = through_devices(backbone_of(name), rest, sites)
+    np.savez(file_of(f"{name}-fresh"), X=found, y=rest.labels, domain=sites)
 
 
 def file_of(name: str) -> Path:
@@ -133,6 +162,18 @@ def features(name: str) -> dict[str, np.ndarray]:
 
 
 # ------------------------------------------------------------------------------------------------------------- figures
+
+
+def numbers_of(domains: int) -> tuple[int, ...]:
+    """Numbers of clients; of several domains, with 3 clients only three of them take part."""
+    return (3, domains, 10, 5 * domains, 100, 1000) if domains > 1 else CLIENTS
+
+
+def part_of(name: str, split: int, clients: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Features [n, d], labels [n] and domains [n] of a split: of as many domains as there are clients, at most."""
+    data = features(name)
+    mine = (data["split"] == split) & (data["domain"] < clients if data["domain"].any() else True)
+    return data["X"][mine], data["y"][mine], data["domain"][mine]
 
 
 def dealt(labels: np.ndarray, domain: np.ndarray, clients: int, seed: int) -> np.ndarray:
@@ -162,9 +203,7 @@ def bytes_up(head: Any, labels: np.ndarray, owners: np.ndarray, dim: int) -> int
 
 def measured(name: str, clients: int, seeds: int = SEEDS) -> tuple[int, dict[str, tuple[float, float, float]]]:
     """Clients that hold something, and of each head its accuracy, its megabytes up and the share of the means."""
-    data = features(name)
-    train, test = data["split"] == 0, data["split"] == 2
-    x, y, domain = data["X"][train], data["y"][train], data["domain"][train]
+    (x, y, domain), (tests, labels, _) = part_of(name, 0, clients), part_of(name, 2, clients)
     owners = [dealt(y, domain, clients, seed) for seed in range(1 if clients == domain.max() + 1 > 1 else seeds)]
     found: dict[str, tuple[float, float, float]] = {}
     for title, head in HEADS.items():
@@ -173,7 +212,7 @@ def measured(name: str, clients: int, seeds: int = SEEDS) -> tuple[int, dict[str
         scores, shares = [], []
         for who in owners[: 1 if title in ("FedNCM", "Fed3R") else None]:
             head.fit(x, y, client=who)
-            scores.append(100 * head.score(data["X"][test], data["y"][test]))
+            scores.append(100 * head.score(tests, labels))
             shares.append(head.head_.notes.get("means_share", np.nan))
         found[title] = float(np.mean(scores)), bytes_up(head, y, owners[0], x.shape[1]) / 1e6, float(np.mean(shares))
     return len(np.unique(owners[0])), found
@@ -185,8 +224,7 @@ def main(names: Iterable[str] = SETS, few: bool = False) -> None:
     for chosen in (True, False):
         rows: list[tuple[Any, ...]] = []
         for name in [name for name in names if file_of(name).exists() and (name in CHOSEN_ON) == chosen]:
-            domains = int(features(name)["domain"].max()) + 1
-            several = (domains, 5 * domains, 100, 1000) if domains > 1 else CLIENTS
+            several = numbers_of(int(features(name)["domain"].max()) + 1)
             for clients in (4, 5) if few else several:
                 if clients not in several:
                     continue
@@ -250,6 +288,9 @@ if __name__ == "__main__":
         main(sys.argv[2:] or SETS, sys.argv[1] == "few")
     elif sys.argv[1] == "picture":
         picture()
+    elif sys.argv[1] == "fresh":
+        for name in sys.argv[2:]:
+            extract_fresh(name)
     else:
         for name in sys.argv[2:] or SETS:
             extract(name)

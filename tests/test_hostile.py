@@ -623,6 +623,10 @@ IMPOSSIBLE: dict[str, tuple[dict[str, Any], Alteration]] = {
         {"method": "fedcof", "within": "diagonal", "rank": 2},
         put("directions", lambda directions: 100 * directions),
     ),
+    "a sketch that the squares do not allow": (
+        {"method": "fedcof", "rank": 2, **SERVER},
+        put("sketch", lambda sketch: -100 * sketch),
+    ),
     "longer vectors than all have": (COUNTED, put("sums", lambda sums: -1e4 * sums)),
     "larger squares than all have": (
         {"method": "fed3r", "random_features": 400, **SERVER},

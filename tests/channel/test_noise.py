@@ -33,12 +33,15 @@ METHODS: dict[str, dict[str, Any]] = {
     "fedcof": {"method": "fedcof"},
     "fedcof-trace": {"method": "fedcof", "within": "trace"},
     "fedcof-told": {"method": "fedcof", "within": "diagonal"},
+    "fedcof-rank": {"method": "fedcof", "rank": 2},
     "fedcof-full": {"method": "fedcof", "covariance": "full"},
     "fedcof-diagonal": {"method": "fedcof", "covariance": "diagonal"},
 }
-BY_ROW = ("fedcof", "fedcof-trace", "fedcof-told")
+BY_ROW = ("fedcof", "fedcof-trace", "fedcof-told", "fedcof-rank")
 BLOCKS = {"fedncm": 1, "fed3r-random-features": 3, **dict.fromkeys((*BY_ROW[1:], "fedcof-full", "fedcof-diagonal"), 3)}
-"""Blocks of numbers that are released: class sums, and counts and second moments where the head needs them."""
+BLOCKS["fedcof-rank"] = 4
+"""Blocks of numbers that are released: class sums, and counts, second moments and a sketch where the head needs
+them."""
 UNCOUNTED = ("fedncm", "fed3r")
 NOISES = ("server", "client")
 
@@ -262,6 +265,18 @@ def test_the_noise_of_a_message_has_the_claimed_size(name: str) -> None:
         assert off.std() == pytest.approx(unit * clip**2 / sqrt(2), rel=0.04)
     if name == "fedcof-diagonal":
         assert np.array(found["moments"]).std() == pytest.approx(unit * clip**2, rel=0.06)
+
+
+def test_the_noise_of_a_sketch_has_the_claimed_size() -> None:
+    x, y, owners = blobs(60, 1)
+    bench = private("fedcof-rank", epsilon=0.5, clip=2.0)
+    exact = received(bench, cohort_of(x, y, owners))
+    assert exact.sketch is not None
+    noise = bench.channel.noise
+    found = np.array([noise.add(exact, [np.random.default_rng(seed)]).sketch - exact.sketch for seed in range(400)])
+    assert found.shape == (400, 2, DIM)
+    assert found.std() == pytest.approx(multiplier_of(0.5) * sqrt(4) * 2.0**2, rel=0.04)
+    assert abs(found.mean()) < 5 * found.std() / sqrt(found.size)
 
 
 @pytest.mark.parametrize("noise", NOISES)
@@ -582,8 +597,6 @@ def test_rows_below_one_are_absent() -> None:
         ({"count_noise": {"kind": "laplace", "epsilon": 1.0}, "covariance": "full"}, "use covariance = 'estimated'"),
         ({"count_noise": {"kind": "laplace", "epsilon": 1.0}, "within": "trace"}, "use within = 'estimated'"),
         ({"count_noise": {"kind": "laplace", "epsilon": 1.0}, "rank": 2}, "does not hide directions; use rank = 0"),
-        ({"privacy": {"epsilon": 1.0}, "rank": 2}, "does not hide directions; use rank = 0"),
-        ({"secure": True, "secure_group": 3, "rank": 2}, "do not add up in secure aggregation; use rank = 0"),
         ({"within": "estimated", "rank": 2}, "use within = 'auto', or rank = 0"),
         ({"covariance": "full", "rank": 2}, "rank: covariance = 'full' is exact already; leave rank out"),
         ({"covariance": "full", "within": "trace"}, "within: covariance = 'full' is exact already"),

@@ -1,6 +1,7 @@
 """Stages whose server learns sums only: the same heads and models, and nothing that needs single clients."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,13 @@ from safetensors.numpy import load_file
 from sklearn.datasets import load_digits
 
 from headstart.config.recipe import Recipe
+from headstart.core.directions import sketching_basis
 from headstart.core.message import Message
+from headstart.core.statistics import summarise
 from headstart.data import Federation
 from headstart.engine.server import Request, Server
 from headstart.errors import HeadstartError, RecipeError
+from headstart.heads import cof_head
 from headstart.heads.estimators import FedCOF
 from headstart.runner import Result, run
 
@@ -90,6 +94,32 @@ def test_a_group_of_clients_is_one_client_of_fedcof() -> None:
     np.testing.assert_allclose(head.weight, by_hand.head_.weight, rtol=1e-4, atol=1e-5)
     alone = FedCOF(shrinkage=1.0).fit(X[held], y[held], client=federation.owners[held])
     assert np.abs(head.weight - alone.head_.weight).max() > 0.01  # not what every client by itself would give
+
+
+@pytest.mark.parametrize("rank", [5, 64])
+def test_directions_pass_groups_as_a_sketch_of_everybodys_scatter(rank: int) -> None:
+    """Of all groups together, worked out here: W Ω (Ωᵀ W Ω)⁺ Ωᵀ W, which is W itself for all 64 directions."""
+    recipe = recipe_of({"method": "fedcof", "shrinkage": 1.0, "secure": True, "secure_group": 3, "rank": rank})
+    federation = Federation.of(recipe)
+    held = federation.owners >= 0
+    X, y = federation.dataset.train.features()[held].astype(np.float64), federation.dataset.train.labels[held]
+    group = federation.owners[held] // 3
+    means = {(g, c): X[(group == g) & (y == c)].mean(axis=0) for g, c in {*zip(group, y, strict=True)}}
+    deviations = X - np.stack([means[g, c] for g, c in zip(group, y, strict=True)])
+    scatter, basis = deviations.T @ deviations, sketching_basis(64, rank)
+    found = scatter @ basis @ np.linalg.pinv(basis.T @ scatter @ basis, 1e-12) @ basis.T @ scatter
+    values, vectors = np.linalg.eigh(found)
+    told = (vectors * np.sqrt(np.maximum(values, 0))).T
+    told = told[(told**2).sum(axis=1) > 1e-9 * values[-1]]
+    by_group, _ = summarise(X, y, 10, clients=group, moments="trace")
+    by_hand = cof_head(replace(by_group, directions=told), 1.0, within="auto")
+    head = run(recipe).head
+    np.testing.assert_allclose(head.weight, by_hand.weight, rtol=1e-3, atol=1e-4)
+    without = cof_head(by_group, 1.0, within="auto")
+    assert np.abs(head.weight - without.weight).max() > 0.01
+    if rank == 64:
+        exact = FedCOF(shrinkage=1.0, covariance="full").fit(X, y)
+        np.testing.assert_allclose(head.weight, exact.head_.weight, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize(

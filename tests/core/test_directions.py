@@ -1,9 +1,11 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from headstart.core.directions import largest_directions, sent_directions
+from headstart.core.directions import largest_directions, sent_directions, sketching_basis
 from headstart.core.message import Message
-from headstart.core.statistics import ClientStatistics, Summary, message_nbytes, read_statistics, summarise
+from headstart.core.statistics import Summary, message_nbytes, read_statistics, summarise
 from headstart.errors import MessageError
 
 RNG = np.random.default_rng(0)
@@ -47,10 +49,80 @@ def test_a_client_tells_the_same_alone_and_among_others() -> None:
 
 def test_directions_add_up_side_by_side() -> None:
     parts = [summarise(Z[WHO == k], Y[WHO == k], 4, moments="trace", rank=2)[0] for k in range(3)]
-    merged = ClientStatistics.empty(4, 40, "trace", rank=2).merge(*parts)
+    merged = Summary(4, 40, "trace", rank=2).empty().merge(*parts)
     assert merged.directions is not None
     assert merged.directions.shape == (6, 40)
     assert merged.pooled().directions is merged.directions
+
+
+def scatter_of(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    return np.asarray(sum(len(mine) * np.cov(mine.T, bias=True) for mine in (x[y == c] for c in range(4))))
+
+
+def test_sketches_of_clients_add_up_to_that_of_everybody() -> None:
+    parts = [summarise(Z[WHO == k], Y[WHO == k], 4, moments="trace", sketch=6)[0] for k in range(3)]
+    merged, whole = Summary(4, 40, "trace", sketch=6).empty().merge(*parts), summarise(Z, Y, 4, sketch=6)[0]
+    assert merged.sketch is not None
+    assert merged.sketch.shape == (6, 40)
+    np.testing.assert_allclose(merged.sketch, whole.sketch, rtol=1e-9, atol=1e-6)
+    np.testing.assert_allclose(merged.sketch, sketching_basis(40, 6).T @ Z.T @ Z, rtol=1e-9, atol=1e-6)
+    inside = sum(scatter_of(Z[WHO == k], Y[WHO == k]) for k in range(3))  # around each client's own means
+    found = merged.sketched_directions()
+    assert found.sketch is None
+    assert found.directions is not None
+    assert np.linalg.eigvalsh(inside - found.directions.T @ found.directions).min() > -1e-6
+
+
+def test_a_sketch_as_wide_as_the_scatter_tells_all_of_it() -> None:
+    """Of 40 dimensions the examples of every class vary along three, and as many numbers of each are enough."""
+    thin = Z[:, :3] @ np.linalg.qr(RNG.normal(size=(40, 40)))[0][:3] + 5.0
+    for width, closeness in ((3, 1e-7), (40, 1e-7), (60, 1e-7)):
+        found = summarise(thin, Y, 4, moments="trace", sketch=width)[0].sketched_directions().directions
+        assert found is not None
+        exact = scatter_of(thin, Y)
+        np.testing.assert_allclose(found.T @ found, exact, atol=closeness * np.trace(exact))
+    two = summarise(thin, Y, 4, moments="trace", sketch=2)[0].sketched_directions().directions
+    assert two is not None
+    assert np.trace(two.T @ two) < 0.999 * np.trace(scatter_of(thin, Y))
+
+
+def test_noise_makes_no_directions() -> None:
+    """Of a sketch of noise alone, no direction is above the largest eigenvalue that noise has, and none is told that is
+    larger than the scatter."""
+    sent = summarise(Z, Y, 4, moments="trace", sketch=6)[0]
+    assert sent.sketch is not None
+    noise = np.random.default_rng(1).normal(size=(6, 40))
+    around = sent.sums @ sketching_basis(40, 6)
+    means = around.T @ (sent.sums / sent.counts[:, None])
+    nothing = replace(sent, sketch=means + 1e6 * noise, noise_floor=1e6 * np.sqrt(80)).sketched_directions()
+    assert nothing.directions is not None
+    assert len(nothing.directions) == 0
+    loud = replace(sent, sketch=means + 1e6 * noise).sketched_directions()
+    assert loud.directions is not None
+    assert np.vdot(loud.directions, loud.directions) == pytest.approx(sent.around_means().sum(), rel=1e-9)
+
+
+def test_a_sketch_that_no_features_have_is_refused() -> None:
+    sent = summarise(Z, Y, 4, moments="trace", sketch=3)[0]
+    message, summary = sent.to_message(), Summary(4, 40, "trace", sketch=3)
+    assert message.nbytes == message_nbytes(4, 40, "trace", True, None, 3) == len(message.to_bytes())
+    got = read_statistics(Message.from_bytes(message.to_bytes()), summary)
+    np.testing.assert_array_equal(got.sketch, sent.sketch)
+    sketch = message.arrays["sketch"]
+    attacks = {
+        "missing": None,
+        "larger than the sums of squares": 100 * sketch,
+        "of no features": sketch[::-1].copy(),
+        "NaN": np.full((3, 40), np.nan),
+        "shape": np.zeros((4, 40)),
+    }
+    for why, other in attacks.items():
+        arrays = {name: array for name, array in message.arrays.items() if name != "sketch"}
+        with pytest.raises(MessageError, match=why):
+            read_statistics(Message(arrays if other is None else {**arrays, "sketch": other}), summary)
+    huge = {**message.arrays, "sketch": np.full((3, 40), 1e300)}
+    with pytest.raises(MessageError, match="larger than features"):
+        read_statistics(Message(huge), summary, noisy=True)
 
 
 def test_what_travels_and_what_is_refused() -> None:

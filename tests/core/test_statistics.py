@@ -12,7 +12,6 @@ from headstart.channel.noise import every_class
 from headstart.core import moments as blockwise
 from headstart.core.message import Message
 from headstart.core.statistics import (
-    ClientStatistics,
     Summary,
     message_nbytes,
     random_parts,
@@ -97,9 +96,9 @@ def test_merging_is_associative_and_order_free() -> None:
 
 def test_nothing_heard_is_neutral() -> None:
     some, _ = summarise(X, Y, C, clients=WHO)
-    merged = ClientStatistics.empty(C, D).merge(some)
+    merged = Summary(C, D).empty().merge(some)
     np.testing.assert_array_equal(merged.sums, some.sums)
-    assert len(ClientStatistics.empty(C, D).pooled().labels) == 0
+    assert len(Summary(C, D).empty().pooled().labels) == 0
 
 
 @pytest.mark.parametrize("moments", [None, "trace", "diagonal", "full"])

@@ -105,7 +105,11 @@ def test_a_head_with_its_card(hub: Hub, tmp_path: Path) -> None:
     ]  # fmt: skip
     assert "4 clients held 60 training examples of scans.npz, 3 classes" in text
     assert "Differential privacy of any one example: ε = 8, δ = 1e-05." in text
-    assert f"| fed3r | 1 | {100 * summary['accuracy']:.2f} % | 30 |" in text
+    assert "| stage | rounds | accuracy, % | macro-F1, % | balanced accuracy, % | calibration error |" in text
+    figures = f"{100 * summary['accuracy']:.2f} | {100 * summary['macro_f1']:.2f} | "
+    figures += f"{100 * summary['balanced_accuracy']:.2f} | {summary['calibration_error']:.4g} |"
+    assert f"| fed3r | 1 | {figures}" in text
+    assert " | 30 | " in text
     assert str(tmp_path) not in text
     assert text.count("# study") == 1
 

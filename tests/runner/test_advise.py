@@ -47,7 +47,7 @@ def sent(candidate: Candidate, advice: Advice, folder: Path) -> tuple[int, int]:
     return sum(by_client.values()), max(by_client.values())
 
 
-@pytest.mark.parametrize("name", ["fedncm", "fedcof", "fed3r"])
+@pytest.mark.parametrize("name", ["fedncm", "fedcof", "fedcof, rank 16", "fed3r"])
 def test_a_head_costs_what_a_real_run_of_it_costs(advice: Advice, tmp_path: Path, name: str) -> None:
     each = of(advice, name)
     assert sent(each, advice, tmp_path / "run") == (each.bytes_up, each.per_client)
@@ -113,6 +113,7 @@ def test_noise_is_as_large_beside_the_sample_as_it_would_be_beside_everything(
 
     monkeypatch.setattr("headstart.runner.advise.run_federation", watched)
     found = advise(digits(tmp_path / "digits.npz"), epsilon=2.0, examples=600)
+    assert of(found, "fedcof, rank 4").metrics["accuracy"] > 0  # a sketch under noise
     learned = 600 - 2 * 90
     share = noise_multiplier(seen[0], 1e-5) / noise_multiplier(2.0, 1e-5)
     assert share == pytest.approx(learned / 1437, rel=0.02)

@@ -72,6 +72,8 @@ CHANNELS: dict[str, dict[str, Any]] = {
     "secure-fed3r": {"method": "fed3r", "secure": True, "clients_per_round": 4},
     "noisy-fedncm": {"method": "fedncm", "privacy": {"epsilon": 5.0}},
     "noisy-fed3r": {"method": "fed3r", "privacy": {"epsilon": 50.0, "noise": "client"}},
+    "secure-rank": {"method": "fedcof", "rank": 2, "secure": True, "secure_group": 3},
+    "noisy-rank": {"method": "fedcof", "rank": 2, "privacy": {"epsilon": 50.0}},
     "few": {"method": "fedcof", "min_examples": 3, "rank": 2, "clients_per_round": 5},
 }
 

@@ -37,6 +37,8 @@ def test_a_result_is_short_to_look_at(result: headstart.Result) -> None:
     html = result._repr_html_()
     assert html.count("<tr>") == 3  # a heading and two stages
     assert "fedncm" in html
+    for name in ("macro_f1", "balanced_accuracy"):
+        assert all(f"{100 * stage[name]:.2f} %" in html for stage in result.summary["stages"])
 
 
 def test_every_evaluation_is_a_row(result: headstart.Result) -> None:

@@ -2,7 +2,8 @@
 
 A neighbouring data set has one example more or less. Every vector that is summed is shortened to a bound B, so that one
 example moves one class's count by 1, that class's sum by at most B, and the second moments by at most B² in Frobenius
-norm. The blocks are scaled to sensitivity one each (counts, sums / B, moments / B²) and laid side by side, and one
+norm, and so a sketch, which is the second moments times orthonormal columns. The blocks are scaled to
+sensitivity one each (counts, sums / B, moments / B², sketch / B²) and laid side by side, and one
 Gaussian mechanism covers them all: the joint sensitivity of k blocks is √k. A block that the head does not need is not
 released, and not paid for: the counts cancel in the directions of class means, and in a ridge without a bias. Every
 class of every client takes part, present or not, so that neither noise nor length of a message tells which classes a
@@ -54,12 +55,11 @@ def scaled(statistics: ClientStatistics, bound: float) -> Floats:
     """
     sums = statistics.sums.astype(np.float64, copy=False) / bound
     rows = np.column_stack([statistics.counts, sums]).ravel() if statistics.counted else sums.ravel()
-    if statistics.moments is None:
-        return rows
-    moments = statistics.moments / bound**2
-    if moments.ndim == 2:
+    moments, sketch = statistics.moments, statistics.sketch
+    if moments is not None and moments.ndim == 2:
         moments = (moments * _twice_off_diagonal(statistics.dim))[np.triu_indices(statistics.dim)]
-    return np.concatenate([rows, moments])
+    squares = [values.ravel() / bound**2 for values in (moments, sketch) if values is not None]
+    return np.concatenate([rows, *squares])
 
 
 def unscaled(values: Floats, statistics: ClientStatistics, bound: float) -> ClientStatistics:
@@ -69,12 +69,16 @@ def unscaled(values: Floats, statistics: ClientStatistics, bound: float) -> Clie
     if statistics.counted:
         counts = np.rint(np.clip(rows[:, 0], -_LARGEST_COUNT, _LARGEST_COUNT)).astype(np.int64)
         rows = rows[:, 1:]
-    moments = None if statistics.moments is None else values[size:] * bound**2
+    sketch, end = statistics.sketch, len(values)
+    if sketch is not None:
+        end -= sketch.size
+        sketch = values[end:].reshape(sketch.shape) * bound**2
+    moments = None if statistics.moments is None else values[size:end] * bound**2
     if moments is not None and len(moments) > statistics.dim:
         square = np.zeros((statistics.dim, statistics.dim))
         square[np.triu_indices(statistics.dim)] = moments
         moments = (square + np.triu(square, 1).T) / _twice_off_diagonal(statistics.dim)
-    return replace(statistics, counts=counts, sums=rows * bound, moments=moments)
+    return replace(statistics, counts=counts, sums=rows * bound, moments=moments, sketch=sketch)
 
 
 @dataclass(frozen=True)
@@ -86,11 +90,12 @@ class StatisticsNoise:
     bound: float
     moments: Moments | None
     counts: bool = True
+    sketch: bool = False
 
     @property
     def sensitivity(self) -> float:
         """How far one example moves the scaled statistics: each of their blocks by one."""
-        return sqrt(1 + (self.moments is not None) + self.counts)
+        return sqrt(1 + (self.moments is not None) + self.counts + self.sketch)
 
     @property
     def deviation(self) -> float:
@@ -101,8 +106,8 @@ class StatisticsNoise:
         """Noise on every entry, from as many generators as there are sets of rows of equal size.
 
         Each client of a cohort has a generator of its own, and its noise is what it would be if it were alone; the
-        moments, which are sums over the cohort, get everybody's. With one generator, rows that come first get the same
-        noise whatever follows them.
+        moments and the sketch, which are sums over the cohort, get everybody's. With one generator, rows that come
+        first get the same noise whatever follows them.
         """
         values = scaled(statistics, self.bound)
         size = _rows_size(statistics)

@@ -65,7 +65,8 @@ class StatisticsChannel:
 
     def _noise(self, multiplier: float) -> StatisticsNoise:
         summary, longest = self.summary, self.privacy.clip if self.privacy else inf
-        return StatisticsNoise(multiplier, min(longest, summary.longest), summary.moments, summary.counts)
+        bound, sketch = min(longest, summary.longest), summary.sketch > 0
+        return StatisticsNoise(multiplier, bound, summary.moments, summary.counts, sketch)
 
     @cached_property
     def shared(self) -> SharedNoise | None:
@@ -83,9 +84,9 @@ class StatisticsChannel:
 
     @property
     def memory_per_client(self) -> int:
-        """With privacy, a row for every class, and room to add noise to it; otherwise the directions."""
-        summary = self.summary
-        return 4 * 8 * (summary.n_classes * (summary.dim + 1) if self.private else summary.rank * summary.dim)
+        """With privacy, a row for every class, and room to add noise to it; the directions, or the sketch."""
+        summary, rows = self.summary, self.summary.rank + self.summary.sketch
+        return 4 * 8 * (summary.n_classes * (summary.dim + 1) * self.private + rows * summary.dim)
 
     # ----------------------------------------------------------------------------------------------- on the clients
 
@@ -118,8 +119,8 @@ class StatisticsChannel:
         sent: list[int | None] = [None] * len(rows)
         if summary.rank:
             sent = sent_directions(examples, rows, summary.rank, summary.dim, self.min_examples).tolist()
-        layout = (summary.dim, summary.moments, summary.counts)
-        return np.array([message_nbytes(n, *layout, some) for n, some in zip(rows.tolist(), sent, strict=True)])
+        dim, kinds, each = summary.dim, (summary.moments, summary.counts), zip(rows.tolist(), sent, strict=True)
+        return np.array([message_nbytes(n, dim, *kinds, some, summary.sketch) for n, some in each])
 
     def _encoded(
         self, statistics: ClientStatistics, owners: Ints, clients: Ints, round: int

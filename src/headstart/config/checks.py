@@ -311,10 +311,8 @@ def _unscattered(stage: Mapping[str, Any]) -> list[str]:
         return [f"{key}: covariance = {stage['covariance']!r} is exact already; leave {key} out" for key in given]
     if rank and within == "estimated":
         problems.append("rank: directions are sent beside a trace or a diagonal; use within = 'auto', or rank = 0")
-    if rank and stage.get("secure"):
-        problems.append("rank: directions of two clients do not add up in secure aggregation; use rank = 0")
-    if rank and ("privacy" in stage or "count_noise" in stage):
-        problems.append("rank: noise on counts and sums does not hide directions; use rank = 0")
+    if rank and "count_noise" in stage:
+        problems.append("rank: noise on counts does not hide directions; use rank = 0")
     return problems
 
 

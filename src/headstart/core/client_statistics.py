@@ -1,4 +1,4 @@
-"""What a client may send of its features: class counts and sums; where asked, second moments and directions."""
+"""What a client may send of its features: class counts and sums; where asked, second moments, directions, a sketch."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy import linalg
 
+from headstart.core.directions import nystrom, sketching_basis
 from headstart.core.message import Message, layout_nbytes
 from headstart.core.moments import (
     Features,
@@ -21,6 +22,7 @@ from headstart.core.moments import (
     segment_sums,
     unpacked,
     zero_moments,
+    zero_sketch,
 )
 from headstart.errors import HeadstartError
 
@@ -34,6 +36,8 @@ class ClientStatistics:
     labels: [R] the class of each row; counts: [R] examples behind it; sums: [R, d] sum of their features;
     moments: the Gram matrix XᵀX [d, d], its diagonal [d] or its trace [1], of all the examples; None where no method
     asked. directions: [Q, d] the largest of each client's scatter around its rows' means, UᵀU; None likewise.
+    sketch: ΩᵀXᵀX [l, d] of all the examples, Ω being everybody's (`sketching_basis`), from which directions of their
+    scatter can be found where clients' own do not add up; None likewise.
     longest: no feature vector behind them is longer, where they were clipped. noise_floor: the largest eigenvalue that
     noise alone gives the Gram matrix, where there is noise. counted: whether clients send their counts; where they do
     not, every row counts 1.
@@ -48,15 +52,7 @@ class ClientStatistics:
     noise_floor: float | None = None
     counted: bool = True
     directions: Features | None = None
-
-    @classmethod
-    def empty(
-        cls, n_classes: int, dim: int, moments: Moments | None = None, counted: bool = True, rank: int = 0
-    ) -> ClientStatistics:
-        """Nothing received yet."""
-        none, nothing = np.zeros(0, np.int64), np.zeros((0, dim))
-        second, directions = zero_moments(dim, moments), nothing if rank else None
-        return cls(n_classes, none, none, nothing, second, counted=counted, directions=directions)
+    sketch: Floats | None = None
 
     @property
     def dim(self) -> int:
@@ -72,6 +68,19 @@ class ClientStatistics:
         sums = self.sums.astype(np.float64, copy=False)
         return self.moments - self.folded(np.einsum("rd,rd->d", sums, sums / np.maximum(self.counts, 1)[:, None]))
 
+    def sketched_directions(self) -> ClientStatistics:
+        """With the directions of the scatter around the means of the rows that the sketch tells, in its place.
+
+        No larger than the scatter, whose trace is known: noise may have made them so.
+        """
+        if self.sketch is None:
+            return self
+        basis, sums = sketching_basis(self.dim, len(self.sketch)), self.sums.astype(np.float64, copy=False)
+        around = self.sketch - (sums @ basis).T @ (sums / np.maximum(self.counts, 1)[:, None])
+        found = nystrom(basis, around.T, self.noise_floor or 0.0)
+        whole, told = max(float(self.around_means().sum()), 0.0), float(np.vdot(found, found))
+        return replace(self, directions=found * np.sqrt(min(1.0, whole / told)) if told else found, sketch=None)
+
     def folded(self, squares: Floats) -> Floats:
         """Squares [d], one for each dimension, as the second moments have them: a trace is their sum."""
         return squares.sum(keepdims=True) if self.moments is not None and len(self.moments) == 1 else squares
@@ -83,6 +92,7 @@ class ClientStatistics:
         everyone = (self, *others)
         moments = [each.moments for each in everyone if each.moments is not None]
         directions = [each.directions for each in everyone if each.directions is not None]
+        sketches = [each.sketch for each in everyone if each.sketch is not None]
         return ClientStatistics(
             self.n_classes,
             np.concatenate([each.labels for each in everyone]),
@@ -93,6 +103,7 @@ class ClientStatistics:
             everyone[-1].noise_floor,
             everyone[-1].counted,
             np.concatenate(directions) if directions else None,
+            np.sum(sketches, axis=0) if sketches else None,
         )
 
     def pooled(self) -> ClientStatistics:
@@ -101,7 +112,7 @@ class ClientStatistics:
         counts = np.zeros(len(present), np.int64)
         np.add.at(counts, segments, self.counts)
         order = np.argsort(segments, kind="stable")
-        sums, _ = segment_sums(self.sums, order, segments[order], len(present))
+        sums, *_ = segment_sums(self.sums, order, segments[order], len(present))
         return replace(self, labels=present, counts=counts, sums=sums)
 
     def present(self) -> tuple[ClientStatistics, Ints]:
@@ -138,14 +149,14 @@ class ClientStatistics:
         return replace(total, moments=between + (vectors * np.maximum(values, self.noise_floor)) @ vectors.T)
 
     def vector(self) -> dict[str, Floats]:
-        """Counts and sums of every class, present or not, and the second moments: what a secure sum adds."""
+        """Counts and sums of every class, present or not, second moments and sketch: what a secure sum adds."""
         total = self.pooled()
         counts, sums = np.zeros(self.n_classes), np.zeros((self.n_classes, self.dim))
         counts[total.labels], sums[total.labels] = total.counts, total.sums
         moments = total.moments
         if moments is not None and moments.ndim == 2:
             moments = moments[np.triu_indices(self.dim)]
-        found = {"counts": counts, "sums": sums, "moments": moments}
+        found = {"counts": counts, "sums": sums, "moments": moments, "sketch": total.sketch}
         return {name: v for name, v in found.items() if v is not None and (self.counted or name != "counts")}
 
     @classmethod
@@ -157,7 +168,8 @@ class ClientStatistics:
         second = values.get("moments")
         if second is not None and moments == "full":
             second = unpacked(second, sums.shape[1])
-        return cls(len(counts), labels, counts[labels], sums[labels], second, counted=counted)
+        sketch = values.get("sketch")
+        return cls(len(counts), labels, counts[labels], sums[labels], second, counted=counted, sketch=sketch)
 
     def to_message(self, precise: bool = False, noisy: bool = False) -> Message:
         """What travels: present classes only; class sums in float32, or in float64 where they are to be precise.
@@ -166,7 +178,7 @@ class ClientStatistics:
         other, so that rounding to float32 makes a badly conditioned Gram matrix indefinite. A triangle in float64 costs
         what the papers count for the full square in float32. A diagonal or a trace travels as what it is around the
         means, from which nothing is subtracted any more (below zero it is rounding, unless it is ``noisy``), and in
-        float64, since those of clients that reply together are added before they are rounded.
+        float64, since those of clients that reply together are added before they are rounded, and so does a sketch.
         """
         full = self.moments is not None and self.moments.ndim == 2
         precision = sums_dtype(precise or full)
@@ -186,6 +198,8 @@ class ClientStatistics:
             arrays["within"] = around if noisy else np.maximum(around, 0)
         if self.directions is not None:
             arrays["directions"] = self.directions.astype(np.float32)
+        if self.sketch is not None:
+            arrays["sketch"] = self.sketch
         return Message(arrays)
 
 
@@ -209,17 +223,24 @@ class Summary:
     """Whether clients send how many examples of a class they have."""
     rank: int = 0
     """Directions of its scatter that a client may send."""
+    sketch: int = 0
+    """Rows of a sketch that a client sends, whose sum over clients tells as many directions of their scatter."""
     kept: bool = False
     """Whether the server keeps the statistics of every client apart."""
 
     def empty(self) -> ClientStatistics:
         """Nothing received yet."""
-        return ClientStatistics.empty(self.n_classes, self.dim, self.moments, self.counts, self.rank)
+        none, nothing = np.zeros(0, np.int64), np.zeros((0, self.dim))
+        second, sketch = zero_moments(self.dim, self.moments), zero_sketch(self.dim, self.sketch)
+        directions = nothing if self.rank else None
+        return ClientStatistics(
+            self.n_classes, none, none, nothing, second, counted=self.counts, directions=directions, sketch=sketch
+        )
 
 
 @cache
 def message_nbytes(
-    rows: int, dim: int, moments: Moments | None, counted: bool = True, directions: int | None = None
+    rows: int, dim: int, moments: Moments | None, counted: bool = True, directions: int | None = None, sketch: int = 0
 ) -> int:
     """Bytes of the message of a client that speaks of so many rows."""
     layout: dict[str, tuple[str, tuple[int, ...]]] = {
@@ -231,6 +252,8 @@ def message_nbytes(
         layout["moments" if moments == "full" else "within"] = ("float64", (moments_length(dim, moments),))
     if directions is not None:
         layout["directions"] = ("float32", (directions, dim))
+    if sketch:
+        layout["sketch"] = ("float64", (min(sketch, dim), dim))
     return layout_nbytes(layout)
 
 

@@ -1,8 +1,9 @@
-"""The largest directions of the scatter of a client's features around its class means."""
+"""The largest directions of the scatter of features around class means: of each client, or of a sum over clients."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import cache
 
 import numpy as np
 import numpy.typing as npt
@@ -53,7 +54,7 @@ def largest_directions(blocks: Blocks, dim: int, count: int, seed: tuple[int, ..
     """Rows √λ v [count, d] of the largest eigenvalues λ and eigenvectors v of A = ZᵀZ, Z [n, d] block by block.
 
     By randomised subspace iteration: a few passes over Z, and never more than a block of it, or a matrix
-    [d, count + 10], in memory. The last pass is Nyström's, A Q (QᵀAQ)⁻¹ QᵀA: never larger than A along any direction.
+    [d, count + 10], in memory. The last pass is Nyström's: never larger than A along any direction.
     """
 
     def product(basis: Floats) -> Floats:
@@ -65,12 +66,28 @@ def largest_directions(blocks: Blocks, dim: int, count: int, seed: tuple[int, ..
         basis = np.random.default_rng([0xD1B, *seed]).standard_normal((dim, width))
         for _ in range(_PASSES):
             basis = linalg.qr(product(basis), mode="economic", check_finite=False)[0].astype(np.float64, copy=False)
-    last = product(basis)
-    inner = basis.T @ last
+    found = nystrom(basis, product(basis))[:count]
+    return np.concatenate([found, np.zeros((count - len(found), dim))])
+
+
+def nystrom(basis: Floats, product: Floats, least: float = 0.0) -> Floats:
+    """Rows √λ v [at most l, d] of A Q (QᵀAQ)⁻¹ QᵀA, the largest first, from Q [d, l] and A Q [d, l].
+
+    Eigenvalues of QᵀAQ up to ``least``, or up to rounding, count as none.
+    """
+    inner = basis.T @ product
     values, vectors = linalg.eigh((inner + inner.T) / 2, check_finite=False)
-    kept = values > width * np.finfo(np.float64).eps * values[-1]
-    found = np.zeros((count, dim))
-    if kept.any():
-        left, sizes, _ = linalg.svd(last @ vectors[:, kept] / np.sqrt(values[kept]), False, check_finite=False)
-        found[: len(sizes)] = (left * sizes).T[:count]
-    return found
+    kept = values > max(least, basis.shape[1] * np.finfo(np.float64).eps * values[-1])
+    if not kept.any():
+        return np.zeros((0, len(basis)))
+    left, sizes, _ = linalg.svd(product @ vectors[:, kept] / np.sqrt(values[kept]), False, check_finite=False)
+    return np.asarray((left * sizes).T)
+
+
+@cache
+def sketching_basis(dim: int, width: int) -> Floats:
+    """Random orthonormal columns [dim, width], the same for everybody: ΩᵀXᵀX adds up over clients, as XᵀX does."""
+    drawn = np.random.default_rng([0x5CE7, dim, width]).standard_normal((dim, width))
+    basis = np.asarray(linalg.qr(drawn, mode="economic", check_finite=False)[0], np.float64)
+    basis.flags.writeable = False
+    return basis

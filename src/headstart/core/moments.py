@@ -9,6 +9,8 @@ import numpy as np
 import numpy.typing as npt
 from scipy import sparse
 
+from headstart.core.directions import sketching_basis
+
 Floats = npt.NDArray[np.float64]
 Features = npt.NDArray[np.floating]
 Ints = npt.NDArray[np.int64]
@@ -27,8 +29,10 @@ def segment_sums(
     n_segments: int,
     moments: Moments | None = None,
     transform: Transform | None = None,
-) -> tuple[Floats, Floats | None]:
-    """Sums [S, d] of ``features[rows]`` by (sorted) segment, and their second moments, in float64, block by block.
+    sketch: int = 0,
+) -> tuple[Floats, Floats | None, Floats | None]:
+    """Sums [S, d] of ``features[rows]`` by (sorted) segment, their second moments, and so many rows ΩᵀXᵀX [l, d] of
+    their sketch, in float64, block by block.
 
     Each segment is added up in the order of its rows, whatever the blocks: a client alone and the same client among
     thousands give the same bits.
@@ -36,7 +40,7 @@ def segment_sums(
     transform = transform or (lambda values: values)
     dim = transform(features[:1]).shape[1]
     sums = np.zeros((n_segments, dim))
-    second = zero_moments(dim, moments)
+    second, drawn = zero_moments(dim, moments), zero_sketch(dim, sketch)
     step = max(1, (_BLOCK_BYTES_OF_MOMENTS if moments == "full" else _BLOCK_BYTES) // (8 * dim))
     # One for all blocks: large memory that is asked for anew is cleared by the operating system each time.
     room = np.empty((min(step, len(rows)) + 1, dim))
@@ -55,12 +59,19 @@ def segment_sums(
             values = block[1:]
             squares = values.T @ values if moments == "full" else np.einsum("nd,nd->d", values, values)
             second += squares.sum() if moments == "trace" else squares
-    return sums, second
+        if drawn is not None:
+            drawn += (block[1:] @ sketching_basis(dim, len(drawn))).T @ block[1:]
+    return sums, second, drawn
 
 
 def zero_moments(dim: int, moments: Moments | None) -> Floats | None:
     """Of no features at all; None where none are asked for."""
     return None if moments is None else np.zeros((dim, dim) if moments == "full" else moments_length(dim, moments))
+
+
+def zero_sketch(dim: int, width: int) -> Floats | None:
+    """Of no features at all; None where none is asked for."""
+    return np.zeros((min(width, dim), dim)) if width else None
 
 
 def moments_length(dim: int, moments: Moments) -> int:

@@ -8,6 +8,7 @@ from math import inf
 import numpy as np
 
 from headstart.core.client_statistics import ClientStatistics, Summary, sums_dtype
+from headstart.core.directions import sketching_basis
 from headstart.core.message import Message
 from headstart.core.moments import moments_length, unpacked
 from headstart.errors import MessageError
@@ -32,7 +33,7 @@ def read_statistics(
 
     ``clients``: how many sent it together. ``every_class``: there is a row for every class, present or not. ``noisy``:
     clients added noise, and nothing is impossible. ``longest``: no feature vector is longer. ``precise``: sums are
-    float64. Directions are read where the summary has any.
+    float64. Directions and a sketch are read where the summary has any.
     """
     n_classes, dim, moments, counted = summary.n_classes, summary.dim, summary.moments, summary.counts
     rows_per_class, directions = summary.means_per_client * clients, summary.rank * clients
@@ -72,7 +73,24 @@ def read_statistics(
         received = replace(received, moments=second + around_zero)
     if not noisy:
         _refuse_impossible(received, longest)
+    if summary.sketch:
+        received = _with_sketch(received, message, summary.sketch, noisy)
     return _with_directions(received, message, directions) if directions else received
+
+
+def _with_sketch(statistics: ClientStatistics, message: Message, width: int, noisy: bool) -> ClientStatistics:
+    """With the sketch of a message; one that is larger than the sums of squares, or of no symmetric matrix, is
+    refused."""
+    dim, moments = statistics.dim, statistics.moments
+    assert moments is not None
+    found = message.array("sketch", "float64", (min(width, dim), dim)).astype(np.float64)
+    inner, most = found @ sketching_basis(dim, len(found)), float(moments.sum())
+    room = _ROUNDING * most + np.finfo(np.float32).tiny
+    if not noisy and (np.linalg.norm(found) > most + room or np.abs(inner - inner.T).max(initial=0.0) > room):
+        raise MessageError("the sketch is larger than the sums of squares allow, or of no features at all")
+    if np.abs(found).max(initial=0.0) > _LARGEST_FEATURE**2 * np.maximum(np.abs(statistics.counts), 1).sum() * dim:
+        raise MessageError(f"the sketch is larger than features of {_LARGEST_FEATURE:.0e} make it")
+    return replace(statistics, sketch=found)
 
 
 def _with_directions(statistics: ClientStatistics, message: Message, most: int) -> ClientStatistics:

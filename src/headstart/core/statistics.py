@@ -29,6 +29,7 @@ def summarise(
     rows: Ints | None = None,
     transform: Transform | None = None,
     rank: int = 0,
+    sketch: int = 0,
     seed: tuple[int, ...] = (),
     min_examples: int = 1,
 ) -> tuple[ClientStatistics, Ints]:
@@ -38,7 +39,7 @@ def summarise(
     ``parts`` numbers random parts of a client's class, each of which speaks for itself; ``transform`` is a map
     [n, d] → [n, D] applied to the features first. Accumulates in float64, in blocks, so that memory does not grow with
     the examples. Of each client's scatter around its rows' means, the largest ``rank`` directions are kept, one for
-    ``min_examples`` at most; they depend on the seed and on the client alone.
+    ``min_examples`` at most; they depend on the seed and on the client alone. ``sketch``: rows of a sketch of all.
     """
     rows = np.arange(len(features)) if rows is None else rows
     clients = np.zeros(len(rows), np.int64) if clients is None else clients
@@ -49,12 +50,14 @@ def summarise(
     )
     order = np.argsort(segments, kind="stable")
     with np.errstate(over="ignore", invalid="ignore"):  # checked below, with a sentence
-        sums, second = segment_sums(features, rows[order], segments[order], len(keys), moments, transform)
-    for name, values in (("features", sums), ("squares of the features", second)):
+        sums, second, drawn = segment_sums(
+            features, rows[order], segments[order], len(keys), moments, transform, sketch
+        )
+    for name, values in (("features", sums), ("squares of the features", second), ("squares of the features", drawn)):
         if values is not None and not np.isfinite(values).all():
             raise HeadstartError(f"the {name} hold NaN, infinity or values too large to add up; clean or scale them")
     who, what = np.divmod(keys // width, n_classes)
-    found = ClientStatistics(n_classes, what, counts.astype(np.int64), sums, second)
+    found = ClientStatistics(n_classes, what, counts.astype(np.int64), sums, second, sketch=drawn)
     if not rank:
         return found, who
     means, change = sums / counts[:, None], transform or (lambda values: values)

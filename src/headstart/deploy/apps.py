@@ -78,13 +78,15 @@ class Progress:
 
     def __call__(self, metrics: Mapping[str, Any]) -> None:
         """Print a line of metrics in plain words."""
+        from headstart.core.metrics import SHOWN
+
         stage, done, now = metrics["stage"], metrics["round"], time.monotonic()
         rounds = self.recipe.stages[stage].rounds_for(self.clients)
         last, played, since = self._before
         played = played if last == stage else 0
         left = (now - since) / max(done - played, 1) * (rounds - done)
         self._before = stage, done, now
-        said = [f"{name} {metrics[name]:.4f}" for name in ("accuracy", "r2", "loss") if metrics.get(name) is not None]
+        said = [f"{name} {metrics[name]:.4f}" for name in (*SHOWN, "loss") if metrics.get(name) is not None]
         said += [f"{metrics['bytes_up']:,} bytes up, {metrics['bytes_down']:,} down"]
         said += [f"about {left:,.0f} s left in the stage"] if left else []
         print(f"stage {stage} ({metrics['method']}), round {done} of {rounds}: {', '.join(said)}", flush=True)

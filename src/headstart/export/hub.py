@@ -14,7 +14,7 @@ from headstart.core.files import write_text
 from headstart.errors import HeadstartError, first_line
 from headstart.export.files import export
 from headstart.export.model import Model
-from headstart.report import human_bytes, percent
+from headstart.report import human_bytes, markdown, metric_cell, metric_heading, metrics_of
 
 _PIPELINES = {"text": "text-classification", "image": "image-classification"}
 
@@ -71,9 +71,14 @@ def card(run: Path, readme: str, task: str | None = None, client: str | None = N
             if value is not None
         ],
     )
+    metrics = metrics_of(stages)
+    columns = ("stage", "rounds", *map(metric_heading, metrics), "test examples", "bytes sent by clients")
     rows = [
-        f"| {stage['method']} | {stage['rounds']} | {percent(stage['accuracy'])} | {stage.get('test_examples', '')} | "
-        f"{human_bytes(stage['bytes_up'])} |"
+        (
+            *(stage["method"], str(stage["rounds"])),
+            *(metric_cell(name, [stage]) for name in metrics),
+            *(str(stage.get("test_examples", "")), human_bytes(stage["bytes_up"])),
+        )
         for stage in stages
     ]
     whose = f" This is the model of one of them, {client}." if client is not None else ""
@@ -88,9 +93,7 @@ def card(run: Path, readme: str, task: str | None = None, client: str | None = N
         f"of {dataset}, {summary['classes']} {'classes' if model.target == 'classes' else 'targets'}; the backbone is "
         f"{PurePath(recipe.model.backbone).name}.{whose}",
         "",
-        "| stage | rounds | accuracy | test examples | bytes sent by clients |",
-        "|---|---|---|---|---|",
-        *rows,
+        markdown(columns, rows).rstrip(),
         "",
         _privacy(summary),
         "",

@@ -135,6 +135,7 @@ def _told_scatter(statistics: ClientStatistics, total: ClientStatistics, means: 
     which several hold, the only ones that E is of, and times R/T, since what was told in directions has its shape
     already.
     """
+    statistics = statistics.sketched_directions()
     classes = np.searchsorted(total.labels, statistics.labels)
     holders = np.bincount(classes, minlength=len(total.labels))
     inflation = np.where(holders > 1, (total.counts - 1) / np.maximum(holders - 1, 1), 0.0)

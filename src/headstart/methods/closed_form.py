@@ -149,6 +149,7 @@ class ClosedForm(Method[ClosedFormState]):
             rows=cohort.rows,
             transform=self._transform(cohort.clip),
             rank=self.summary.rank,
+            sketch=self.summary.sketch,
             seed=self.context.seed,
             min_examples=self.stage.min_examples,
         )
@@ -158,7 +159,7 @@ class ClosedForm(Method[ClosedFormState]):
         """The sum of each client's losses at each temperature; an example of a masked class has none."""
         given = received[""]
         if "grid" not in given:
-            return ClientStatistics.empty(1, N_TEMPERATURES), np.zeros(0, np.int64)
+            return Summary(1, N_TEMPERATURES).empty(), np.zeros(0, np.int64)
         head = self.load(Message({n.removeprefix("head."): a for n, a in given.items() if n.startswith("head.")}))
         scores = head.scores(cohort.features[cohort.rows]).astype(np.float64) * received.scalars["factor"]
         scores[np.arange(len(scores)), cohort.labels] -= given["own"][cohort.labels]

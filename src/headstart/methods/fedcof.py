@@ -46,15 +46,21 @@ class FedCOFStage(ClosedFormStage):
     """What clients tell of the scatter of their features around their class means. "estimated": nothing, as in the
     paper. "trace": one number, spread evenly over all dimensions. "diagonal": one for each dimension. "auto": one
     number, of which a share takes the shape of the paper's estimate, smaller where clients' features differ; as
-    "estimated" with privacy or count_noise."""
+    "estimated" with count_noise, and with privacy unless there is a rank."""
     rank: NonNegativeInt = 0
-    """Largest directions of that scatter that a client tells beside it, as many rows as so many classes."""
+    """Largest directions of that scatter that a client tells beside it, as many rows as so many classes; with secure
+    or privacy, as many rows of a sketch, whose sum over the clients tells the directions of theirs."""
 
     @property
     def sent_within(self) -> Within:
         """What clients send of it: with noise, no more than is needed."""
-        noisy = self.privacy is not None or self.count_noise is not None
+        noisy = (self.privacy is not None and not self.rank) or self.count_noise is not None
         return "estimated" if self.within == "auto" and noisy else self.within
+
+    @property
+    def sketched(self) -> bool:
+        """Whether directions are found in the sum of the clients' sketches: their own do not add up."""
+        return self.rank > 0 and (self.secure or self.privacy is not None)
 
     @property
     def noise_on_counts(self) -> CountNoise | None:
@@ -73,8 +79,9 @@ class FedCOF(ClosedForm):
     def summary(self) -> Summary:
         """Covariances are estimated from how clients' rows differ; the oracles need sums alone."""
         estimated = self.stage.covariance == "estimated"
-        means, rank = self.stage.means_per_client, self.stage.rank
-        return replace(super().summary, rows=True, by_row=estimated, means_per_client=means, rank=rank)
+        means = self.stage.means_per_client
+        directions = {"sketch" if self.stage.sketched else "rank": self.stage.rank}
+        return replace(super().summary, rows=True, by_row=estimated, means_per_client=means, **directions)
 
     def parts(self, cohort: Cohort) -> Ints | None:
         """Random parts of each client's class, each with a mean of its own."""

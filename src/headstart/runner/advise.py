@@ -18,22 +18,27 @@ import numpy as np
 from headstart.channel.accounting import noise_multiplier
 from headstart.channel.accounting import spent as epsilon_of
 from headstart.channel.channel import channel_of
+from headstart.channel.statistics import StatisticsChannel
 from headstart.config.recipe import Data, Recipe, dealt_by_columns, read_table
 from headstart.core.metrics import SHOWN
 from headstart.core.progress import progress
 from headstart.core.statistics import Features, Ints
 from headstart.data import Dataset, Examples, Federation, load_dataset
 from headstart.data.examples import held_out
-from headstart.engine.client import ClientRuntime
 from headstart.engine.model_store import ModelStore
 from headstart.errors import HeadstartError
 from headstart.methods import Population, StageContext, Task, build
 from headstart.records.record import score_of
 from headstart.report import human_bytes, score
 from headstart.runner.run_recipe import run_federation
-from headstart.solvers.cohort import Cohort
 
-CLOSED_FORMS = ("fedncm", "fedcof", "fed3r")
+CLOSED_FORMS: Mapping[str, Mapping[str, Any]] = {
+    "fedncm": {"method": "fedncm"},
+    "fedcof": {"method": "fedcof"},
+    **{f"fedcof, rank {rank}": {"method": "fedcof", "rank": rank} for rank in (4, 16, 64)},
+    "fed3r": {"method": "fed3r"},
+}
+"""From the fewest bytes to the most: directions take FedCOF from FedNCM's to Fed3R's."""
 BACKBONES = {"features": "features", "image": "efficientnet-lite0", "text": "all-MiniLM-L6-v2"}
 _EXAMPLES = {"features": 20_000, "image": 2_000, "text": 2_000}
 _FEWEST = 40  # of which 6 are held out for choosing and 6 for the figures
@@ -98,9 +103,10 @@ class Advice:
         return "no better than one error, and sends more"
 
 
-_BESIDE = ("macro_f1", "local_accuracy_worst_tenth")
+_BESIDE = ("macro_f1", "balanced_accuracy", "calibration_error", "local_accuracy_worst_tenth")
 COLUMNS = (
-    "candidate", "held out", "macro-F1", "worst tenth", "a client sends", "all clients send", "forward passes", "why",
+    "candidate", "held out", "macro-F1", "balanced", "calibration error", "worst tenth", "a client sends",
+    "all clients send", "forward passes", "why",
 )  # fmt: skip
 
 
@@ -123,11 +129,13 @@ def advise(
     federation = Federation.of(recipe)
     bench = _Bench(recipe, federation, examples, epsilon)
     notes += bench.notes
-    methods = CLOSED_FORMS if federation.dataset.target == "classes" else ("fed3r",)
+    names = ["fed3r"]
+    if federation.dataset.target == "classes":  # as many directions as dimensions are what Fed3R sends
+        names = [name for name, stage in CLOSED_FORMS.items() if stage.get("rank", 0) < bench.features.shape[1]]
     found = []
-    with progress("measuring", len(methods) + len(_RATES)) as advance:
-        for method in methods:
-            found.append(_affordable(bench.closed_form(method), most_bytes))
+    with progress("measuring", len(names) + len(_RATES)) as advance:
+        for name in names:
+            found.append(_affordable(bench.closed_form(name), most_bytes))
             advance(1)
         able = [each for each in found if not each.why_not]
         if not able:
@@ -218,9 +226,9 @@ class _Bench:
         summaries: list[dict[str, Any]] = run_federation(recipe, self.federation).summary["stages"]
         return summaries
 
-    def closed_form(self, method: str) -> Candidate:
+    def closed_form(self, name: str) -> Candidate:
         """A closed form on the sample, its noise as large beside it as it would be beside everything."""
-        stage: dict[str, Any] = {"method": method}
+        stage = dict(CLOSED_FORMS[name])
         measured = dict(stage)
         if self.epsilon is not None:
             stage["privacy"] = {"epsilon": self.epsilon}
@@ -229,32 +237,25 @@ class _Bench:
         try:
             shown, chosen = self._run(measured, {**measured, "eval_split": "validation"})
         except HeadstartError as error:
-            return Candidate(method, why_not=f"not possible: {error}")
+            return Candidate(name, why_not=f"not possible: {error}")
         per_client = self._messages(stage)
         return Candidate(
-            method, (stage,), score_of(chosen), {name: shown[name] for name in SHOWN if name in shown},
+            name, (stage,), score_of(chosen), {name: shown[name] for name in SHOWN if name in shown},
             int(per_client.max()), int(per_client.sum()), self.examples,
         )  # fmt: skip
 
     def _messages(self, stage: Mapping[str, Any]) -> Ints:
-        """Bytes [K] of what each real client would send in a closed form, by the number of its classes."""
-        classes = np.count_nonzero(self.whole.counts, axis=1)
+        """Bytes [K] of what each real client would send in a closed form, by its classes and examples."""
         settings = Recipe.parse({**_ANY, "stages": [stage]}).stages[0]
         dim, names, count = self.features.shape[1], self.whole.dataset.classes, self.whole.n_clients
         task = Task("default", len(names), Population(count, self.examples), target=self.whole.dataset.target)
         context = StageContext((task,), dim, (0, 0), settings.plan)
         method = build(settings, context)
-        runtime = ClientRuntime(method, channel_of(settings, method, (0, 0), {"default": count}, context.noise_seed))
-        sizes = {}
-        for rows in np.unique(classes).tolist():
-            values = None if task.target == "classes" else np.zeros((rows, len(names)))
-            cohort = Cohort(
-                np.array([0]), np.ones((rows, dim), np.float32), np.arange(rows), np.arange(rows),
-                np.zeros(rows, np.int64), np.array([True]), lambda name, start: np.zeros(0, np.float32), targets=values,
-            )  # fmt: skip
-            (reply,) = runtime.answer(cohort, method.broadcast(method.init(), 0, -1))
-            sizes[rows] = int(reply.bytes_up[0])
-        return np.array([sizes[rows] for rows in classes.tolist()])
+        channel = channel_of(settings, method, (0, 0), {"default": count}, context.noise_seed)
+        assert isinstance(channel, StatisticsChannel)
+        classes = np.count_nonzero(self.whole.counts, axis=1)
+        rows = np.full(count, channel.summary.n_classes) if channel.private else classes
+        return channel.nbytes(np.minimum(rows, channel.summary.n_classes), self.whole.sizes)
 
     def after(self, head: Candidate, most_bytes: float | None, advance: Any) -> Iterator[Candidate]:
         """Stages after a head: linear probing, measured, and training of the backbone, whose cost alone is known."""

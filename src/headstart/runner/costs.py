@@ -33,6 +33,8 @@ def fedcof(facts: CostFacts) -> Published:
         each, name = (d, "d") if stage.sent_within == "diagonal" else (1, "1")
         sizes, classes = facts.counts.sum(axis=1), np.count_nonzero(facts.counts, axis=1)
         sent = int(sent_directions(sizes, classes, stage.rank, d, stage.min_examples).sum()) * d
+        if stage.sketched:
+            sent = len(facts.counts) * min(stage.rank, d) * d
         formula = f"FedCOF paper, appendix H, and what is told: (P · d + K · {name}{' + Σ r · d' * bool(stage.rank)})"
         total = facts.rows * d + len(facts.counts) * each + sent
         return Published(total * 4, facts.examples, f"{formula} · 4 bytes, up")

@@ -175,11 +175,14 @@ class DryClosedForm(DryStage):
             if summary.rows:
                 count, directions = int(rows[mine].sum()), 0
                 if settings.secure:  # a group is a client
-                    count = pooled * max(1, len(mine) // (settings.secure_group or len(mine)))
+                    groups = np.array_split(mine, max(1, len(mine) // (settings.secure_group or len(mine))))
+                    held = [int(self.federation.counts[part].any(axis=0).sum()) for part in groups]
+                    count = sum(held) * self.stage.rows_per_class
                 elif summary.rank:
                     sent = sent_directions(examples[mine], rows[mine], summary.rank, summary.dim, settings.min_examples)
                     directions = int(sent.sum())
-                dtype = sums_dtype(settings.secure or summary.moments == "full")
+                noisy = privacy is not None and not by_client  # noise is added in float64
+                dtype = sums_dtype(settings.secure or noisy or summary.moments == "full")
                 first = count - (length - 1) * (count // length)
                 shares = [first, *[count // length] * (length - 1)]
                 parts = tuple(_statistics(summary, n, directions // length, dtype) for n in shares)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,7 @@ from headstart.data import Federation
 from headstart.errors import HeadstartError
 from headstart.heads import LinearHead
 from headstart.records import Record
-from headstart.report import SUMMARY_COLUMNS, html_table, human_bytes, score, stage_cells
+from headstart.report import SUMMARY_COLUMNS, html_table, human_bytes, quality, score, stage_cells
 
 if TYPE_CHECKING:
     import pandas
@@ -73,5 +74,7 @@ class Result:
         )
 
     def _repr_html_(self) -> str:
-        """A table of the stages, for notebooks."""
-        return html_table(SUMMARY_COLUMNS, [stage_cells(stage) for stage in self.summary["stages"]])
+        """A table of the stages, and the metrics beside it, for notebooks."""
+        stages = self.summary["stages"]
+        said = "".join(f"<p>{escape(line)}</p>" for stage in stages if (line := quality(stage)))
+        return html_table(SUMMARY_COLUMNS, [stage_cells(stage) for stage in stages]) + said
