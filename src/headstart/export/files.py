@@ -46,6 +46,11 @@ def export(
     module = model.store.module
     if merge and module is not None and module.kind != "lora":
         raise HeadstartError(f"--merge: only a lora can be added to the backbone's weights, and this is {module.kind}")
+    if (merge or format is not None) and model.recipe.model.quantise:
+        raise HeadstartError(
+            f"{'--merge' if merge else f'--format {format}'}: a backbone of few bits cannot take a lora in, nor become "
+            "a graph, without being rounded again; leave it out"
+        )
     out = out.resolve()
     temporary: Path | None = None
     try:
@@ -87,7 +92,8 @@ def _save_body(model: Model, merge: bool, folder: Path) -> str:
         module = None
     table = model.recipe.model.model_dump(mode="json", exclude_none=True)
     files, code, use, whole = [], [], [], list[str]()
-    is_lora = module is not None and module.kind == "lora"
+    few_bits = bool(model.recipe.model.quantise)
+    is_lora = module is not None and module.kind == "lora" and (model.speaks or not few_bits)
     if isinstance(core, PreTrainedModel):
         auto = model.auto
         # What is on another machine too need not be brought along.
@@ -97,7 +103,7 @@ def _save_body(model: Model, merge: bool, folder: Path) -> str:
             table.pop("weights", None)
             files.append("`body/`: the body, for transformers, and for a recipe")
             code = [f"from transformers import {auto}", f'body = {auto}.from_pretrained("body")']
-        if not model.speaks and (module is None or is_lora) and not backbone.by_batch:
+        if not model.speaks and (module is None or is_lora) and not (backbone.by_batch or few_bits):
             files.append(_save_whole(model, folder / "base" if is_lora else folder, "base/" if is_lora else ""))
             whole = [*_whole_code(model.kind, is_lora), *_use_whole(model, is_lora)]
             code = ["body = model.get_base_model().encoder  # of the model above"] if is_lora else code
@@ -319,6 +325,8 @@ def _save_hugging_face(model: Model, folder: Path) -> None:
     backbone = model.store.backbone
     assert backbone is not None
     core: Any = backbone.core
+    if model.recipe.model.quantise and model.store.model:
+        model.store.model.detach()  # such a network writes all that is on it, whatever state it is given
     place, state = core.name_or_path, plain_state(core)
     if model.cloze:  # its vocabulary was cut off, and no stage has changed it
         core = transformers.AutoModelForMaskedLM.from_pretrained(place, use_safetensors=True)
