@@ -9,7 +9,7 @@ import shutil
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import tomli_w
@@ -30,13 +30,13 @@ def export(
     task: str | None = None,
     client: str | None = None,
     merge: bool = False,
-    format: Format | None = None,
+    format: Format | Literal["gguf"] | None = None,
 ) -> list[str]:
     """Write a run's model as files that other libraries read into a new folder; their names.
 
-    format: the whole model as one graph, instead of its parts; a LoRA is added to the body's weights then.
+    format: the whole model as one graph, or as a GGUF file, instead of its parts; a LoRA is added to the weights then.
     """
-    if format is not None:
+    if format is not None and format != "gguf":
         from headstart.export.graph import check_installed
 
         check_installed(format)
@@ -61,11 +61,9 @@ def export(
             model.head.save(temporary / "head.safetensors")
             readme = _save_body(model, merge, temporary)
         else:
-            from headstart.export.graph import save_graph
-
             if model.store.backbone is not None:
                 _merge(model.store.backbone.core)
-            readme = save_graph(model, format, temporary)
+            readme = _save_file(model, format, temporary)
         write_text(temporary / "README.md", readme)
         umask = os.umask(0)
         os.umask(umask)
@@ -77,6 +75,16 @@ def export(
         if temporary is not None:
             shutil.rmtree(temporary, ignore_errors=True)
     return sorted(str(file.relative_to(out)) for file in out.rglob("*") if file.is_file())
+
+
+def _save_file(model: Model, format: Format | Literal["gguf"], folder: Path) -> str:
+    if format == "gguf":
+        from headstart.export.gguf_file import save_gguf
+
+        return save_gguf(model, folder)
+    from headstart.export.graph import save_graph
+
+    return save_graph(model, format, folder)
 
 
 def _save_body(model: Model, merge: bool, folder: Path) -> str:
