@@ -113,7 +113,7 @@ def hugging_face(place: str, model: Model, name: str) -> Backbone:
     """Any vision or text model of `transformers`, from a hub id or a local folder; safetensors only."""
     if model.task == "generate":
         return generator(place, model, name)
-    if model.prompt is not None:
+    if model.prompt is not None and model.label_words is not None:
         return (cloze if "{mask}" in model.prompt else choice)(place, model, name)
     import transformers
     from safetensors import SafetensorError
@@ -159,9 +159,10 @@ def hugging_face(place: str, model: Model, name: str) -> Backbone:
             raise cannot_load(name, error) from None
     # Not every tokenizer knows how many positions its network has.
     positions = getattr(config, "max_position_embeddings", None) or model.max_tokens
-    transform = TextTransform(tokenizer, min(model.max_tokens, tokenizer.model_max_length, positions))
+    longest = min(model.max_tokens, tokenizer.model_max_length, positions)
+    transform = TextTransform(tokenizer, longest, model.prompt, open=pooling == "last")
     # The tokenizer decides the ids, so it belongs to the key; two tokenizers of one size may differ.
-    key = f"text {pooling} {transform.max_tokens} {vocabulary_key(tokenizer)} {key}"
+    key = f"text {pooling} {longest} {vocabulary_key(tokenizer)} {key}" + (f" {model.prompt}" if model.prompt else "")
     body = _Pooled(encoder, pooling, image=False)
     return Backbone(name, "text", config.hidden_size, body, encoder, transform, key)
 

@@ -50,6 +50,8 @@ def load_backbone(model: Model) -> Backbone:
         raise HeadstartError(
             f"model.quantise: {model.backbone} is no network of transformers that bitsandbytes rounds; leave it out"
         )
+    if model.prompt and getattr(backbone.transform, "prompt", None) is None:
+        raise HeadstartError(f"model.prompt: {model.backbone} is no network of transformers for texts; leave it out")
     backbone.body.eval().requires_grad_(False)
     return backbone
 

@@ -60,7 +60,7 @@ def _of_model(model: Mapping[str, Any], tasks: bool) -> list[str]:
     problems, prompt, chooses = [], model.get("prompt"), model.get("task") == "choose"
     if isinstance(shades := model.get("pixel_range"), list | tuple) and len(set(shades)) == 1:
         problems.append("model.pixel_range: give two values, of black and of white; they are the same")
-    if tasks and "prompt" in model:
+    if tasks and "label_words" in model:
         problems.append("model.prompt: a prompt's label words are those of one task; give [data] instead of [[tasks]]")
     if model.get("quantise") and "weights" in model:
         problems.append("model.weights: weights of few bits come with the backbone; leave it out, or quantise")
@@ -76,11 +76,13 @@ def _of_model(model: Mapping[str, Any], tasks: bool) -> list[str]:
         return problems
     if chooses and not {"prompt", "label_words"} <= model.keys():
         problems.append("model.task: to choose, a model needs a prompt, and label_words to choose from; give both")
-    elif ("prompt" in model) != ("label_words" in model):
+    elif ("prompt" in model) < ("label_words" in model) or ("{mask}" in str(prompt)) > ("label_words" in model):
         problems.append("model: prompt and label_words belong together; give both or neither")
     if isinstance(prompt, str) and chooses and (prompt.count("{mask}") > 1 or "{text}" not in prompt):
         problems.append("model.prompt: write {text} where the text goes, and {mask} at most once")
-    if isinstance(prompt, str) and not chooses and prompt.count("{mask}") != 1:
+    if isinstance(prompt, str) and "label_words" not in model and "{text}" not in prompt:
+        problems.append("model.prompt: write {text} where the text goes")
+    if isinstance(prompt, str) and not chooses and "label_words" in model and prompt.count("{mask}") != 1:
         problems.append(
             "model.prompt: write {mask} once, and {text} where the text goes; for words that follow the prompt, set "
             "task = 'choose'"

@@ -100,8 +100,9 @@ def _save_body(model: Model, merge: bool, folder: Path) -> str:
         module = None
     table = model.recipe.model.model_dump(mode="json", exclude_none=True)
     files, code, use, whole = [], [], [], list[str]()
-    few_bits = bool(model.recipe.model.quantise)
-    is_lora = module is not None and module.kind == "lora" and (model.speaks or not few_bits)
+    # What `transformers` alone would not do: round the weights, or put texts into a prompt.
+    ours = not model.speaks and bool(model.recipe.model.quantise or model.recipe.model.prompt)
+    is_lora = module is not None and module.kind == "lora" and not ours
     if isinstance(core, PreTrainedModel):
         auto = model.auto
         # What is on another machine too need not be brought along.
@@ -110,8 +111,8 @@ def _save_body(model: Model, merge: bool, folder: Path) -> str:
             table["backbone"] = "body"
             table.pop("weights", None)
             files.append("`body/`: the body, for transformers, and for a recipe")
-            code = [f"from transformers import {auto}", f'body = {auto}.from_pretrained("body")']
-        if not model.speaks and (module is None or is_lora) and not (backbone.by_batch or few_bits):
+            code = [] if ours else [f"from transformers import {auto}", f'body = {auto}.from_pretrained("body")']
+        if not model.speaks and (module is None or is_lora) and not (backbone.by_batch or ours):
             files.append(_save_whole(model, folder / "base" if is_lora else folder, "base/" if is_lora else ""))
             whole = [*_whole_code(model.kind, is_lora), *_use_whole(model, is_lora)]
             code = ["body = model.get_base_model().encoder  # of the model above"] if is_lora else code
