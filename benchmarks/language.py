@@ -144,7 +144,7 @@ def rows(task: str, stage: str, alpha: float) -> list[list[object]]:
         error = math.sqrt(accuracy * (1 - accuracy) / TEST)
         sent = (line["bytes_up"] + line["bytes_down"]) / 1e6
         shown = f"{100 * accuracy:.1f} ± {100 * error:.1f}"
-        found.append([task, stage, alpha, line["round"], shown, f"{line['loss']:.4f}", f"{sent:.2f}"])
+        found.append([task, stage, f"{alpha:g}", line["round"], shown, f"{line['loss']:.4f}", f"{sent:.2f}"])
         print(*found[-1], file=sys.stderr, flush=True)
 
     if stage == "fedcof":
@@ -237,7 +237,7 @@ def main(arguments: tuple[str, ...] = ()) -> None:
         for row in rows(each, method, degree)
     ]
     columns = ("data", "method", "α", "round", "accuracy, %", "loss", "MB")
-    show(f"SmolLM2-135M chooses: {TRAIN} examples, {CLIENTS} clients", columns, found)
+    show(f"SmolLM2-135M chooses: {TRAIN} examples, {CLIENTS} clients, {TEST} tests", columns, found)
     if not arguments:
         costs()
 
