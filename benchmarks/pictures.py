@@ -15,9 +15,11 @@ ASSETS = ROOT / "docs" / "assets"
 INK = "svg:root { color: #1c2330; } @media (prefers-color-scheme: dark) { svg:root { color: #e6e9ef; } }"
 COLOURS = {  # readable on white and on black
     "FedNCM": "#2f7ed8", "fedncm": "#2f7ed8", "Fed3R": "#e4572e", "fed3r": "#e4572e", "auto": "#3aa655",
-    "fedcof": "#3aa655", "rank 16": "#a15bd0", "random": "#7f8c8d",
+    "fedcof": "#3aa655", "rank 16": "#a15bd0", "random": "#7f8c8d", "norms": "#e4572e", "lora": "#a15bd0",
+    "fedavg": "#2f7ed8", "slora": "#c98a00", "zero-shot": "#7f8c8d",
 }  # fmt: skip
-DASHES = {"FedNCM": "2 3", "fedncm": "2 3", "rank 16": "7 3", "random": "1 4"}
+DASHES = {"FedNCM": "2 3", "fedncm": "2 3", "rank 16": "7 3", "random": "1 4", "lora": "7 3", "zero-shot": "1 4"}
+SETS = {"trec": "TREC", "sst5": "SST-5", "ag_news": "AG News", "sst2": "SST-2", "mnli": "MNLI"}
 ROOMS = (
     ("values and parts", "errors core config data backbones heads modules solvers"),
     ("a method", "channel combiners methods"),
@@ -114,9 +116,15 @@ def tables(title: str) -> list[list[dict[str, str]]]:
 
 
 def panel(
-    x: int, y: int, title: str, series: Mapping[str, Sequence[tuple[float, float]]], below: str, size: tuple[int, int]
+    x: int,
+    y: int,
+    title: str,
+    series: Mapping[str, Sequence[tuple[float, float]]],
+    below: str,
+    size: tuple[int, int],
+    ticks: Iterable[float] = (),
 ) -> list[str]:
-    """Lines over a logarithmic axis; the names are in a legend of the whole drawing."""
+    """Lines over a logarithmic axis, with these ticks or one at every point; names are in a legend of the drawing."""
     width, height = size
     everything = [point for points in series.values() for point in points]
     low, high = (5 * f(each[1] / 5 for each in everything) for f in (_floor, _ceil))
@@ -132,7 +140,7 @@ def panel(
         _, at = place((math.exp(left), level))
         line = f'<path d="M{x + 34} {at:.1f} h{width - 50}" stroke="currentColor" stroke-opacity="0.15"/>'
         parts += [line, text(x + 28, at + 4, str(level), "end", 'font-size="11"')]
-    for tick in sorted({point[0] for point in everything}):
+    for tick in sorted(ticks or {point[0] for point in everything}):
         at, _ = place((tick, low))
         parts.append(text(at, y + height - 24, f"{tick:g}", "middle", 'font-size="11"'))
     parts.append(text(x + width / 2 + 9, y + height - 8, below, "middle", 'font-size="11"'))
@@ -192,7 +200,35 @@ def rounds() -> str:
     return drawing(850, 330, [*legend(names, 16), *panel(0, 30, "CIFAR-10, SqueezeNet", series, "round", (850, 300))])
 
 
-PICTURES = {"round.svg": one_round, "layout.svg": layout, "clients.svg": clients, "rounds.svg": rounds}
+def language() -> str:
+    """Accuracy of a language model that chooses, against bytes at both α, and against rounds."""
+    names = {"fedcof": "FedCOF", "norms": "FedMeZO, last norm", "lora": "FedMeZO, LoRA", "fedavg": "FedAvg, LoRA"}
+    more = {"slora": "SLoRA", "zero-shot": "before training"}
+    (table,) = tables("SmolLM2-135M chooses: 256 examples, 10 clients, 300 tests")
+    parts = [*legend(names, 16), *legend(more, 36)[1:]]
+    trained = dict.fromkeys(row["data"] for row in table if row["round"] != "0")
+    sets = {data: shown for data, shown in SETS.items() if data in trained}
+    for line, (data, shown) in enumerate(sets.items()):
+        for place, (alpha, across, below, ticks) in enumerate(
+            (("100", "MB", "MB, both ways", (0.1, 1, 10, 100)), ("0.1", "MB", "MB, both ways", (0.1, 1, 10, 100)),
+             ("0.1", "round", "round", (1, 10, 100)))
+        ):  # fmt: skip
+            series: dict[str, list[tuple[float, float]]] = {}
+            for row in table:
+                if row["data"] == data and row["α"] == alpha and row["round"] != "0":
+                    reached = float(row["accuracy, %"].split()[0])
+                    series.setdefault(row["method"], []).append((float(row[across]), reached))
+            first = next(row for row in table if row["data"] == data and row["round"] == "0")
+            start = float(first["accuracy, %"].split()[0])
+            series["zero-shot"] = [(min(ticks) / 2, start), (1.5 * max(ticks), start)]
+            parts += panel(place * 280, 50 + line * 220, f"{shown}, α {alpha}", series, below, (280, 215), ticks)
+    return drawing(850, 60 + 220 * len(sets), parts)
+
+
+PICTURES = {
+    "round.svg": one_round, "layout.svg": layout, "clients.svg": clients, "rounds.svg": rounds,
+    "language.svg": language,
+}  # fmt: skip
 
 
 def main() -> None:

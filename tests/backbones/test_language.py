@@ -171,3 +171,37 @@ def test_what_a_model_that_chooses_cannot_do(model: dict[str, Any], stage: dict[
     stages = [{"method": "fedavg", "train": "lora"} | stage]
     with pytest.raises(RecipeError, match=sentence):
         Recipe.parse({"data": {"dataset": "x"}, "model": model or whole, "stages": stages})
+
+
+def test_features_are_of_the_text_in_its_prompt(tmp_path: Path) -> None:
+    """Without label words, a causal model's last token is that of the prompt, by the plain model and by hand."""
+    place = folder_of(tmp_path / "llama", ends=True)
+    backbone = load_backbone(Model(backbone=str(place), prompt=PROMPT))
+    assert (backbone.task, backbone.dim, backbone.label_words) == ("classify", 8, None)
+    plain: Any = transformers.AutoModel.from_pretrained(place).eval()
+    for text, row in zip(TEXTS, scores(backbone, TEXTS, pad=3), strict=True):
+        ids = torch.tensor([[0, *numbers(PROMPT.replace("{text}", text))]])
+        with torch.inference_mode():
+            np.testing.assert_allclose(row, plain(input_ids=ids).last_hidden_state[0, -1], atol=1e-5)
+    other = load_backbone(Model(backbone=str(place), prompt="the {text} :"))
+    assert len({each.fingerprint() for each in (backbone, other, load_backbone(Model(backbone=str(place))))}) == 3
+
+
+@pytest.mark.parametrize(
+    ("model", "sentence"),
+    [
+        ({"prompt": "Review:"}, "model.prompt: write {text} where the text goes"),
+        ({"prompt": "{text} {mask}"}, "model: prompt and label_words belong together"),
+        ({"prompt": "{text}", "task": "choose"}, "model.task: to choose, a model needs a prompt, and label_words"),
+    ],
+)
+def test_prompts_without_label_words(model: dict[str, Any], sentence: str) -> None:
+    table = {"data": {"dataset": "sst2"}, "model": {"backbone": "hf/x"} | model, "stages": [{"method": "fedcof"}]}
+    with pytest.raises(RecipeError) as caught:
+        Recipe.parse(table)
+    assert sentence in str(caught.value)
+
+
+def test_a_prompt_is_for_texts() -> None:
+    with pytest.raises(HeadstartError, match=r"model\.prompt: conv4 is no network of transformers for texts"):
+        load_backbone(Model(backbone="conv4", weights="random", prompt="{text} :"))

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from headstart.backbones.backbone import Backbone, cannot_load, image_backbone, load_weights, needed, some
 from headstart.backbones.language import choice, generator, hashed, vocabulary_key
+from headstart.backbones.quantised import as_floats, how_to_load
 from headstart.backbones.transforms import Normalisation, TextTransform
 from headstart.config.recipe import Model
 from headstart.errors import HeadstartError
@@ -83,7 +84,7 @@ def cloze(place: str, model: Model, name: str) -> Backbone:
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(place, trust_remote_code=False)
         network = transformers.AutoModelForMaskedLM.from_pretrained(
-            place, use_safetensors=True, trust_remote_code=False
+            place, use_safetensors=True, trust_remote_code=False, **how_to_load(model)
         )
     except (OSError, ValueError, ImportError, KeyError, RuntimeError) as error:
         raise cannot_load(name, error) from None
@@ -100,7 +101,7 @@ def cloze(place: str, model: Model, name: str) -> Backbone:
     vocabulary, ids = network.get_output_embeddings(), [first for (first,) in words]
     weight = vocabulary.weight.detach()[ids].float().numpy()
     bias = np.zeros(len(ids), np.float32) if vocabulary.bias is None else vocabulary.bias.detach()[ids].float().numpy()
-    body = _Cloze(network.float().eval(), tokenizer.mask_token_id)
+    body = _Cloze(as_floats(network), tokenizer.mask_token_id)
     positions = getattr(network.config, "max_position_embeddings", None) or model.max_tokens
     transform = TextTransform(tokenizer, min(model.max_tokens, tokenizer.model_max_length, positions), model.prompt)
     key = f"cloze {model.prompt} {transform.max_tokens} {hashed(sorted(tokenizer.get_vocab().items()))}"
@@ -112,7 +113,7 @@ def hugging_face(place: str, model: Model, name: str) -> Backbone:
     """Any vision or text model of `transformers`, from a hub id or a local folder; safetensors only."""
     if model.task == "generate":
         return generator(place, model, name)
-    if model.prompt is not None:
+    if model.prompt is not None and model.label_words is not None:
         return (cloze if "{mask}" in model.prompt else choice)(place, model, name)
     import transformers
     from safetensors import SafetensorError
@@ -126,7 +127,7 @@ def hugging_face(place: str, model: Model, name: str) -> Backbone:
             encoder = transformers.AutoModel.from_config(config)
         else:
             encoder, found = transformers.AutoModel.from_pretrained(
-                place, use_safetensors=True, trust_remote_code=False, output_loading_info=True
+                place, use_safetensors=True, trust_remote_code=False, output_loading_info=True, **how_to_load(model)
             )
             lacking = needed(sorted(found["missing_keys"]))
             if model.weights:
@@ -135,7 +136,7 @@ def hugging_face(place: str, model: Model, name: str) -> Backbone:
                 raise HeadstartError(f"its weights are of another network: they lack {some(lacking)}")
         if config.is_encoder_decoder:  # what it makes of a text, before it answers
             encoder = encoder.get_encoder()
-        encoder = encoder.float().eval()
+        encoder = as_floats(encoder)
         image = encoder.main_input_name == "pixel_values"
         tokenizer = None if image else transformers.AutoTokenizer.from_pretrained(place, trust_remote_code=False)
         settings = _settings(place, "preprocessor_config.json" if image else "1_Pooling/config.json")
@@ -158,9 +159,10 @@ def hugging_face(place: str, model: Model, name: str) -> Backbone:
             raise cannot_load(name, error) from None
     # Not every tokenizer knows how many positions its network has.
     positions = getattr(config, "max_position_embeddings", None) or model.max_tokens
-    transform = TextTransform(tokenizer, min(model.max_tokens, tokenizer.model_max_length, positions))
+    longest = min(model.max_tokens, tokenizer.model_max_length, positions)
+    transform = TextTransform(tokenizer, longest, model.prompt, open=pooling == "last")
     # The tokenizer decides the ids, so it belongs to the key; two tokenizers of one size may differ.
-    key = f"text {pooling} {transform.max_tokens} {vocabulary_key(tokenizer)} {key}"
+    key = f"text {pooling} {longest} {vocabulary_key(tokenizer)} {key}" + (f" {model.prompt}" if model.prompt else "")
     body = _Pooled(encoder, pooling, image=False)
     return Backbone(name, "text", config.hidden_size, body, encoder, transform, key)
 

@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from headstart.backbones.backbone import Backbone, cannot_load
 from headstart.backbones.completions import CompletionTransform
+from headstart.backbones.quantised import as_floats, how_to_load
 from headstart.backbones.transforms import TextTransform
 from headstart.config.recipe import Model
 from headstart.errors import HeadstartError
@@ -173,7 +174,7 @@ def choice(place: str, model: Model, name: str) -> Backbone:
     """A causal or sequence-to-sequence model under a prompt; its features are the candidates' log-likelihoods."""
     assert model.prompt is not None
     assert model.label_words is not None
-    network, tokenizer = language_model(place, name)
+    network, tokenizer = language_model(place, name, how_to_load(model))
     seq2seq = bool(network.config.is_encoder_decoder)
     candidates = [continuation(tokenizer, model.prompt, word, seq2seq) for word in model.label_words]
     if empty := [word for word, ids in zip(model.label_words, candidates, strict=True) if not ids]:
@@ -192,7 +193,7 @@ def choice(place: str, model: Model, name: str) -> Backbone:
 
 def generator(place: str, model: Model, name: str) -> Backbone:
     """A causal or sequence-to-sequence model that learns to complete prompts."""
-    network, tokenizer = language_model(place, name)
+    network, tokenizer = language_model(place, name, how_to_load(model))
     seq2seq = bool(network.config.is_encoder_decoder)
     if tokenizer.eos_token is None and tokenizer.sep_token is None:
         raise HeadstartError(f"model.task: the tokenizer of {name} has no token that ends a text; give it an eos_token")
@@ -205,7 +206,7 @@ def generator(place: str, model: Model, name: str) -> Backbone:
     return Backbone(name, "text", 2, body, network, transform, key, False, head, "generate")
 
 
-def language_model(place: str, name: str) -> tuple[Any, Any]:
+def language_model(place: str, name: str, how: Mapping[str, Any]) -> tuple[Any, Any]:
     """A causal or sequence-to-sequence model with its vocabulary, and its tokenizer; safetensors only."""
     import transformers
 
@@ -219,13 +220,13 @@ def language_model(place: str, name: str) -> tuple[Any, Any]:
             transformers.AutoModelForSeq2SeqLM if config.is_encoder_decoder else transformers.AutoModelForCausalLM
         )
         network, found = auto.from_pretrained(
-            place, use_safetensors=True, trust_remote_code=False, output_loading_info=True
+            place, use_safetensors=True, trust_remote_code=False, output_loading_info=True, **how
         )
         if found["missing_keys"]:
             raise ValueError(f"it has no vocabulary to speak with: {', '.join(sorted(found['missing_keys'])[:3])}")
     except (OSError, ValueError, ImportError, KeyError, RuntimeError) as error:
         raise cannot_load(name, error) from None
-    return network.float().eval(), tokenizer
+    return as_floats(network), tokenizer
 
 
 def vocabulary_key(tokenizer: Any) -> str:

@@ -24,6 +24,7 @@ from headstart.backbones.gguf import gguf_folder, smollm2
 from headstart.backbones.hugging_face import hugging_face
 from headstart.backbones.language import hashed, vocabulary_key
 from headstart.backbones.nets import FourConv, MobileNetV2, ResNet18, SmallMobileNet, SqueezeNet11
+from headstart.backbones.quantised import is_quantised
 from headstart.backbones.transforms import NORMALISATIONS, Normalisation, TextTransform
 from headstart.config.recipe import Model
 from headstart.errors import HeadstartError, first_line, nearest
@@ -45,6 +46,12 @@ def load_backbone(model: Model) -> Backbone:
     with torch.random.fork_rng():
         torch.manual_seed(0)  # what is random is the same in every process, and so are its features
         backbone = _build(model.backbone, model)
+    if model.quantise and not is_quantised(backbone.core):
+        raise HeadstartError(
+            f"model.quantise: {model.backbone} is no network of transformers that bitsandbytes rounds; leave it out"
+        )
+    if model.prompt and getattr(backbone.transform, "prompt", None) is None:
+        raise HeadstartError(f"model.prompt: {model.backbone} is no network of transformers for texts; leave it out")
     backbone.body.eval().requires_grad_(False)
     return backbone
 

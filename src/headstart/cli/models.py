@@ -23,10 +23,11 @@ _WIDEST = 80  # characters of an input there
 
 
 class Format(StrEnum):
-    """A whole model as one graph."""
+    """A whole model as one graph, or as the file of a language model."""
 
     onnx = "onnx"
     openvino = "openvino"
+    gguf = "gguf"
 
 
 def predict(
@@ -99,7 +100,10 @@ def export(
         bool, typer.Option("--merge", help="Add a LoRA to the backbone's weights; with --format it always is.")
     ] = False,
     format: Annotated[
-        Format | None, typer.Option(help="The whole model as one graph, from preprocessed inputs to probabilities.")
+        Format | None,
+        typer.Option(
+            help="The whole model as one graph, from preprocessed inputs to probabilities; or as a GGUF file."
+        ),
     ] = None,
     imports: Imports = None,
 ) -> None:

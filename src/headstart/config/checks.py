@@ -38,6 +38,7 @@ def contradictions(table: Mapping[str, Any]) -> list[str]:
     model = table.get("model")
     problems += _of_model(model, bool(tasks)) if isinstance(model, dict) else []
     has_body = not isinstance(model, dict) or model.get("backbone") != "features"
+    quantised = isinstance(model, dict) and bool(model.get("quantise"))
     data = table.get("data")
     target = data.get("target") if isinstance(data, dict) else None
     task = model.get("task", "classify") if isinstance(model, dict) else "classify"
@@ -47,6 +48,7 @@ def contradictions(table: Mapping[str, Any]) -> list[str]:
         if isinstance(stage, dict):
             problems += [f"stages.{number}.{problem}" for problem in _untimed(stage, "clients" in table)]
             problems += [f"stages.{number}{problem}" for problem in _of_stage(number, stage, has_body, bool(tasks))]
+            problems += [f"stages.{number}{problem}" for problem in _unrounded(stage)] if quantised else []
             problems += (
                 [f"stages.{number}{problem}" for problem in _headless(stage, task)] if task != "classify" else []
             )
@@ -58,8 +60,10 @@ def _of_model(model: Mapping[str, Any], tasks: bool) -> list[str]:
     problems, prompt, chooses = [], model.get("prompt"), model.get("task") == "choose"
     if isinstance(shades := model.get("pixel_range"), list | tuple) and len(set(shades)) == 1:
         problems.append("model.pixel_range: give two values, of black and of white; they are the same")
-    if tasks and "prompt" in model:
+    if tasks and "label_words" in model:
         problems.append("model.prompt: a prompt's label words are those of one task; give [data] instead of [[tasks]]")
+    if model.get("quantise") and "weights" in model:
+        problems.append("model.weights: weights of few bits come with the backbone; leave it out, or quantise")
     if model.get("task", "classify") != "classify" and "weights" in model:
         problems.append("model.weights: a language model comes with its own; leave it out, and name its folder instead")
     if model.get("task") == "generate":
@@ -72,11 +76,13 @@ def _of_model(model: Mapping[str, Any], tasks: bool) -> list[str]:
         return problems
     if chooses and not {"prompt", "label_words"} <= model.keys():
         problems.append("model.task: to choose, a model needs a prompt, and label_words to choose from; give both")
-    elif ("prompt" in model) != ("label_words" in model):
+    elif ("prompt" in model) < ("label_words" in model) or ("{mask}" in str(prompt)) > ("label_words" in model):
         problems.append("model: prompt and label_words belong together; give both or neither")
     if isinstance(prompt, str) and chooses and (prompt.count("{mask}") > 1 or "{text}" not in prompt):
         problems.append("model.prompt: write {text} where the text goes, and {mask} at most once")
-    if isinstance(prompt, str) and not chooses and prompt.count("{mask}") != 1:
+    if isinstance(prompt, str) and "label_words" not in model and "{text}" not in prompt:
+        problems.append("model.prompt: write {text} where the text goes")
+    if isinstance(prompt, str) and not chooses and "label_words" in model and prompt.count("{mask}") != 1:
         problems.append(
             "model.prompt: write {mask} once, and {text} where the text goes; for words that follow the prompt, set "
             "task = 'choose'"
@@ -103,14 +109,22 @@ def _headless(stage: Mapping[str, Any], task: Any) -> list[str]:
     return problems
 
 
+def _unrounded(stage: Mapping[str, Any]) -> list[str]:
+    """What would change weights of few bits, which stay as they are; problems begin with the key they are about."""
+    kind, (key, train) = STAGES.get(str(stage.get("method"))), _trained(stage)
+    if train in ("body", "all", "norms"):
+        return [f".{key}: a backbone that model.quantise rounds stays frozen; use 'lora', another module, or 'head'"]
+    if kind and (kind.phased or kind.folds):
+        return [f".method: {stage['method']} changes weights that model.quantise rounds; use fedavg or flexlora"]
+    return []
+
+
 def _of_stage(number: int, stage: dict[str, Any], has_body: bool, tasks: bool) -> list[str]:
     """What is wrong with a stage as a whole; problems begin with the key they are about."""
     problems, kind, start = [], STAGES.get(str(stage.get("method"))), stage.get("start")
     if isinstance(start, int) and start >= number:
         problems.append(f".start: {start} is not an earlier stage; the first stage has number 0")
-    key = "update" if stage.get("method") == "personalise" else "train"
-    default = kind.model_fields[key].default if kind and key in kind.model_fields else None
-    train = stage.get(key, default)
+    key, train = _trained(stage)
     if train in ("body", "all") and not has_body and not stage.get("compute"):
         problems.append(f".{key}: the data are features, there is no backbone to train; use 'head'")
     if kind is not None:
@@ -130,6 +144,12 @@ def _of_stage(number: int, stage: dict[str, Any], has_body: bool, tasks: bool) -
     if kind and "privacy" in kind.model_fields and _noise(stage) == "shared":
         problems += [f".privacy.noise: {problem}" for problem in _unshared(stage, kind, tasks)]
     return problems
+
+
+def _trained(stage: Mapping[str, Any]) -> tuple[str, Any]:
+    """The key that says what a stage trains, and what it says."""
+    kind, key = STAGES.get(str(stage.get("method"))), "update" if stage.get("method") == "personalise" else "train"
+    return key, stage.get(key, kind.model_fields[key].default if kind and key in kind.model_fields else None)
 
 
 def _unread(data: Mapping[str, Any]) -> list[str]:

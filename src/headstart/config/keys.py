@@ -109,6 +109,8 @@ class StageKeys(Table):
     """Whether the method counts on steps that are gradients times a rate, with momentum or without."""
     products: ClassVar[bool] = False
     """Whether the server adds up the products of clients' LoRA factors, too."""
+    folds: ClassVar[bool] = False
+    """Whether the server changes the weights below a module, too."""
     phased: ClassVar[bool] = False
     """Whether its first rounds train other parameters than its last, below a module of its own."""
     method: str

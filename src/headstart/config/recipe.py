@@ -191,9 +191,13 @@ class Model(Table):
     Of the last two, nothing but the model is trained."""
     prompt: str | None = None
     """With {text} where the text goes, and {second} for the second text of a pair: "Review: {text}\\nSentiment:" before
-    the words of a causal or sequence-to-sequence model, "{text} It was {mask}." around those of a masked one."""
+    the words of a causal or sequence-to-sequence model, "{text} It was {mask}." around those of a masked one. Without
+    label_words, features are those of the prompt with its text: of a causal model, the state that it goes on from."""
     label_words: Annotated[tuple[str, ...], Field(strict=False)] | None = None
     """The word, or words, that stand for each class, in the order of the classes."""
+    quantise: Literal["int8", "nf4"] | None = None
+    """Keep the matrices of a network of `transformers` in eight or four bits, where they stay frozen: LLM.int8() or
+    QLoRA's NormalFloat, through `bitsandbytes`. Modules and heads on it train in float32."""
     samples: NonNegativeInt = 10
     """With task = "generate": test prompts that are completed before and after each stage, for the report and
     `samples.csv`; exact match and ROUGE-L are over them."""

@@ -9,7 +9,7 @@ import shutil
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import tomli_w
@@ -30,13 +30,13 @@ def export(
     task: str | None = None,
     client: str | None = None,
     merge: bool = False,
-    format: Format | None = None,
+    format: Format | Literal["gguf"] | None = None,
 ) -> list[str]:
     """Write a run's model as files that other libraries read into a new folder; their names.
 
-    format: the whole model as one graph, instead of its parts; a LoRA is added to the body's weights then.
+    format: the whole model as one graph, or as a GGUF file, instead of its parts; a LoRA is added to the weights then.
     """
-    if format is not None:
+    if format is not None and format != "gguf":
         from headstart.export.graph import check_installed
 
         check_installed(format)
@@ -46,6 +46,11 @@ def export(
     module = model.store.module
     if merge and module is not None and module.kind != "lora":
         raise HeadstartError(f"--merge: only a lora can be added to the backbone's weights, and this is {module.kind}")
+    if (merge or format is not None) and model.recipe.model.quantise:
+        raise HeadstartError(
+            f"{'--merge' if merge else f'--format {format}'}: a backbone of few bits cannot take a lora in, nor become "
+            "a graph, without being rounded again; leave it out"
+        )
     out = out.resolve()
     temporary: Path | None = None
     try:
@@ -56,11 +61,9 @@ def export(
             model.head.save(temporary / "head.safetensors")
             readme = _save_body(model, merge, temporary)
         else:
-            from headstart.export.graph import save_graph
-
             if model.store.backbone is not None:
                 _merge(model.store.backbone.core)
-            readme = save_graph(model, format, temporary)
+            readme = _save_file(model, format, temporary)
         write_text(temporary / "README.md", readme)
         umask = os.umask(0)
         os.umask(umask)
@@ -72,6 +75,16 @@ def export(
         if temporary is not None:
             shutil.rmtree(temporary, ignore_errors=True)
     return sorted(str(file.relative_to(out)) for file in out.rglob("*") if file.is_file())
+
+
+def _save_file(model: Model, format: Format | Literal["gguf"], folder: Path) -> str:
+    if format == "gguf":
+        from headstart.export.gguf_file import save_gguf
+
+        return save_gguf(model, folder)
+    from headstart.export.graph import save_graph
+
+    return save_graph(model, format, folder)
 
 
 def _save_body(model: Model, merge: bool, folder: Path) -> str:
@@ -87,7 +100,9 @@ def _save_body(model: Model, merge: bool, folder: Path) -> str:
         module = None
     table = model.recipe.model.model_dump(mode="json", exclude_none=True)
     files, code, use, whole = [], [], [], list[str]()
-    is_lora = module is not None and module.kind == "lora"
+    # What `transformers` alone would not do: round the weights, or put texts into a prompt.
+    ours = not model.speaks and bool(model.recipe.model.quantise or model.recipe.model.prompt)
+    is_lora = module is not None and module.kind == "lora" and not ours
     if isinstance(core, PreTrainedModel):
         auto = model.auto
         # What is on another machine too need not be brought along.
@@ -96,8 +111,8 @@ def _save_body(model: Model, merge: bool, folder: Path) -> str:
             table["backbone"] = "body"
             table.pop("weights", None)
             files.append("`body/`: the body, for transformers, and for a recipe")
-            code = [f"from transformers import {auto}", f'body = {auto}.from_pretrained("body")']
-        if not model.speaks and (module is None or is_lora) and not backbone.by_batch:
+            code = [] if ours else [f"from transformers import {auto}", f'body = {auto}.from_pretrained("body")']
+        if not model.speaks and (module is None or is_lora) and not (backbone.by_batch or ours):
             files.append(_save_whole(model, folder / "base" if is_lora else folder, "base/" if is_lora else ""))
             whole = [*_whole_code(model.kind, is_lora), *_use_whole(model, is_lora)]
             code = ["body = model.get_base_model().encoder  # of the model above"] if is_lora else code
@@ -319,6 +334,8 @@ def _save_hugging_face(model: Model, folder: Path) -> None:
     backbone = model.store.backbone
     assert backbone is not None
     core: Any = backbone.core
+    if model.recipe.model.quantise and model.store.model:
+        model.store.model.detach()  # such a network writes all that is on it, whatever state it is given
     place, state = core.name_or_path, plain_state(core)
     if model.cloze:  # its vocabulary was cut off, and no stage has changed it
         core = transformers.AutoModelForMaskedLM.from_pretrained(place, use_safetensors=True)

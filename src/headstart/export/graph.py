@@ -230,7 +230,7 @@ def _readme(model: Model, form: Format, names: list[str]) -> str:
     output = _OUTPUTS[model.target][-1]
     files = f"- `{_FILES[form]}`: the whole model, in float32; any batch size"
     files += "\n- `model.bin`: its weights" if form == "openvino" else ""
-    standard = "import json\nimport re" if model.cloze else "import json"
+    standard = "import json\nimport re" if getattr(backbone and backbone.transform, "prompt", None) else "import json"
     if backbone is None:
         reads, imports = f"- `features` [n, {model.width}], float32: as they are in the data.", ""
         code = '\n\ndef inputs(features):\n    return {"features": np.asarray(features, np.float32)}'

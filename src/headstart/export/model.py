@@ -185,7 +185,7 @@ class Model:
     def auto(self) -> str:
         """The class of `transformers` that loads the body."""
         core: Any = self.store.backbone.core if self.store.backbone else None
-        if self.recipe.model.prompt is None and not self.store.generates:
+        if self.recipe.model.label_words is None and not self.store.generates:
             return "AutoModel"
         answers = "Seq2SeqLM" if core.config.is_encoder_decoder else "CausalLM"
         return f"AutoModelFor{'MaskedLM' if self.cloze else answers}"

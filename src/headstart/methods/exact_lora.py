@@ -43,6 +43,7 @@ class _ExactStage(TrainingStage):
 class FedExLoRAStage(_ExactStage):
     """LoRA with FedAvg, and what the mean of factors gets wrong folded into the weights (Singhal et al., 2025)."""
 
+    folds: ClassVar[bool] = True
     method: Literal["fedex-lora"]
 
 
@@ -90,7 +91,7 @@ class _Products(Training[StageT]):
 class FedExLoRA(_Products[FedExLoRAStage]):
     """FedAvg on factors; the residual goes into the weights."""
 
-    folds = True
+    folds = FedExLoRAStage.folds
 
     def __init__(self, stage: FedExLoRAStage, context: StageContext) -> None:
         super().__init__(stage, context)
