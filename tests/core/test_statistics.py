@@ -19,6 +19,7 @@ from headstart.core.statistics import (
     shorten,
     summarise,
 )
+from headstart.core.update import StatisticsTotal
 from headstart.errors import HeadstartError, MessageError
 from headstart.heads import ridge_head
 
@@ -311,3 +312,32 @@ def test_parts_depend_on_the_client_and_the_seed_alone() -> None:
     other = random_parts(Y, WHO, 3, (1, 3))
     assert not np.array_equal(other, whole)
     assert random_parts(Y, WHO, 1, (0,)) is None
+
+
+def test_a_trace_around_many_means_is_added_up_in_the_order_of_the_rows() -> None:
+    rng, count = np.random.default_rng(3), 20_000  # several blocks
+    sums, counts = rng.normal(size=(count, 3)).astype(np.float32), rng.integers(1, 9, count)
+    found = ClientStatistics(1, np.zeros(count, np.int64), counts, sums, np.zeros(3)).around_means()
+    total = np.zeros(3)
+    for row, often in zip(sums.astype(np.float64), counts, strict=True):
+        total += row * (row / often)
+    np.testing.assert_allclose(-found, total, rtol=1e-14)
+
+
+def test_rows_of_many_replies_are_side_by_side_and_held_once() -> None:
+    summary = Summary(C, D, rows=True)
+    total, parts = StatisticsTotal(summary), [summarise(X[WHO == k], Y[WHO == k], C)[0] for k in range(K)]
+    for part in parts:
+        total.add(part)
+    found = total.merged()
+    assert np.array_equal(found.sums, np.concatenate([part.sums for part in parts]))
+    assert np.array_equal(found.labels, np.concatenate([part.labels for part in parts]))
+    assert found.sums.base is not None  # a view of what the total holds
+    with pytest.raises(ValueError, match="resize"):  # not moved under whoever reads it
+        total.add(summarise(X, np.arange(N), N)[0])
+
+
+def test_no_rows_at_all_have_the_shape_of_rows() -> None:
+    total = StatisticsTotal(Summary(C, D, rows=True))
+    total.add(ClientStatistics.empty(C, D))
+    assert total.merged().sums.shape == (0, D)

@@ -13,7 +13,7 @@ from sklearn.datasets import load_digits
 
 import headstart
 from headstart.config.recipe import Data
-from headstart.data.examples import decode_image
+from headstart.data.examples import codes, decode_image
 from headstart.data.memory import from_memory, inputs
 from headstart.errors import HeadstartError
 
@@ -158,3 +158,29 @@ def test_several_tasks_have_data_in_their_recipe() -> None:
     task = {"dataset": "digits", "name": "a"}
     with pytest.raises(HeadstartError, match="several tasks have data each"):
         headstart.run({**RECIPE, "tasks": [task, task | {"name": "b"}]}, data=(X, Y))
+
+
+def test_clients_with_numbers_are_in_the_order_of_their_names() -> None:
+    ids = np.array([10, 2, 10, -1, 100], np.int64)
+    for values in (ids, ids.tolist(), [str(each) for each in ids]):
+        numbers, names = codes(values)
+        assert names == ("-1", "10", "100", "2")
+        assert numbers.tolist() == [1, 3, 1, 0, 2]
+
+
+def test_features_that_lie_side_by_side_are_not_copied() -> None:
+    given, y = np.arange(40, dtype=np.float32).reshape(10, 4), np.arange(10) % 2
+    ends, mixed = np.repeat([2, 0, 2], [1, 7, 2]), np.arange(10) % 2 * 2
+    together = from_memory({"X": given, "y": y, "split": ends}, MEMORY).train
+    assert np.shares_memory(together.features(), given)
+    assert np.array_equal(together.features(), given[1:8])
+    apart = from_memory({"X": given, "y": y, "split": mixed}, MEMORY).train
+    assert np.array_equal(apart.features(), given[::2])
+    assert (together.dim, apart.dim) == (4, 4)
+
+
+def test_a_row_that_is_not_finite_is_named_wherever_it_is() -> None:
+    given = np.zeros((70_000, 2), np.float32)  # several blocks
+    given[69_999, 1] = np.inf
+    with pytest.raises(HeadstartError, match=r"1 of 70000 rows .* at row 69999"):
+        from_memory((given, np.zeros(70_000, np.int64)), MEMORY)

@@ -26,6 +26,9 @@ from headstart.core.moments import (
 )
 from headstart.errors import HeadstartError
 
+# Rows that are looked at together.
+_BLOCK = 1 << 13
+
 
 @dataclass(frozen=True, eq=False)
 class ClientStatistics:
@@ -65,8 +68,13 @@ class ClientStatistics:
         Rounding and noise may leave them below zero.
         """
         assert self.moments is not None
-        sums = self.sums.astype(np.float64, copy=False)
-        return self.moments - self.folded(np.einsum("rd,rd->d", sums, sums / np.maximum(self.counts, 1)[:, None]))
+        squares = np.zeros(self.dim)
+        for start in range(0, len(self.sums), _BLOCK):  # in float64 some rows at a time, added up in their order
+            sums, counts = self.sums[start : start + _BLOCK], np.maximum(self.counts[start : start + _BLOCK], 1)
+            left = np.vstack([squares, sums], dtype=np.float64)
+            right = np.vstack([np.ones(self.dim), left[1:] / counts[:, None]])
+            squares = np.einsum("rd,rd->d", left, right)
+        return self.moments - self.folded(squares)
 
     def sketched_directions(self) -> ClientStatistics:
         """With the directions of the scatter around the means of the rows that the sketch tells, in its place.

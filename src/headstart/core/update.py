@@ -9,7 +9,7 @@ that is one array is called `BLOCK`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ import numpy as np
 from headstart.core.aggregation import Rule
 from headstart.core.message import Array
 from headstart.core.params import Params
-from headstart.core.statistics import ClientStatistics, Floats, Summary
+from headstart.core.statistics import ClientStatistics, Features, Floats, Summary
 from headstart.errors import HeadstartError
 
 Blocks = Mapping[str, tuple[int, ...]]
@@ -142,6 +142,8 @@ class StatisticsTotal:
     parts: tuple[ClientStatistics, ...] = ()
     kept: dict[int, ClientStatistics] = field(default_factory=dict)
     """Each client's, where they are kept."""
+    _sums: _Rows = field(default_factory=lambda: _Rows())
+    """The sums of all parts, where rows are side by side; the parts have none."""
 
     def add(self, statistics: ClientStatistics, clients: Sequence[int] = ()) -> None:
         """Add the statistics of one client or of several."""
@@ -149,14 +151,37 @@ class StatisticsTotal:
             (client,) = clients
             self.kept[client] = statistics
         if self.summary.rows:
-            self.parts = (*self.parts, statistics)
+            self._sums.append(statistics.sums)
+            self.parts = (*self.parts, replace(statistics, sums=statistics.sums[:0]))
         else:
             self.parts = ((self.parts[0] if self.parts else self.summary.empty()).merge(statistics).pooled(),)
 
     def merged(self) -> ClientStatistics:
         """All replies of the round."""
         first, *others = self.parts or (self.summary.empty(),)
-        return first.merge(*others)
+        found = first.merge(*others)
+        return replace(found, sums=rows) if len(rows := self._sums.values) else found
+
+
+class _Rows:
+    """Rows [R, d] that are added to in place: those of a million clients are not held twice."""
+
+    def __init__(self) -> None:
+        self._room: Features = np.zeros((0, 0))
+        self._used = 0
+
+    def append(self, rows: Features) -> None:
+        """Add rows [r, d]; an eighth more room than is needed, so that room is rarely made."""
+        if not self._used:
+            self._room = np.zeros((0, rows.shape[1]), rows.dtype)
+        if (used := self._used + len(rows)) > len(self._room):
+            self._room.resize((used + used // 8, rows.shape[1]))  # refuses where `values` is still in use
+        self._room[self._used : used], self._used = rows, used
+
+    @property
+    def values(self) -> Features:
+        """All of them; a view."""
+        return self._room[: self._used]
 
 
 def _of_task(values: Mapping[str, Any], task: str) -> dict[str, Any]:

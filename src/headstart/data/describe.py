@@ -100,7 +100,7 @@ def _mode(value: Any) -> tuple[str, tuple[int, int]]:
 
 def _facts(dataset: Dataset, sizes: list[tuple[int, ...]], modes: Counter[str]) -> tuple[str, ...]:
     if dataset.kind == "features":
-        return (f"features of length {dataset.train.features().shape[1]}",)
+        return (f"features of length {dataset.train.dim}",)
     if not sizes:
         return ()
     if dataset.kind == "text":

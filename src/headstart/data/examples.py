@@ -59,12 +59,18 @@ class Examples:
         """The same examples under other labels [n]."""
         return replace(self, labels=labels)
 
+    @property
+    def dim(self) -> int:
+        """Length d of the features of examples that already are features."""
+        return self.source.parts[0].dim if isinstance(self.source, Joined) else int(self.source.shape[1])
+
     def features(self) -> npt.NDArray[np.floating]:
-        """The feature matrix [n, d] of examples that already are features."""
+        """The feature matrix [n, d] of examples that already are features; a view where they lie side by side."""
         if isinstance(self.source, Joined):
             return np.concatenate([part.features() for part in self.source.parts])[self.rows]
-        whole = len(self.rows) == len(self.source) and np.array_equal(self.rows, np.arange(len(self.rows)))
-        return np.asarray(self.source if whole else self.source[self.rows])
+        first = int(self.rows[0]) if len(self.rows) else 0
+        together = np.array_equal(self.rows, np.arange(first, first + len(self.rows)))
+        return np.asarray(self.source[first : first + len(self.rows)] if together else self.source[self.rows])
 
     def raw(self, start: int, stop: int) -> list[Any]:
         """Undecoded inputs of a range of examples: image files or arrays, texts or pairs of texts."""
@@ -85,11 +91,13 @@ class Examples:
         for start in range(0, len(self), 1024):
             for value in self.raw(start, start + 1024):
                 found += hashlib.blake2b(bytes_of(value), digest_size=16).digest()
-        return np.frombuffer(bytes(found), np.uint8).reshape(len(self), 16)
+        return np.frombuffer(found, np.uint8).reshape(len(self), 16)
 
     def fingerprint(self) -> str:
         """Hash of the inputs, in order."""
-        return hashlib.blake2b(self.kind.encode() + self.digests.tobytes(), digest_size=16).hexdigest()
+        digest = hashlib.blake2b(self.kind.encode(), digest_size=16)
+        digest.update(self.digests)
+        return digest.hexdigest()
 
 
 @dataclass(frozen=True, eq=False)
@@ -256,8 +264,20 @@ def bytes_of(value: Any) -> bytes:
 
 def codes(values: Iterable[Any]) -> tuple[Ints, tuple[str, ...]]:
     """Numbers 0, 1, … for arbitrary ids, and the ids' names in that order."""
-    names, numbers = np.unique(np.asarray([str(value) for value in values]), return_inverse=True)
-    return numbers.astype(np.int64), tuple(str(name) for name in names)
+    if isinstance(values, np.ndarray) and values.dtype.kind in "iu":  # a text for each number, not for each example
+        known, places = np.unique(values, return_inverse=True)
+        numbers, names = codes(known.tolist())
+        return numbers[places], names
+    found, numbers = np.unique(np.asarray([str(value) for value in values]), return_inverse=True)
+    return numbers.astype(np.int64), tuple(str(name) for name in found)
+
+
+def not_finite(features: npt.NDArray[np.floating]) -> Ints:
+    """Positions of the rows [n, d] that hold NaN or infinity; looked at some at a time."""
+    found = [np.zeros(0, np.int64)]
+    for start in range(0, len(features), step := 1 << 16):
+        found.append(start + np.flatnonzero(~np.isfinite(features[start : start + step]).all(axis=1)))
+    return np.concatenate(found)
 
 
 def check_labels(labels: Ints, where: str, n_classes: int | None = None) -> None:

@@ -122,9 +122,7 @@ class Federation:
             raise HeadstartError(
                 f"tasks: {', '.join(others)} has no classes; targets of other kinds are for one [data]"
             )
-        lengths = {
-            task: d.train.features().shape[1] for task, d in zip(tasks, datasets, strict=True) if d.kind == "features"
-        }
+        lengths = {task: d.train.dim for task, d in zip(tasks, datasets, strict=True) if d.kind == "features"}
         if len(set(lengths.values())) > 1:
             raise HeadstartError(f"tasks: features of all tasks are of one length, and theirs are {lengths}")
         if len({part.test_owners is None for part in parts}) > 1:

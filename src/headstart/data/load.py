@@ -22,6 +22,7 @@ from headstart.data.examples import (
     check_labels,
     codes,
     held_out,
+    not_finite,
     numbered,
     read_targets,
     readable,
@@ -191,8 +192,7 @@ def _from_npz(path: Path, data: Data, alone: bool) -> Dataset:
         raise HeadstartError(f"{path}: X must be a non-empty matrix of numbers [N, d]; it is {X.dtype} {list(X.shape)}")
     with np.errstate(over="ignore"):
         X = X.astype(np.float32, copy=False)
-    bad = np.flatnonzero(~np.isfinite(X).all(axis=1))
-    if len(bad):
+    if len(bad := not_finite(X)):
         raise HeadstartError(
             f"{path}: {len(bad)} of {len(X)} rows of X hold NaN, infinity or values beyond float32, "
             f"the first at row {bad[0]}; clean them or scale them down"

@@ -14,7 +14,17 @@ import numpy.typing as npt
 from PIL import Image, ImageOps
 
 from headstart.config.recipe import Data
-from headstart.data.examples import Dataset, Examples, Ints, Kind, check_labels, codes, numbered, read_targets
+from headstart.data.examples import (
+    Dataset,
+    Examples,
+    Ints,
+    Kind,
+    check_labels,
+    codes,
+    not_finite,
+    numbered,
+    read_targets,
+)
 from headstart.errors import HeadstartError
 
 SPLITS = ("train", "validation", "test")
@@ -131,8 +141,8 @@ def _dataset(kind: Kind, columns: Mapping[str, Any], data: Data) -> Dataset:
     _, source = inputs(columns["X"])
     if kind == "features":
         with np.errstate(over="ignore"):
-            source = source.astype(np.float32, order="C")
-        if len(bad := np.flatnonzero(~np.isfinite(source).all(axis=1))):
+            source = source.astype(np.float32, order="C", copy=False)
+        if len(bad := not_finite(source)):
             raise HeadstartError(
                 f"data: {len(bad)} of {len(source)} rows of X hold NaN, infinity or values beyond float32, the first "
                 f"at row {bad[0]}; clean them or scale them down"

@@ -104,7 +104,7 @@ def _known(recipe: Recipe, test: str | None) -> dict[str, Any]:
         return {"weights": load_backbone(recipe.model).weights_digest()}
     if test is None:
         return {}
-    return {"dim": Federation.apart(recipe, (), np.zeros(0, np.int64), 0, test).dataset.test.features().shape[1]}
+    return {"dim": Federation.apart(recipe, (), np.zeros(0, np.int64), 0, test).dataset.test.dim}
 
 
 @client.query()

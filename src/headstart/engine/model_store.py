@@ -98,7 +98,7 @@ class ModelStore:
     @property
     def dim(self) -> int:
         """Length d of a feature vector."""
-        return self.backbone.dim if self.backbone else self._dataset.train.features().shape[1]
+        return self.backbone.dim if self.backbone else self._dataset.train.dim
 
     @property
     def norm_statistics(self) -> str:

@@ -67,7 +67,7 @@ class Node:
 
             check_identity(self.identity)
         train = self.federation.dataset.train
-        dim = train.features().shape[1] if train.kind == "features" else 1
+        dim = train.dim if train.kind == "features" else 1
         examples = int(self.federation.sizes.sum())
         if any(stage.privacy and stage.privacy.from_server for stage in self.recipe.stages):  # is not to be known
             examples = min(examples, 1)
