@@ -24,6 +24,7 @@ from headstart.modules import attach
 from headstart.published import Found, Row, published, reproduce, rows, select, why_not
 from headstart.published.formulas import FORMULAS
 from headstart.published.reproduce import read_results
+from headstart.published.results import results_page
 from headstart.published.tables import HERE, shortest
 from tests.command import Command
 
@@ -280,6 +281,22 @@ def test_the_record_grows_and_keeps_what_was_computed(tiny: Path) -> None:
     assert list(again) == [ncm.id, cost.id]
     assert again[ncm.id].figures == first.figures
     assert not again[ncm.id].reference
+
+
+def test_the_page_says_what_is_not_reached_and_how_much_was_run() -> None:
+    low, high, near = (BY_ID[f"fedcof/3/cub200/mobilenetv2/{name}"] for name in ("fedncm", "fed3r", "fedcof"))
+    assert (low.value, high.value, near.value) == (58.3, 58.6, 62.5)
+    found = [Found(low, [57.0, 57.1]), Found(high, [60.0, 60.1]), Found(near, [62.4, 62.5])]
+    page = results_page(found)
+    _, _, after = page.partition("## Not reached")
+    lower, _, _ = after.partition("\n## ")
+    assert f"| `{low.id}` | -1.25 |" in lower
+    assert high.id not in lower
+    assert near.id not in lower
+    printed = [row for row in rows() if row.source == low.source]
+    counts = len(printed), sum(bool(row.recipe) for row in printed), sum(bool(row.formula) for row in printed), 3
+    assert f"| {low.source} | {' | '.join(map(str, counts))} |" in page
+    assert "## Not reached" not in results_page(found[1:])
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"fedyolo/3/vit-l/lora": 1}', '{"fedyolo/3/vit-l/lora": {"x": 1}}'])

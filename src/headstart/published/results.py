@@ -11,13 +11,14 @@ from itertools import groupby
 from statistics import mean, stdev
 from typing import TYPE_CHECKING
 
-from headstart.published.tables import shortest
+from headstart.published.tables import rows, shortest
 from headstart.report import markdown
 
 if TYPE_CHECKING:
     from headstart.published.reproduce import Found
 
 COLUMNS = ("row", "published", "as published", "ours", "difference", "standard error", "verdict", "seeds", "seconds")
+_LOWER = ("row", "difference", "standard error", "verdict", "what is known")
 _PACKAGES = ("headstart", "numpy", "scipy", "torch", "openvino")
 _OPENING = """# Results
 
@@ -55,17 +56,39 @@ def results_page(found: Sequence[Found]) -> str:
         said = ", ".join(f"{count} {name}" for name, count in counted.most_common())
         runs = {(each.row.recipe, each.row.set): each.seconds for each in measured}  # some rows share their runs
         parts.append(f"{len(measured)} figures: {said}. Their runs took {sum(runs.values()) / 60:.0f} minutes.\n")
+        parts.append(_coverage(measured))
     for (source, table), group in groupby(measured, key=lambda each: (each.row.source, each.row.table)):
         where, mine = f"table {table}" if table[:1].isdigit() else table, list(group)
         options = " --as-published" if any(each.reference for each in mine) else ""
         command = f"headstart reproduce {' '.join(shortest([each.row.id for each in mine]))}{options}"
         parts.append(f"## {source}, {where}\n\n```text\n{command}\n```\n")
         parts.append(markdown(COLUMNS, [_cells(each) for each in mine]))
+    if lower := [each for each in measured if each.row.value is not None and _below(each)]:
+        cells = [[f"`{each.row.id}`", *_cells(each)[4:7], each.row.note] for each in lower]
+        parts.append(
+            f"## Not reached\n\nLower than published by more than two standard errors:\n\n{markdown(_LOWER, cells)}"
+        )
     if open_ := [each for each in measured if "unexplained" in each.verdict or "mostly" in each.verdict]:
         cells = [[f"`{each.row.id}`", _cells(each)[4], each.row.note] for each in open_]
         parts.append(f"## Not explained, or not fully\n\n{markdown(('row', 'difference', 'what is known'), cells)}")
     parts += _formulas([each for each in found if each.row.formula])
     return "\n".join(parts)
+
+
+def _below(found: Found) -> bool:
+    """Whether the mean is lower than the printed figure by more than two standard errors."""
+    return mean(found.figures) < (found.row.value or 0.0) - 2 * found.error(found.figures)
+
+
+def _coverage(measured: Sequence[Found]) -> str:
+    """How many figures of each paper are printed, have a recipe or a formula, and are on the page."""
+    here = Counter(each.row.source for each in measured)
+    cells = []
+    for source in dict.fromkeys(row.source for row in rows()):
+        mine = [row for row in rows() if row.source == source]
+        able = sum(bool(row.recipe) for row in mine), sum(bool(row.formula) for row in mine)
+        cells.append([source, str(len(mine)), *map(str, able), str(here[source])])
+    return markdown(("paper", "figures printed", "with a recipe", "with a formula", "run here"), cells)
 
 
 def _cells(found: Found) -> list[str]:
