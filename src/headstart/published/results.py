@@ -31,7 +31,8 @@ Accuracies in %, each in three columns:
 
 Over each table stands the command that computes it; `headstart reproduce ROW --as-published` computes one row of it.
 Both write this page, and the figures of every seed as `results.json`, to `--out`. What data and weights they need is in
-[Published figures](reproduce.md). Seconds are of all seeds, by the clock.
+[Published figures](reproduce.md). Seconds are of all seeds, by the clock; the first row with some features has those of
+computing them, too.
 
 A difference is ours − published; its standard error has the printed deviation, that of our seeds, and the rounding of
 the printed figure. The verdict is **agrees** within two standard errors. Beyond them it is **the paper's code** where
@@ -40,8 +41,9 @@ column is at most half as far from it as ours; **other weights** where the publi
 1.1 is read as it was trained in Caffe, not as in torchvision); **setting not published** where a learning rate or a
 width had to be chosen; otherwise **unexplained**.
 
-FedCOF's code normalises CIFAR-100 by the constants of CIFAR-10. The rows of the early version, which prints the same
-figures for MobileNetV2, are computed so; those of version 3 by the constants that the backbone was trained with.
+Where FedCOF's code differs from the paper in its setting, the rows of the early version, which prints the same figures,
+are computed as in the code, and those of version 3 as in the paper: the code normalises CIFAR-100 by the constants of
+CIFAR-10, and 200 rounds of 30 of 100 clients are 200 epochs there, of four rounds each.
 """
 
 
