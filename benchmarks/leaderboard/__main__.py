@@ -19,7 +19,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from benchmarks.common import SHARED
-from benchmarks.heads import MOBILENET, SQUEEZENET
+from benchmarks.heads import SOME, SQUEEZENET
 from headstart.core.files import write_atomically, write_text
 from headstart.report import human_bytes, markdown
 
@@ -27,17 +27,30 @@ HERE, ROOT = Path(__file__).parent, Path(__file__).parents[2]
 RUNS = Path(os.environ.get("HEADSTART_RUNS", ROOT / "runs")) / "leaderboard"
 MINILM = {"backbone": "all-MiniLM-L6-v2"}
 SETS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "cifar10": ("SqueezeNet 1.1", SQUEEZENET, {"train_examples": 6000, "test_examples": 2000}),
-    "cifar100": ("MobileNetV2", MOBILENET, {"train_examples": 6000, "test_examples": 2000}),
-    "cub200": ("MobileNetV2", MOBILENET, {}),
-    "stanford-cars": ("MobileNetV2", MOBILENET, {}),
-    "eurosat-sub": ("SqueezeNet 1.1", SQUEEZENET, {}),
-    "flowers102": ("SqueezeNet 1.1", SQUEEZENET, {}),
-    "ag_news": ("MiniLM-L6", MINILM, {"train_examples": 4000, "test_examples": 1900}),
-    "trec": ("MiniLM-L6", MINILM, {}),
+    "cifar10": ("CIFAR-10, 9,500 images, SqueezeNet 1.1", SQUEEZENET, SOME),
+    "cifar100": (
+        "CIFAR-100, 7,000 images, SqueezeNet 1.1",
+        SQUEEZENET,
+        {"train_examples": 5000, "test_examples": 2000},
+    ),
+    "cub200": ("CUB-200, SqueezeNet 1.1", SQUEEZENET, {}),
+    "stanford-cars": ("Stanford Cars, SqueezeNet 1.1", SQUEEZENET, {}),
+    "eurosat-sub": ("EuroSAT, 6,000 images, SqueezeNet 1.1", SQUEEZENET, {}),
+    "flowers102": ("Flowers-102, SqueezeNet 1.1", SQUEEZENET, {}),
+    "ag_news": ("AG News, 5,900 texts, MiniLM-L6", MINILM, {"train_examples": 4000, "test_examples": 1900}),
+    "trec": ("TREC, MiniLM-L6", MINILM, {}),
 }
 VALIDATION, ALPHAS = 0.2, ("0.05", "0.5", "100")
-TITLES = {"closed-form": "", "trained": " from a random head", "fedcof-trained": " from FedCOF's head"}
+TITLES = {
+    "closed-form": "{method}",
+    "trained": "{method}",
+    "pooled": "{method} (no federation)",
+    "started": "fedavg from {start}'s head",
+    "personal": "{method}",
+    "personalised": "{start}, then personalise",
+}
+GLOBAL = ("closed-form", "trained", "pooled", "started")
+MARKERS = {"closed-form": "o", "trained": "x", "started": "*"}
 
 
 def features(name: str) -> None:
@@ -97,25 +110,29 @@ def results() -> dict[str, list[dict[str, str]]]:
 
 
 def titled(row: dict[str, str]) -> str:
-    return row["method"] + TITLES[row["recipe"]]
+    return TITLES[row["recipe"]].format(method=row["method"], start=row["stages.0.method"] or "fedcof")
+
+
+def table(rows: list[dict[str, str]]) -> str:
+    """Methods × partitions, with bytes and the chosen rates; best first where clients are least alike."""
+    lines = []
+    for title in dict.fromkeys(map(titled, rows)):
+        mine = [row for alpha in ALPHAS for row in rows if titled(row) == title and row["alpha"] == alpha]
+        cells = [f"{100 * float(row['accuracy_mean']):.1f} ± {100 * float(row['accuracy_std']):.1f}" for row in mine]
+        rates = ", ".join(filter(None, (row.get("lr") for row in mine)))
+        sent = [human_bytes(mean(float(row[key]) for row in mine)) for key in ("bytes_up", "bytes_down")]
+        lines.append([title, *cells, *sent, mine[0]["rounds"].split(".")[0], rates])
+    lines.sort(key=lambda line: -float(line[1].split()[0]))
+    return markdown(("method", *(f"α = {a}" for a in ALPHAS), "up", "down", "rounds", "lr by α"), lines)
 
 
 def tables(found: dict[str, list[dict[str, str]]]) -> str:
-    """A table for each data set: methods × partitions, bytes and the chosen rates."""
+    """Two tables for each data set: one model for everybody, and models of the clients' own."""
     parts = []
     for name, rows in found.items():
-        lines = []
-        for title in dict.fromkeys(map(titled, rows)):
-            mine = [row for alpha in ALPHAS for row in rows if titled(row) == title and row["alpha"] == alpha]
-            cells = [
-                f"{100 * float(row['accuracy_mean']):.1f} ± {100 * float(row['accuracy_std']):.1f}" for row in mine
-            ]
-            rates = ", ".join(filter(None, (row.get("lr") for row in mine)))
-            sent = [human_bytes(mean(float(row[key]) for row in mine)) for key in ("bytes_up", "bytes_down")]
-            lines.append([title, *cells, *sent, mine[0]["rounds"].split(".")[0], rates])
-        lines.sort(key=lambda line: -float(line[1].split()[0]))
-        columns = ("method", *(f"α = {a}" for a in ALPHAS), "up", "down", "rounds", "lr by α")
-        parts.append(f"## {name}, {SETS[name][0]}\n\n{markdown(columns, lines)}")
+        parts.append(f"## {SETS[name][0]}\n\n{table([row for row in rows if row['recipe'] in GLOBAL])}")
+        own = table([row for row in rows if row["recipe"] not in GLOBAL])
+        parts.append(f"On test examples of each client's own classes:\n\n{own}")
     return "\n".join(parts)
 
 
@@ -127,11 +144,10 @@ def draw(found: dict[str, list[dict[str, str]]], path: Path) -> None:
     for axis in axes[len(found) :]:
         axis.remove()
     for axis, (name, rows) in zip(axes, found.items(), strict=False):
-        for row in (row for row in rows if row["alpha"] == ALPHAS[0]):
-            marker = "o" if row["recipe"] == "closed-form" else "*" if row["recipe"] != "trained" else "x"
+        for row in (row for row in rows if row["alpha"] == ALPHAS[0] and row["recipe"] in MARKERS):
             point = float(row["bytes_up"]) / 1e6, 100 * float(row["accuracy_mean"])
-            axis.scatter(*point, s=30, marker=marker, label=titled(row))
-        axis.set(xscale="log", xlabel="MB up", ylabel="accuracy, %", title=name)
+            axis.scatter(*point, s=30, marker=MARKERS[row["recipe"]], label=titled(row))
+        axis.set(xscale="log", xlabel="MB up", ylabel="accuracy, %", title=SETS[name][0].split(",")[0])
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8)
     write_atomically(path, lambda temporary: figure.savefig(temporary, dpi=100, facecolor="white"))
 

@@ -23,7 +23,9 @@ from headstart.errors import HeadstartError
 from headstart.modules import attach
 from headstart.published import Found, Row, published, reproduce, rows, select, why_not
 from headstart.published.formulas import FORMULAS
-from headstart.published.tables import HERE
+from headstart.published.reproduce import read_results
+from headstart.published.results import results_page
+from headstart.published.tables import HERE, shortest
 from tests.command import Command
 
 BY_ID = {row.id: row for row in rows()}
@@ -240,6 +242,71 @@ def test_names_select_rows_tables_and_papers() -> None:
         select(["fednmc/2/cifar10/fedncm"])
 
 
+def test_closed_forms_can_be_asked_for_alone() -> None:
+    chosen = select(["fedncm/2/cifar10"], closed_form=True)
+    assert [row.id for row in chosen] == ["fedncm/2/cifar10/fedncm"]
+    assert {row.recipe for row in select([], closed_form=True)} == {"closed-form"}
+
+
+def test_the_command_over_a_table_computes_it_and_nothing_else() -> None:
+    able = [row.id for row in rows() if row.recipe]
+    rng = np.random.default_rng(5)
+    for share in (0.02, 0.5, 0.98, 1.0):
+        chosen = [name for name in able if rng.random() < share]
+        names = shortest(chosen)
+        assert [row.id for row in select(names) if row.recipe] == chosen
+        assert len(names) <= len(chosen)
+    assert shortest([name for name in able if name.startswith("fedcof/3/cars/")]) == ["fedcof/3/cars"]
+
+
+def test_the_record_grows_and_keeps_what_was_computed(tiny: Path) -> None:
+    ncm, cost = BY_ID["fedncm/2/cifar10-32/fedncm"], BY_ID["fedyolo/3/vit-l/lora"]
+    (first,) = reproduce([ncm], tiny / "out", lambda *each: None, as_published=True)
+    reproduce([cost], tiny / "out", lambda *each: None)
+    record = json.loads((tiny / "out" / "results.json").read_text())
+    assert list(record) == [ncm.id, cost.id]
+    assert record[ncm.id]["figures"] == first.figures
+    assert f"headstart reproduce {ncm.id} --as-published" in (tiny / "out" / "results.md").read_text()
+    # Computed again without the paper's code: what that gave is of the same figures, and stays.
+    reproduce([ncm], tiny / "out", lambda *each: None)
+    again = read_results(tiny / "out" / "results.json")
+    assert len(first.reference) == 3
+    assert again[ncm.id].reference == first.reference
+    assert f"numpy {np.__version__}" in again[ncm.id].computed
+    # Of other figures, it does not.
+    record[ncm.id]["figures"][0] += 1.0
+    (tiny / "out" / "results.json").write_text(json.dumps(record | {"a/row/of/yesterday": record[cost.id]}))
+    reproduce([ncm], tiny / "out", lambda *each: None)
+    again = read_results(tiny / "out" / "results.json")
+    assert list(again) == [ncm.id, cost.id]
+    assert again[ncm.id].figures == first.figures
+    assert not again[ncm.id].reference
+
+
+def test_the_page_says_what_is_not_reached_and_how_much_was_run() -> None:
+    low, high, near = (BY_ID[f"fedcof/3/cub200/mobilenetv2/{name}"] for name in ("fedncm", "fed3r", "fedcof"))
+    assert (low.value, high.value, near.value) == (58.3, 58.6, 62.5)
+    found = [Found(low, [57.0, 57.1]), Found(high, [60.0, 60.1]), Found(near, [62.4, 62.5])]
+    page = results_page(found)
+    _, _, after = page.partition("## Not reached")
+    lower, _, _ = after.partition("\n## ")
+    assert f"| `{low.id}` | -1.25 |" in lower
+    assert high.id not in lower
+    assert near.id not in lower
+    printed = [row for row in rows() if row.source == low.source]
+    counts = len(printed), sum(bool(row.recipe) for row in printed), sum(bool(row.formula) for row in printed), 3
+    assert f"| {low.source} | {' | '.join(map(str, counts))} |" in page
+    assert "## Not reached" not in results_page(found[1:])
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"fedyolo/3/vit-l/lora": 1}', '{"fedyolo/3/vit-l/lora": {"x": 1}}'])
+def test_a_damaged_record_is_refused_and_left_alone(tmp_path: Path, text: str) -> None:
+    (tmp_path / "results.json").write_text(text)
+    with pytest.raises(HeadstartError, match=r"results\.json is no record of results; remove it"):
+        reproduce([BY_ID["fedyolo/3/vit-l/vpt"]], tmp_path, lambda *each: None)
+    assert (tmp_path / "results.json").read_text() == text
+
+
 def test_what_is_missing_is_told(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ncm = BY_ID["fedncm/2/cifar10/fedncm"]
     assert why_not(ncm) is None
@@ -271,7 +338,7 @@ def test_the_command(tmp_path: Path, command: Command) -> None:
     )
     assert "fedncm/7/lp: left out: cifar10 is not in HEADSTART_DATA" in done.stdout
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
-        *(f"reproduce.{e}" for e in ("html", "csv", "md", "tex")), "results.md",
+        *(f"reproduce.{e}" for e in ("html", "csv", "md", "tex")), "results.json", "results.md",
     }  # fmt: skip
     wrong = command("reproduce", "fedyolo/4", cwd=tmp_path)
     assert wrong.returncode == 2

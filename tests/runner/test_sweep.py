@@ -122,6 +122,8 @@ def test_the_command_compares_recipes_and_writes_tables(tmp_path: Path, command:
     ]
     summary = json.loads((tmp_path / "all" / "recipe=one,seed=0" / "summary.json").read_text())
     assert f"recipe=one,seed=0: {100 * summary['accuracy']:.2f} %" in done.stdout
+    # One page of all runs, and none of each: drawing it would take longer than the run.
+    assert [path.parent.name for path in (tmp_path / "all").rglob("report.html")] == ["all"]
     assert (tmp_path / "all" / "compare.md").read_text().count("\n") == 4
     tex = (tmp_path / "all" / "compare.tex").read_text()
     assert r"accuracy, \%" in tex

@@ -142,6 +142,9 @@ def reproduce(
     mirrored: Annotated[
         bool, typer.Option("--mirrored", help="With --as-published: half of the training images mirrored, as there.")
     ] = False,
+    closed_form: Annotated[
+        bool, typer.Option("--closed-form", help="Only heads in closed form: minutes, once features are cached.")
+    ] = False,
 ) -> None:
     """The papers' printed figures beside those of a run or of a formula.
 
@@ -150,7 +153,7 @@ def reproduce(
     """
     from headstart.published import COLUMNS, Found, listed, reproduce, select
 
-    rows = select(names or [])
+    rows = select(names or [], closed_form)
     if show:
         for line in listed(rows):
             print(line)
@@ -165,8 +168,7 @@ def reproduce(
             print(f"about {left / 60:.0f} min left" if left > 90 else f"about {left:.0f} s left", file=sys.stderr)
 
     with interruptible(where, "the same command and"):
-        words = ["headstart reproduce", *(names or []), *["--as-published"] * as_published, *["--mirrored"] * mirrored]
-        found = reproduce(rows, where, say, as_published or mirrored, mirrored, " ".join(words))
+        found = reproduce(rows, where, say, as_published or mirrored, mirrored)
     show_table(COLUMNS, [each.cells for each in found])
     print(f"tables: {where} (open {where / 'reproduce.html'}); the page of results: {where / 'results.md'}")
 

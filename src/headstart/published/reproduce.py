@@ -6,7 +6,8 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import date
 from html import escape
 from itertools import groupby
 from math import sqrt
@@ -18,8 +19,8 @@ import numpy as np
 from headstart.core.files import write_json, write_text
 from headstart.errors import HeadstartError
 from headstart.published.formulas import FORMULAS
-from headstart.published.results import results_page
-from headstart.published.tables import Row, rows, why_not
+from headstart.published.results import machine, results_page
+from headstart.published.tables import CLOSED_FORM, Row, rows, why_not
 from headstart.records import Record
 from headstart.report import html_page, html_table, human_bytes, write_tables
 from headstart.runner.sweep import Point, sweep
@@ -29,6 +30,7 @@ _SEEDS = {"fedcof": 5, "fedcof-early": 5, "fedncm": 3, "fedbabu": 100}
 """Runs behind a printed deviation: seeds, as FedNCM's text and FedCOF's code say; FedBABU's is over clients."""
 _SCALES = {"MB": 1e6, "GB": 1e9}
 BEST, HELD = "best accuracy", "clients per class"
+RESULTS, _RECORDED = "results.json", ("figures", "last", "reference", "seconds", "computed")
 _METRICS = {
     "accuracy": "accuracy",
     BEST: "accuracy",
@@ -51,6 +53,8 @@ class Found:
     """The figure by the paper's own code, where that differs from what the paper describes."""
     seconds: float = 0.0
     """Of all its runs."""
+    computed: str = ""
+    """The day, and the versions and the machine behind the figures."""
 
     @property
     def verdict(self) -> str:
@@ -125,16 +129,16 @@ def reproduce(
     on_row: Callable[[Found, float | None], object],
     as_published: bool = False,
     mirror: bool = False,
-    command: str = "",
 ) -> list[Found]:
     """Compute rows; runs go to ``out/ROWID``, where finished ones stay and those cut short go on.
 
     ``on_row`` is called with each row as it comes, and with the seconds that the others may take; what goes wrong with
     one is told, and the others come. ``as_published``: closed forms by the papers' own code, too;
-    ``mirror``: with its mirrored images. Leaves reproduce.html, .csv, .md and .tex in ``out``, and results.md, which
-    shows the ``command``.
+    ``mirror``: with its mirrored images. Leaves reproduce.html, .csv, .md and .tex in ``out``, and results.json and
+    results.md, of everything that was ever computed there.
     """
     out.mkdir(parents=True, exist_ok=True)
+    record = read_results(out / RESULTS)
     found, start, steps = list[Found](), time.monotonic(), _Steps(chosen)
     for row in chosen:
         try:
@@ -142,14 +146,45 @@ def reproduce(
             found.append(Found(row, [], reason) if reason else _compute(row, out, as_published, mirror))
         except HeadstartError as error:
             found.append(Found(row, [], str(error)))
+        if found[-1].figures:
+            record[row.id] = _kept(found[-1], record.get(row.id))
+        if found[-1].figures and not row.formula:  # whatever ends the next row
+            write_results(out, list(record.values()))
         on_row(found[-1], steps.left(row, time.monotonic() - start))
     cells = [each.cells for each in found]
     sources = "".join(f"<li>{escape(source)}</li>" for source in dict.fromkeys(row.source for row in chosen))
     body = f"<h1>Published and measured</h1><ul>{sources}</ul>{html_table(COLUMNS, cells)}"
     write_text(out / "reproduce.html", html_page("Published and measured", body))
     write_tables(out / "reproduce", COLUMNS, cells)
-    write_text(out / "results.md", results_page(found, command))
+    write_results(out, list(record.values()))
     return found
+
+
+def _kept(found: Found, earlier: Found | None) -> Found:
+    """A row as it goes on record: with the figures by the paper's own code from before, where these are the same."""
+    same = earlier is not None and list(earlier.figures) == list(found.figures)
+    reference = found.reference or (earlier.reference if earlier is not None and same else ())
+    return replace(found, reference=reference, computed=f"{date.today().isoformat()}: {machine()}")
+
+
+def read_results(path: Path) -> dict[str, Found]:
+    """Rows by id as an earlier reproduction recorded them; those that are published no more are left out."""
+    if not path.is_file():
+        return {}
+    by_id = {row.id: row for row in rows()}
+    try:
+        recorded = json.loads(path.read_text(encoding="utf-8"))
+        return {name: Found(by_id[name], **each) for name, each in recorded.items() if name in by_id}
+    except (ValueError, TypeError, AttributeError):
+        raise HeadstartError(f"{path} is no record of results; remove it, or give another --out") from None
+
+
+def write_results(out: Path, found: Sequence[Found]) -> None:
+    """results.json and results.md: these rows in the order of the files."""
+    place = {row.id: number for number, row in enumerate(rows())}
+    ordered = sorted(found, key=lambda each: place.get(each.row.id, len(place)))
+    write_json(out / RESULTS, {each.row.id: {key: getattr(each, key) for key in _RECORDED} for each in ordered})
+    write_text(out / "results.md", results_page(ordered))
 
 
 class _Steps:
@@ -184,7 +219,7 @@ def _compute(row: Row, out: Path, as_published: bool, mirror: bool) -> Found:
     if row.quantity != BEST:
         # Of several means, the reference leaves the code out.
         several = getattr(points[0].recipe.stages[0], "means_per_client", 1) > 1
-        own = as_published and row.recipe == "closed-form" and not several
+        own = as_published and row.recipe == CLOSED_FORM and not several
         reference = [_by_reference(point, out / first.id, mirror) for point in points] if own else ()
         return Found(row, figures, reference=reference, seconds=seconds)
     last = len(runs[0].recipe.stages) - 1

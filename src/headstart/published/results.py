@@ -11,12 +11,14 @@ from itertools import groupby
 from statistics import mean, stdev
 from typing import TYPE_CHECKING
 
+from headstart.published.tables import rows, shortest
 from headstart.report import markdown
 
 if TYPE_CHECKING:
     from headstart.published.reproduce import Found
 
 COLUMNS = ("row", "published", "as published", "ours", "difference", "standard error", "verdict", "seeds", "seconds")
+_LOWER = ("row", "difference", "standard error", "verdict", "what is known")
 _PACKAGES = ("headstart", "numpy", "scipy", "torch", "openvino")
 _OPENING = """# Results
 
@@ -27,8 +29,10 @@ Accuracies in %, each in three columns:
   by a pseudo-inverse in float32. With `--mirrored` half of the training images are mirrored, too, as in that code.
 - **ours**: what the paper describes, by headstart.
 
-`headstart reproduce ROW --as-published` computes a row; the name of a table or a paper computes all of its rows, and
-writes this page to `--out`. What data and weights it needs is in [Published figures](reproduce.md).
+Over each table stands the command that computes it; `headstart reproduce ROW --as-published` computes one row of it.
+Both write this page, and the figures of every seed as `results.json`, to `--out`. What data and weights they need is in
+[Published figures](reproduce.md). Seconds are of all seeds, by the clock; the first row with some features has those of
+computing them, too.
 
 A difference is ours − published; its standard error has the printed deviation, that of our seeds, and the rounding of
 the printed figure. The verdict is **agrees** within two standard errors. Beyond them it is **the paper's code** where
@@ -37,29 +41,56 @@ column is at most half as far from it as ours; **other weights** where the publi
 1.1 is read as it was trained in Caffe, not as in torchvision); **setting not published** where a learning rate or a
 width had to be chosen; otherwise **unexplained**.
 
-FedCOF's code normalises CIFAR-100 by the constants of CIFAR-10. The rows of the early version, which prints the same
-figures for MobileNetV2, are computed so; those of version 3 by the constants that the backbone was trained with.
+Where FedCOF's code differs from the paper in its setting, the rows of the early version, which prints the same figures,
+are computed as in the code, and those of version 3 as in the paper: the code normalises CIFAR-100 by the constants of
+CIFAR-10, and 200 rounds of 30 of 100 clients are 200 epochs there, of four rounds each.
 """
 
 
-def results_page(found: Sequence[Found], command: str = "") -> str:
-    """Everything that was computed of some rows, as Markdown; command: what computes all of it."""
-    parts = [_OPENING, *([f"All of this page is what this gives:\n\n```text\n{command}\n```\n"] if command else [])]
-    parts.append(f"{_machine()}\n")
+def results_page(found: Sequence[Found]) -> str:
+    """Everything that was computed of some rows, as Markdown; over each table the command that computes it."""
+    parts = [_OPENING]
     measured = [each for each in found if each.figures and not each.row.formula]
+    for computed, count in Counter(each.computed for each in measured).items():
+        parts.append(f"{count} figures of {computed}\n")
     if measured:
         counted = Counter(each.verdict or "nothing printed" for each in measured)
         said = ", ".join(f"{count} {name}" for name, count in counted.most_common())
         runs = {(each.row.recipe, each.row.set): each.seconds for each in measured}  # some rows share their runs
         parts.append(f"{len(measured)} figures: {said}. Their runs took {sum(runs.values()) / 60:.0f} minutes.\n")
+        parts.append(_coverage(measured))
     for (source, table), group in groupby(measured, key=lambda each: (each.row.source, each.row.table)):
-        where = f"table {table}" if table[:1].isdigit() else table
-        parts.append(f"## {source}, {where}\n\n{markdown(COLUMNS, [_cells(each) for each in group])}")
+        where, mine = f"table {table}" if table[:1].isdigit() else table, list(group)
+        options = " --as-published" if any(each.reference for each in mine) else ""
+        command = f"headstart reproduce {' '.join(shortest([each.row.id for each in mine]))}{options}"
+        parts.append(f"## {source}, {where}\n\n```text\n{command}\n```\n")
+        parts.append(markdown(COLUMNS, [_cells(each) for each in mine]))
+    if lower := [each for each in measured if each.row.value is not None and _below(each)]:
+        cells = [[f"`{each.row.id}`", *_cells(each)[4:7], each.row.note] for each in lower]
+        parts.append(
+            f"## Not reached\n\nLower than published by more than two standard errors:\n\n{markdown(_LOWER, cells)}"
+        )
     if open_ := [each for each in measured if "unexplained" in each.verdict or "mostly" in each.verdict]:
         cells = [[f"`{each.row.id}`", _cells(each)[4], each.row.note] for each in open_]
         parts.append(f"## Not explained, or not fully\n\n{markdown(('row', 'difference', 'what is known'), cells)}")
     parts += _formulas([each for each in found if each.row.formula])
     return "\n".join(parts)
+
+
+def _below(found: Found) -> bool:
+    """Whether the mean is lower than the printed figure by more than two standard errors."""
+    return mean(found.figures) < (found.row.value or 0.0) - 2 * found.error(found.figures)
+
+
+def _coverage(measured: Sequence[Found]) -> str:
+    """How many figures of each paper are printed, have a recipe or a formula, and are on the page."""
+    here = Counter(each.row.source for each in measured)
+    cells = []
+    for source in dict.fromkeys(row.source for row in rows()):
+        mine = [row for row in rows() if row.source == source]
+        able = sum(bool(row.recipe) for row in mine), sum(bool(row.formula) for row in mine)
+        cells.append([source, str(len(mine)), *map(str, able), str(here[source])])
+    return markdown(("paper", "figures printed", "with a recipe", "with a formula", "run here"), cells)
 
 
 def _cells(found: Found) -> list[str]:
@@ -101,7 +132,7 @@ def _printed(found: Found) -> bool:
     return abs(found.figures[0] - value) <= 1.2 * step
 
 
-def _machine() -> str:
+def machine() -> str:
     """The versions behind the figures, and the machine."""
     named = []
     for package in _PACKAGES:
@@ -110,5 +141,4 @@ def _machine() -> str:
         except PackageNotFoundError:  # OpenVINO is optional
             continue
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    there = f"Python {platform.python_version()}, {', '.join(named)}; {cores} cores"
-    return f"{there}. Seconds are of all seeds, by the clock."
+    return f"Python {platform.python_version()}, {', '.join(named)}; {cores} cores"

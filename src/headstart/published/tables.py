@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import os
 import tomllib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
@@ -17,6 +18,7 @@ from headstart.errors import HeadstartError
 from headstart.runner.sweep import Point, expand
 
 HERE = Path(__file__).parent
+CLOSED_FORM = "closed-form"
 
 
 @dataclass(frozen=True)
@@ -78,8 +80,11 @@ def rows() -> tuple[Row, ...]:
     return tuple(found)
 
 
-def select(names: list[str]) -> list[Row]:
-    """The rows of these ids, tables (fedncm/2) or papers (fedncm), in the order of the files; without names, all."""
+def select(names: list[str], closed_form: bool = False) -> list[Row]:
+    """The rows of these ids, tables (fedncm/2) or papers (fedncm), in the order of the files; without names, all.
+
+    closed_form: of these, heads in closed form.
+    """
     chosen = {name: [row for row in rows() if f"{row.id}/".startswith(name.rstrip("/") + "/")] for name in names}
     known = dict.fromkeys("/".join(row.id.split("/")[:depth]) for row in rows() for depth in range(1, 7))
     for name, found in chosen.items():
@@ -89,7 +94,19 @@ def select(names: list[str]) -> list[Row]:
                 f"{name!r} is no published row or table; nearest: {close}; headstart reproduce --list shows all"
             )
     wanted = {row.id for found in chosen.values() for row in found}
-    return [row for row in rows() if not names or row.id in wanted]
+    found = [row for row in rows() if not names or row.id in wanted]
+    return [row for row in found if row.recipe == CLOSED_FORM] if closed_form else found
+
+
+def shortest(ids: Sequence[str]) -> list[str]:
+    """The shortest names (tables, or more of an id) that stand for these rows and no others that have a recipe."""
+    others = [f"{row.id}/" for row in rows() if row.recipe and row.id not in ids]
+    names: dict[str, None] = {}
+    for each in ids:
+        parts = each.split("/")
+        wider = ("/".join(parts[:depth]) for depth in range(2, len(parts)))
+        names[next((name for name in wider if not any(o.startswith(f"{name}/") for o in others)), each)] = None
+    return list(names)
 
 
 def why_not(row: Row) -> str | None:

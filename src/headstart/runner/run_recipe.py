@@ -50,6 +50,7 @@ def run(
     on_metrics: OnMetrics | None = None,
     *,
     data: Any = None,
+    report: bool = True,
 ) -> Result:
     """Run a recipe: itself, a table, or the path of a TOML file; with ``out``, leave a run directory, and with
     ``resume`` go on with an interrupted one.
@@ -58,6 +59,7 @@ def run(
     they are in memory and not in what the recipe names: a pair (X, y); a mapping with X and y, and optionally split,
     client and domain; a DataFrame; a Hugging Face or torch data set; or a mapping of splits to any of these. X may be
     features [n, d], images [n, H, W], [n, H, W, 3] or [n, 3, H, W], a list of PIL images, or a list of texts.
+    ``report``: whether the directory has a report.html, which takes seconds to draw.
     """
     recipe = Recipe.of(recipe, None if data is None else in_memory(data))
     path = Path(out) if out is not None else None
@@ -65,7 +67,7 @@ def run(
         RunDirectory.check_free(path)
     if resume and path is None:
         raise HeadstartError("--resume needs --out, the directory of the run to continue")
-    return run_federation(recipe, Federation.of(recipe, data), path, resume, on_metrics)
+    return run_federation(recipe, Federation.of(recipe, data), path, resume, on_metrics, report=report)
 
 
 def in_memory(data: Any) -> dict[str, Any]:
@@ -81,6 +83,7 @@ def run_federation(
     on_metrics: OnMetrics | None = None,
     nodes: Nodes | None = None,
     states: Path | None = None,
+    report: bool = True,
 ) -> Result:
     """Run a recipe with the clients of a federation: in this process, or on the nodes of a Flower grid.
 
@@ -103,7 +106,7 @@ def run_federation(
                     nodes.begin(federation.members)
             directory.refuse_other_data(federation.dataset.fingerprint)
             folder = states or (directory.path / "checkpoint" if directory.path else Path(temporary))
-            return Run(recipe, federation, directory, on_metrics or (lambda line: None), folder, nodes).play()
+            return Run(recipe, federation, directory, on_metrics or (lambda line: None), folder, nodes).play(report)
     except BaseException as error:
         if directory.has_checkpoint:
             directory.note(f"stopped: {type(error).__name__}: {' '.join(str(error).split())}", "ERROR")
@@ -218,8 +221,8 @@ class Run:
         self.models: list[StageModel] = []
         """What each finished stage left."""
 
-    def play(self) -> Result:
-        """All stages, from the last checkpoint on."""
+    def play(self, report: bool = True) -> Result:
+        """All stages, from the last checkpoint on; report: whether to leave report.html."""
         saved = self.directory.load_checkpoint()
         start = self._restore(saved) if saved is not None else 0
         self.say(
@@ -235,7 +238,7 @@ class Run:
             run_stage(self, number, within)
             self.directory.save_checkpoint(Checkpoint(self.progress(number + 1, 0)))
             self._collect_garbage()
-        return self._finish()
+        return self._finish(report)
 
     def say(self, message: str) -> None:
         """A line of the run's log, and of the caller's logging."""
@@ -288,7 +291,7 @@ class Run:
                 last = number == len(self.recipe.stages) - 1  # the user's
                 collect(self.folder / f"clients-{number}", model.states is not None and (last or number in needed))
 
-    def _finish(self) -> Result:
+    def _finish(self, report: bool) -> Result:
         federation, model = self.federation, self.models[-1]
         heads = model.heads
         assert heads[0] is not None
@@ -313,9 +316,8 @@ class Run:
         store = self.store if model.body != PRETRAINED else None
         self.directory.save_final(store, final, federation.tasks, federation.class_names)
         (self.folder / "noise.secret").unlink(missing_ok=True)  # nothing is left to be drawn from it
-        if self.directory.path:
-            report = self.directory.path / "report.html"
-            write_report(report, [Record.read(self.directory.path, summary)])
+        if self.directory.path and report:
+            write_report(self.directory.path / "report.html", [Record.read(self.directory.path, summary)])
         self.directory.finish(summary)
         self.say(f"finished: {score(summary)} after {summary['total_seconds']:.1f} s")
         return Result(self.recipe, summary, heads[0], self.metrics, self.directory.path, federation)

@@ -121,6 +121,7 @@ def sweep(
     points: Sequence[Point], out: Path | None, on_run: OnRun = lambda point, summary: None, data: Any = None
 ) -> list[dict[str, Any]]:
     """Run every point in a directory of its own under ``out``; what is finished stays, what was cut short goes on.
+    The directories have no page of their own: a comparison has one of all of them.
 
     Returns the summaries; ``on_run`` is called with each as it comes; data: where they are in memory.
     """
@@ -137,7 +138,8 @@ def _summary(point: Point, out: Path | None, data: Any) -> dict[str, Any]:
     folder = out / point.folder
     summary = RunDirectory(folder).summary()
     if summary is None:
-        return run(point.recipe, folder, resume=(folder / "recipe.toml").is_file(), data=data).summary
+        resume = (folder / "recipe.toml").is_file()
+        return run(point.recipe, folder, resume=resume, data=data, report=False).summary
     if Recipe.load(folder / "recipe.toml") != point.recipe:
         raise HeadstartError(f"{folder} is a run of another recipe; give another --out")
     return summary
