@@ -255,9 +255,11 @@ def _titled(text: str, group: str, texts: Sequence[str]) -> str:
 
 
 def heat_map(figure: Figure, title: str, cells: Sequence[Sequence[str]]) -> str:
-    """A heat map for a page: it says its values under the pointer, and scrolls where it would be too small to read."""
+    """A heat map for a page: it says its values under the pointer, scrolls where it would be too small to read, and
+    grows by a third at most."""
     width = 72 * figure.get_size_inches()[0]
-    return f'<div class="scroll"><div style="min-width:{width:.0f}px">{svg(figure, title, cells=cells)}</div></div>'
+    style = f"min-width:{width:.0f}px; max-width:{4 / 3 * width:.0f}px"
+    return f'<div class="scroll"><div style="{style}">{svg(figure, title, cells=cells)}</div></div>'
 
 
 def _cells(figure: Figure, texts: Sequence[Sequence[str]]) -> str:
