@@ -97,7 +97,7 @@ def _save_body(model: Model, merge: bool, folder: Path) -> str:
             _save_hugging_face(model, folder / "body")
             table["backbone"] = "body"
             table.pop("weights", None)
-            files.append("`body/`: the body, for transformers, and for a recipe")
+            files.append("`body/`: the backbone, for transformers, and for a recipe")
             code = [f"from transformers import {auto}", f'body = {auto}.from_pretrained("body")']
         if not model.speaks and (module is None or is_lora) and not backbone.by_batch:
             saved = save_whole(model, folder, is_lora)
@@ -113,7 +113,7 @@ def _save_body(model: Model, merge: bool, folder: Path) -> str:
     elif module is None or model.retrained:
         save_file(dict(model.store.arrays()), folder / "model.safetensors")
         table["weights"] = "model.safetensors"
-        files.append("`model.safetensors`: the body, to be named as model.weights in a recipe")
+        files.append("`model.safetensors`: the backbone, to be named as model.weights in a recipe")
     if not code:
         code = ["from headstart.backbones import load_backbone", "from headstart.config.recipe import Model"]
         code += [f"backbone = load_backbone(Model.model_validate({table!r}))", "body = backbone.body"]
