@@ -139,9 +139,9 @@ def test_images_and_unreadable_ones(tmp_path: Path, command: Command) -> None:
 
 
 def test_copies_of_images_are_named_by_their_files(tmp_path: Path) -> None:
-    for split, number in (("train", 0), ("train", 1), ("test", 0), ("test", 2)):
-        (tmp_path / split / "cat").mkdir(parents=True, exist_ok=True)
-        Image.fromarray(np.full((4, 4), 50 * number, np.uint8)).save(tmp_path / split / "cat" / f"{number}.png")
+    for file, shade in (("train/cat/0", 0), ("train/dog/1", 1), ("test/cat/0", 0), ("test/dog/2", 2)):
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(np.full((4, 4), 50 * shade, np.uint8)).save(tmp_path / f"{file}.png")
     table = {"dataset": str(tmp_path), "partition": {"kind": "iid", "clients": 2}}
     model = {"backbone": "conv4", "weights": "random"}
     federation = Federation.of(Recipe.parse({"data": table, "model": model, "stages": [{"method": "fed3r"}]}))
@@ -237,3 +237,5 @@ def test_a_recipe_for_a_table_with_broken_rows_leaves_them_out(tmp_path: Path, c
     assert made(command, Path("a.csv"), tmp_path)["data"]["skip_unreadable"] is True
     (tmp_path / "b.csv").write_text("\n".join(["text,label", *rows]))
     assert "skip_unreadable" not in made(command, Path("b.csv"), tmp_path)["data"]
+    (tmp_path / "c.csv").write_text("\n".join(["text,label", *rows[:9], "alone", *rows[9:]]))
+    assert made(command, Path("c.csv"), tmp_path)["data"]["skip_unreadable"] is True
