@@ -44,6 +44,11 @@ def listed(things: Iterable[object], most: int = 10) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
+def counted(number: int, thing: str) -> str:
+    """``1 text is``, ``2 texts are``."""
+    return f"{number:,} {thing}{' is' if number == 1 else 's are'}"
+
+
 def nearest_path(path: str) -> str:
     """A clause that names what is there instead of a path that is not, or else the first folder that is missing."""
     place = Path(os.path.expanduser(path))

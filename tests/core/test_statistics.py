@@ -12,6 +12,7 @@ from headstart.channel.noise import every_class
 from headstart.core import moments as blockwise
 from headstart.core.message import Message
 from headstart.core.statistics import (
+    ClientStatistics,
     Summary,
     message_nbytes,
     random_parts,
@@ -339,5 +340,5 @@ def test_rows_of_many_replies_are_side_by_side_and_held_once() -> None:
 
 def test_no_rows_at_all_have_the_shape_of_rows() -> None:
     total = StatisticsTotal(Summary(C, D, rows=True))
-    total.add(ClientStatistics.empty(C, D))
+    total.add(Summary(C, D).empty())
     assert total.merged().sums.shape == (0, D)

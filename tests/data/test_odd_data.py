@@ -62,7 +62,7 @@ def test_labels_alike_but_for_case_or_spaces(tmp_path: Path, caplog: pytest.LogC
 
 def test_labels_from_1_leave_class_0_without_examples(tmp_path: Path) -> None:
     found = notes(table(tmp_path / "a.csv", [str(1 + n % 4) for n in range(40)]))
-    assert found == "no example is of class 0; labels are numbers from 0"
+    assert found == "no example is of class 0; labels that are numbers count from 0"
 
 
 def test_a_class_with_one_example_is_named(tmp_path: Path) -> None:
@@ -234,6 +234,15 @@ def test_rows_with_too_many_fields_are_all_listed(tmp_path: Path) -> None:
     kept = load(path, skip_unreadable=True)
     assert sorted(kept.train.source["text"]) == ["a\nb", *"xxxxxyyyyy"]
     assert "in line 2, 15; they are left out" in kept.notes[0]
+
+
+def test_rows_that_lack_a_value_are_listed_with_them(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("text,label,note\none, two,a,\nalone\n,a,\n\n" + "x,a,\ny,b,\n" * 4 + "x,,\nx,a,\ny,b,\n")
+    told = "more fields than columns in line 2, and no value in a column that is read in line 3, 4, 14; quote texts"
+    with pytest.raises(HeadstartError, match=told):
+        load(path)
+    assert len(load(path, skip_unreadable=True).train) + len(load(path, skip_unreadable=True).test) == 10
 
 
 def test_rows_without_a_value_are_left_out_on_request(tmp_path: Path) -> None:

@@ -235,9 +235,9 @@ def test_the_commands_say_who_needs_what(tmp_path: Path) -> None:
     server = Server.load(folder)
     assert "admitted: a" in said
     assert server.kits()[0].fingerprint() in said
-    assert "need their new kit" not in said
-    assert "a need their new kit, too" in command("deploy", "add", folder, tmp_path / "b" / "b.request")
-    assert "b need their new kit, too" in command("deploy", "revoke", folder, "a")
+    assert "send a new one" not in said
+    assert "send a new one to a, too" in command("deploy", "add", folder, tmp_path / "b" / "b.request")
+    assert "send a new one to b, too" in command("deploy", "revoke", folder, "a")
     said = command("deploy", "status", folder)
     assert "the SuperLink is off" in said
     assert "certificates/server.pem ends on" in said

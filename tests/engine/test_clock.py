@@ -262,7 +262,7 @@ def test_asynchronous_clients_learn_in_less_simulated_time(tmp_path: Path) -> No
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "secure": ({"secure": True, "buffer": 2}, "buffer: a secure sum is of clients that are known before"),
+    "secure": ({"secure": True, "buffer": 2}, "buffer: secure aggregation needs clients that are known before"),
     "privacy": (
         {"privacy": {"epsilon": 5.0}, "weighting": "uniform", "over_selection": 0.5},
         "over_selection: privacy is accounted for where chance alone draws clients",

@@ -29,6 +29,7 @@ pytestmark = pytest.mark.usefixtures("no_report")
 
 # Longer than the eight tokens of the runs: the end must not count.
 TEXTS = [*SPORT, *FOOD, "peel the apples and the pears and the plums before the match begins"]
+SHORT = TEXTS[:-1]
 
 
 def expected(run: Path, folder: Path) -> list[dict[str, float]]:
@@ -69,47 +70,71 @@ def test_a_pipeline_has_the_predictions_of_the_run(
     without_paths(tmp_path / "first" / "merged", tmp_path, lora)
     shutil.move(tmp_path / "first" / "merged", tmp_path / "merged")
     monkeypatch.chdir(tmp_path)
-    classify = pipeline("text-classification", model="merged", trust_remote_code=True, truncation=True)
+    assert sorted(path.name for path in Path("merged").glob("*.py")) == []
+    assert_same(pipeline("text-classification", model="merged")(SHORT, top_k=None), wanted[:-1])
+    classify = pipeline("text-classification", model="merged", truncation=True)
     assert_same(classify(TEXTS, top_k=None), wanted)
     assert_same(classify(TEXTS, top_k=None, batch_size=5), wanted)  # padded texts, too
-    # Without the code in the folder there is an error, and no random head under the names of the classes.
-    with pytest.raises(ValueError, match="custom code"):
-        pipeline("text-classification", model="merged")
+    half = pipeline("text-classification", model="merged", truncation=True, dtype=torch.bfloat16)
+    for each, row in zip(half(TEXTS, top_k=None), wanted, strict=True):
+        assert {one["label"]: one["score"] for one in each} == pytest.approx(row, abs=0.02)
     body = transformers.AutoModel.from_pretrained("merged/body")
     assert body.config.model_type == "bert"
 
 
+TINY = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
+
+
+def tiny(place: Path, kind: str, run: Path) -> str:
+    """A folder with a small network of random weights and the tokenizer of a run."""
+    sizes = {**TINY, "vocab_size": 30522, "pad_token_id": 0}
+    if kind == "distilbert":
+        sizes = {"dim": 16, "n_layers": 2, "n_heads": 2, "hidden_dim": 16, "vocab_size": 30522, "pad_token_id": 0}
+    torch.manual_seed(0)
+    network = transformers.AutoModel.from_config(transformers.AutoConfig.for_model(kind, **sizes))
+    with torch.no_grad():  # layer norms as training leaves them: no ones and zeros
+        for name, parameter in network.named_parameters():
+            if "norm" in name.lower():
+                parameter += 0.3 * torch.randn_like(parameter)
+    network.save_pretrained(place)
+    AutoTokenizer.from_pretrained(base_of(run)).save_pretrained(place)
+    return str(place)
+
+
 PLAIN = """
 import sys
-from contextlib import chdir
 import headstart.export.auto
-from peft import AutoPeftModel
-from transformers import AutoTokenizer, pipeline
-merged, adapter, *texts = sys.argv[1:]
+from transformers import pipeline
+folder, *texts = sys.argv[1:]
 print([{one["label"]: one["score"] for one in each} for each in
-       pipeline("text-classification", model=merged)(texts, top_k=None)])
-with chdir(adapter):
-    model = AutoPeftModel.from_pretrained(".").eval()
-    batch = AutoTokenizer.from_pretrained("base")(texts, padding=True, return_tensors="pt")
-print([dict(zip(model.config.id2label.values(), row)) for row in model(**batch).logits.softmax(dim=1).tolist()])
+       pipeline("text-classification", model=folder)(texts, top_k=None)])
 """
 
 
-def test_with_headstart_the_plain_lines_do(lora: Path, tmp_path: Path) -> None:  # noqa: F811
-    export(lora, tmp_path / "merged", merge=True)
-    export(lora, tmp_path / "adapter")
-    short = TEXTS[:-1]
-    command = [sys.executable, "-c", PLAIN, str(tmp_path / "merged"), str(tmp_path / "adapter"), *short]
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=False
-    )  # what it registers, others must not see
+def test_a_head_that_transformers_has_not_needs_code_and_says_so(
+    lora: Path,  # noqa: F811
+    texts: Path,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    place = tiny(tmp_path / "bert", "bert", lora)
+    text_run(tmp_path / "run", texts, {"method": "fed3r", "random_features": 30}, backbone=place, pooling="mean")
+    export(tmp_path / "run", tmp_path / "out")
+    # Without the code in the folder there is an error, and no random head under the names of the classes.
+    with pytest.raises(ValueError, match="custom code"):
+        pipeline("text-classification", model=str(tmp_path / "out"))
+    assert "trust_remote_code=True" in (tmp_path / "out" / "README.md").read_text()
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["model_type"] == "headstart"  # a name that transformers does not know: it asks for the code
+    assert config["id2label"] == {"0": "food", "1": "sport"}
+    code = (tmp_path / "out" / "modeling_headstart.py").read_text()
+    assert "headstart." not in "\n".join(line for line in code.splitlines() if "import" in line)
+    # Where headstart is installed, its own code does; what it registers, others must not see.
+    command = [sys.executable, "-c", PLAIN, str(tmp_path / "out"), *SHORT]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    wanted = expected(lora, tmp_path)
-    for line in done.stdout.strip().splitlines():
-        found = ast.literal_eval(line)
-        assert len(found) == len(short)
-        for each, row in zip(found, wanted, strict=False):
-            assert each == pytest.approx(row, abs=1e-4)
+    found, wanted = ast.literal_eval(done.stdout.strip()), expected(tmp_path / "run", tmp_path)
+    for each, row in zip(found, wanted[:-1], strict=True):
+        assert each == pytest.approx(row, abs=1e-4)
 
 
 def test_from_elsewhere_the_base_is_not_looked_for_on_the_hub(lora: Path, tmp_path: Path) -> None:  # noqa: F811
@@ -135,31 +160,40 @@ def test_the_readme_ends_with_a_prediction(
     assert f"'{label}'" in capsys.readouterr().out.strip().splitlines()[-1]
 
 
-TINY = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
+HEAD = {"method": "fedavg", "train": "head", "rounds": 2, "temperature": 0.2, "lr": 0.1}
+MLP = {"method": "fedavg", "train": "all", "head": "mlp", "hidden": 8, "rounds": 2, "temperature": 0.2}
 
 
 @pytest.mark.parametrize(
-    ("stages", "pooling"),
+    ("kind", "stage", "pooling", "is_native"),
     [
-        ([{"method": "fed3r", "random_features": 30}], "cls"),
-        ([{"method": "fedavg", "train": "head", "rounds": 2, "temperature": 0.2, "lr": 0.1}], "cls"),
-        ([{"method": "fedavg", "train": "all", "head": "mlp", "hidden": 8, "rounds": 2, "temperature": 0.2}], "mean"),
+        ("bert", {"method": "fed3r", "random_features": 30}, "cls", False),
+        ("bert", MLP, "mean", False),
+        ("bert", HEAD, "cls", True),
+        ("bert", HEAD, "mean", True),
+        ("bert", {"method": "fed3r"}, "mean", True),
+        ("bert", {"method": "fedncm", "centres": 2}, "mean", False),
+        ("roberta", HEAD, "cls", True),
+        ("roberta", HEAD, "mean", True),
+        ("xlm-roberta", {"method": "fedncm"}, "mean", True),
+        ("distilbert", HEAD, "mean", False),  # another layout of layers
+        ("mpnet", HEAD, "mean", False),  # its attention has a bias by position: no layer of it is a mean
     ],
-    ids=["random features", "temperature", "hidden layers"],
 )
 def test_every_head_is_in_the_pipeline(
-    stages: list[dict[str, Any]],
+    kind: str,
+    stage: dict[str, Any],
     pooling: str,
+    is_native: bool,
     lora: Path,  # noqa: F811
     texts: Path,  # noqa: F811
     tmp_path: Path,
 ) -> None:
-    config = transformers.BertConfig(vocab_size=30522, **TINY)
-    transformers.BertModel(config).save_pretrained(tmp_path / "bert")
-    AutoTokenizer.from_pretrained(base_of(lora)).save_pretrained(tmp_path / "bert")
-    text_run(tmp_path / "run", texts, *stages, backbone=str(tmp_path / "bert"), pooling=pooling)
+    text_run(tmp_path / "run", texts, stage, backbone=tiny(tmp_path / kind, kind, lora), pooling=pooling)
     export(tmp_path / "run", tmp_path / "out")
     without_paths(tmp_path / "out", tmp_path)
+    assert (tmp_path / "out" / "modeling_headstart.py").exists() != is_native
+    assert ("trust_remote_code" in (tmp_path / "out" / "README.md").read_text()) != is_native
     classify = loaded(tmp_path / "out")["classify"]  # the line of the README
     assert_same(classify(TEXTS, top_k=None), expected(tmp_path / "run", tmp_path))
 
@@ -175,10 +209,10 @@ def test_peft_loads_a_lora_with_its_labels(
     without_paths(tmp_path / "first", tmp_path)
     shutil.move(tmp_path / "first", tmp_path / "adapter")
     monkeypatch.chdir(tmp_path)
-    below = AutoModelForSequenceClassification.from_pretrained("adapter/base", trust_remote_code=True)
+    below = AutoModelForSequenceClassification.from_pretrained("adapter/base")
     elsewhere = PeftModel.from_pretrained(below, "adapter").eval()
     monkeypatch.chdir(tmp_path / "adapter")
-    model = AutoPeftModel.from_pretrained(".", trust_remote_code=True).eval()
+    model = AutoPeftModel.from_pretrained(".").eval()
     assert model.config.id2label == {0: "food", 1: "sport"}
     batch = AutoTokenizer.from_pretrained("base")(TEXTS, truncation=True, padding=True, return_tensors="pt")
     with torch.inference_mode():
@@ -201,7 +235,7 @@ def test_images(merge: bool, tmp_path: Path) -> None:
     pixels = rng.integers(0, 256, (3, 32, 32, 3), dtype=np.uint8)
     with chdir(tmp_path / "out"):
         load = AutoModelForImageClassification if merge else AutoPeftModel
-        model = load.from_pretrained(".", trust_remote_code=True).eval()
+        model = load.from_pretrained(".").eval()
     run = Model.load(tmp_path / "run")
     assert run.store.backbone is not None
     with torch.inference_mode():
@@ -210,12 +244,3 @@ def test_images(merge: bool, tmp_path: Path) -> None:
         features = run.store.backbone.body(torch.tensor(pixels)).numpy()
     np.testing.assert_allclose(found.numpy(), run.head.scores(features), atol=1e-4)
     assert model.config.id2label == {number: str(number) for number in range(10)}
-
-
-def test_the_code_of_the_whole_model_needs_no_headstart(lora: Path, tmp_path: Path) -> None:  # noqa: F811
-    export(lora, tmp_path / "out", merge=True)
-    code = (tmp_path / "out" / "modeling_headstart.py").read_text()
-    assert "headstart." not in "\n".join(line for line in code.splitlines() if "import" in line)
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert config["model_type"] == "headstart"  # a name that transformers does not know: it asks for the code
-    assert config["id2label"] == {"0": "food", "1": "sport"}

@@ -92,7 +92,7 @@ def test_examples_that_are_tested_and_learned(tmp_path: Path) -> None:
 
     assert warnings(0) == ()
     (said,) = warnings(7)
-    assert said.startswith("7 test examples are in the training split, too, the first as train 0, test 0")
+    assert said.startswith("7 test examples are also in the training split, the first: train 0, test 0")
 
 
 def test_copies_and_labels_that_differ(tmp_path: Path) -> None:
@@ -103,8 +103,8 @@ def test_copies_and_labels_that_differ(tmp_path: Path) -> None:
     federation = Federation.of(Recipe.parse({"data": table, "stages": [{"method": "fed3r"}]}))
     found = describe(federation.dataset)
     assert found.warnings == (
-        "2 examples are copies of another of their split",
-        "1 examples have several labels, the first: train 0 as a, train 20 as b",
+        "2 examples are a copy of another of the same split",
+        "1 example is under several labels, the first: train 0 as a, train 20 as b",
     )
     assert found.facts == ("texts of 1 to 7 characters, half of them up to 6",)
 
@@ -138,6 +138,18 @@ def test_images_and_unreadable_ones(tmp_path: Path, command: Command) -> None:
     assert "r.toml: can be run" in said.stdout
 
 
+def test_copies_of_images_are_named_by_their_files(tmp_path: Path) -> None:
+    for file, shade in (("train/cat/0", 0), ("train/dog/1", 1), ("test/cat/0", 0), ("test/dog/2", 2)):
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(np.full((4, 4), 50 * shade, np.uint8)).save(tmp_path / f"{file}.png")
+    table = {"dataset": str(tmp_path), "partition": {"kind": "iid", "clients": 2}}
+    model = {"backbone": "conv4", "weights": "random"}
+    federation = Federation.of(Recipe.parse({"data": table, "model": model, "stages": [{"method": "fed3r"}]}))
+    (said,) = describe(federation.dataset).warnings
+    same = f"train {tmp_path}/train/cat/0.png, test {tmp_path}/test/cat/0.png"
+    assert said == f"1 test example is also in the training split, the first: {same}; accuracy is too high"
+
+
 def test_images_that_are_nearly_black(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for number in range(8):
         (tmp_path / "scans" / "ab"[number % 2]).mkdir(parents=True, exist_ok=True)
@@ -147,7 +159,7 @@ def test_images_that_are_nearly_black(tmp_path: Path, caplog: pytest.LogCaptureF
     path = recipe(
         tmp_path / "r.toml", text + '[model]\nbackbone = "conv4"\nweights = "random"\n[[stages]]\nmethod="fed3r"'
     )
-    said = "grey of 16 bits goes up to 3,500 of 65,535 and is nearly black; set model.pixel_range = [0, 3500]"
+    said = "grey of 16 bits goes up to 3,500 of 65,535 and is nearly black; set model.pixel_range = [0, 4095]"
     assert check(path).federations["data"][1].warnings == (said,)
     assert check(path, ["model.pixel_range=[0, 4095]"]).federations["data"][1].warnings == ()
     assert "they are the same" in check(path, ["model.pixel_range=[1, 1]"]).problems[0]
@@ -217,3 +229,13 @@ def test_new_refuses(tmp_path: Path, command: Command) -> None:
     (tmp_path / "c.csv").write_text("a,b\n" + "\n".join(f"{n}.5,{n}" for n in range(9)))
     said = command("new", "c.csv", "--out", "c.toml", cwd=tmp_path)
     assert (said.returncode, "which column is the input, and which the label?" in said.stderr) == (2, True)
+
+
+def test_a_recipe_for_a_table_with_broken_rows_leaves_them_out(tmp_path: Path, command: Command) -> None:
+    rows = [f"word {n},{'ab'[n % 2]}" for n in range(20)]
+    (tmp_path / "a.csv").write_text("\n".join(["text,label", *rows, "one, two,a", ",b"]))
+    assert made(command, Path("a.csv"), tmp_path)["data"]["skip_unreadable"] is True
+    (tmp_path / "b.csv").write_text("\n".join(["text,label", *rows]))
+    assert "skip_unreadable" not in made(command, Path("b.csv"), tmp_path)["data"]
+    (tmp_path / "c.csv").write_text("\n".join(["text,label", *rows[:9], "alone", *rows[9:]]))
+    assert made(command, Path("c.csv"), tmp_path)["data"]["skip_unreadable"] is True

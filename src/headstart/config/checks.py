@@ -366,7 +366,7 @@ def _untimed(stage: Mapping[str, Any], timed: bool) -> list[str]:
         if kind and (kind.pooled or not kind.communicates):
             problems.append(f"{key}: with {stage['method']} nothing travels; leave it out")
         if stage.get("secure"):
-            problems.append(f"{key}: a secure sum is of clients that are known before; leave one of the two out")
+            problems.append(f"{key}: secure aggregation needs clients that are known before; leave one of the two out")
         if stage.get("privacy") is not None:
             problems.append(
                 f"{key}: privacy is accounted for where chance alone draws clients; leave one of the two out"

@@ -163,25 +163,25 @@ class StatisticsTotal:
         return replace(found, sums=rows) if len(rows := self._sums.values) else found
 
 
+@dataclass(eq=False)
 class _Rows:
     """Rows [R, d] that are added to in place: those of a million clients are not held twice."""
 
-    def __init__(self) -> None:
-        self._room: Features = np.zeros((0, 0))
-        self._used = 0
+    room: Features = field(default_factory=lambda: np.zeros((0, 0)))
+    used: int = 0
 
     def append(self, rows: Features) -> None:
         """Add rows [r, d]; an eighth more room than is needed, so that room is rarely made."""
-        if not self._used:
-            self._room = np.zeros((0, rows.shape[1]), rows.dtype)
-        if (used := self._used + len(rows)) > len(self._room):
-            self._room.resize((used + used // 8, rows.shape[1]))  # refuses where `values` is still in use
-        self._room[self._used : used], self._used = rows, used
+        if not self.used:
+            self.room = np.zeros((0, rows.shape[1]), rows.dtype)
+        if (used := self.used + len(rows)) > len(self.room):
+            self.room.resize((used + used // 8, rows.shape[1]))  # refuses where `values` is still in use
+        self.room[self.used : used], self.used = rows, used
 
     @property
     def values(self) -> Features:
         """All of them; a view."""
-        return self._room[: self._used]
+        return self.room[: self.used]
 
 
 def _of_task(values: Mapping[str, Any], task: str) -> dict[str, Any]:

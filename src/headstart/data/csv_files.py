@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import csv
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +27,16 @@ def csv_settings(files: Sequence[Path], data: Data, notes: list[str]) -> dict[st
     extra: dict[str, Any] = {} if separator == "," else {"sep": separator}
     if data.encoding:
         extra["encoding"] = data.encoding
-    long = {file: rows for file in files if (rows := _long_rows(file, separator, data.encoding))}
-    if not long:
+    found = {file: _odd_rows(file, separator, data) for file in files}
+    long = {file: rows.long for file, rows in found.items() if rows.long}
+    if not long:  # rows without a value are the reader's to refuse or to leave out
         return extra
-    lines = (f"{file}: more fields than columns in line {listed(rows.values())}" for file, rows in long.items())
-    told = "; ".join(lines)
     if not data.skip_unreadable:
+        told = "; ".join(f"{file}: {rows}" for file, rows in found.items() if rows.long or rows.short)
         raise HeadstartError(
             f"{told}; quote texts that hold a {separator!r}, or set data.skip_unreadable = true to leave them out"
         )
+    told = "; ".join(f"{file}: more fields than columns in line {listed(rows.values())}" for file, rows in long.items())
     if len(files) > 1:
         raise HeadstartError(f"{told}; of several files, none can be skipped: mend them")
     notes.append(f"{told}; they are left out")
@@ -93,16 +95,33 @@ def _check_header(file: Path, separator: str, data: Data) -> None:
         )
 
 
-def _long_rows(file: Path, separator: str, encoding: str | None) -> dict[int, int]:
-    """Rows with more fields than the header, by their numbers from 0, which is the header: the line each ends at."""
-    found = {}
-    with file.open(encoding=encoding or "utf-8-sig", newline="", errors="replace") as stream:
+@dataclass(frozen=True)
+class _OddRows:
+    """Rows with more fields than the header, by their numbers from 0, which is the header, and rows that lack a value
+    which a recipe reads: the line each ends at."""
+
+    long: dict[int, int]
+    short: list[int]
+
+    def __str__(self) -> str:
+        told = {"more fields than columns": self.long.values(), "no value in a column that is read": self.short}
+        return ", and ".join(f"{what} in line {listed(lines)}" for what, lines in told.items() if lines)
+
+
+def _odd_rows(file: Path, separator: str, data: Data) -> _OddRows:
+    long, short = dict[int, int](), list[int]()
+    named = (data.input_column or "text", data.label_column or "label", data.client_column or "")
+    read = {name for each in named for name in ([each] if isinstance(each, str) else each)}
+    with file.open(encoding=data.encoding or "utf-8-sig", newline="", errors="replace") as stream:
         reader = csv.reader(stream, delimiter=separator)
         try:
-            columns = len(next(reader, ()))
+            header = next(reader, [])
+            places = [place for place, name in enumerate(header) if name in read]
             for number, row in enumerate(reader, 1):
-                if len(row) > columns:
-                    found[number] = reader.line_num
+                if len(row) > len(header):
+                    long[number] = reader.line_num
+                elif row and not all(place < len(row) and row[place] for place in places):
+                    short.append(reader.line_num)
         except csv.Error:  # what it cannot read, the reader proper says
-            return {}
-    return found
+            return _OddRows({}, [])
+    return _OddRows(long, short)

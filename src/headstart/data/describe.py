@@ -15,7 +15,7 @@ from PIL import Image
 
 from headstart.core.progress import progress
 from headstart.data.examples import Dataset, Examples, bytes_of, decode_image, in_dicom
-from headstart.errors import HeadstartError, listed
+from headstart.errors import HeadstartError, counted, listed
 
 _BLOCK = 256
 _DARK = 64  # of 255
@@ -80,7 +80,8 @@ def _darkness(brightest: float | None) -> list[str]:
     if brightest is None or brightest >= _DARK:
         return []
     most = round(brightest * 257)
-    return [f"grey of 16 bits goes up to {most:,} of 65,535 and is nearly black; set model.pixel_range = [0, {most}]"]
+    white = 2 ** max(1, most.bit_length()) - 1  # what a detector of so many bits calls white
+    return [f"grey of 16 bits goes up to {most:,} of 65,535 and is nearly black; set model.pixel_range = [0, {white}]"]
 
 
 def _values(examples: Examples) -> Iterator[tuple[int, Any]]:
@@ -126,15 +127,22 @@ def _warnings(
     leaked = [places for places in repeated if {split for split, _ in places} >= {"train", "test"}]
     if leaked:
         tested = sum(split == "test" for places in leaked for split, _ in places)
-        where = listed((f"{split} {place}" for split, place in leaked[0]), 4)
-        yield f"{tested:,} test examples are in the training split, too, the first as {where}: accuracy is too high"
+        where = listed((_shown(dataset, *each) for each in leaked[0]), 4)
+        yield f"{counted(tested, 'test example')} also in the training split, the first: {where}; accuracy is too high"
     within = sum(len(places) - 1 for places in repeated) - sum(len(places) - 1 for places in leaked)
     if within > 0:
-        yield f"{within:,} examples are copies of another of their split"
+        yield f"{counted(within, 'example')} a copy of another of the same split"
     if dataset.target == "classes":
         torn = [places for places in repeated if len({int(labels[split][place]) for split, place in places}) > 1]
         if torn:
-            where = listed((f"{s} {p} as {dataset.classes[labels[s][p]]}" for s, p in torn[0]), 4)
-            yield f"{len(torn):,} examples have several labels, the first: {where}"
+            where = listed((f"{_shown(dataset, s, p)} as {dataset.classes[labels[s][p]]}" for s, p in torn[0]), 4)
+            yield f"{counted(len(torn), 'example')} under several labels, the first: {where}"
     if dataset.kind == "text" and (empty := sum(size[0] == 0 for size in sizes)):
-        yield f"{empty:,} texts are empty"
+        yield f"{counted(empty, 'text')} empty"
+
+
+def _shown(dataset: Dataset, split: str, place: int) -> str:
+    """An example: the split, and its file or else its place there."""
+    (value,) = getattr(dataset, split).raw(place, place + 1)
+    path = value.get("path") if isinstance(value, dict) else None
+    return f"{split} {path or place}"

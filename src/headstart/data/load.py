@@ -334,7 +334,7 @@ def _with_notes_on_classes(dataset: Dataset, cut: bool) -> Dataset:
             names = listed(f"{dataset.classes[label]!r} ({train[label] + test[label]})" for label in labels)
             notes.append(f"{names} differ in case or spaces only, and are {len(labels)} classes; write them alike")
     if len(gone := np.flatnonzero((train == 0) & (test == 0))):
-        hint = "; labels are numbers from 0" if gone[0] == 0 and dataset.classes[0] == "0" else ""
+        hint = "; labels that are numbers count from 0" if gone[0] == 0 and dataset.classes[0] == "0" else ""
         notes.append(f"no example is of class {listed(dataset.classes[label] for label in gone)}{hint}")
     if len(unseen := np.flatnonzero((train == 0) & (test > 0))):
         notes.append(f"no training example is of class {listed(dataset.classes[label] for label in unseen)}")

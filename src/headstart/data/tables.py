@@ -333,7 +333,8 @@ def _complete(table: Any, columns: Iterable[str | None], split: str, notes: list
     notes.append(
         f"{split}: {len(missing)} of {len(table)} rows lack one of {names}, and are left out: {listed(missing)}"
     )
-    return table.select(np.setdiff1d(np.arange(len(table)), missing))
+    # Flat, since a selection's own table still has the rows that were left out.
+    return table.select(np.setdiff1d(np.arange(len(table)), missing)).flatten_indices()
 
 
 def _keep(examples: Examples, classes: tuple[str, ...], only: tuple[str, ...]) -> Examples:

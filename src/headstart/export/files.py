@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 import shutil
@@ -19,6 +18,7 @@ from headstart.core.files import write_json, write_text
 from headstart.engine.model_store import Module
 from headstart.errors import HeadstartError
 from headstart.export.model import Model
+from headstart.export.whole import AUTO, EXAMPLE_IMAGE, PREDICTED, copy_settings, pooling_of, save_whole
 
 if TYPE_CHECKING:  # torch is not needed where the data are features
     from headstart.export.graph import Format
@@ -93,13 +93,15 @@ def _save_body(model: Model, merge: bool, folder: Path) -> str:
 
     backbone, module = model.store.backbone, model.store.module
     if backbone is None:
-        return _readme(model, [], ["import numpy as np"], use=_use_features(model, f"np.zeros((1, {model.width}))"))
+        return _readme(
+            model, [], ["import numpy as np"], use=_use_features(model, f"np.zeros((1, {model.width}))  # yours")
+        )
     core: Any = backbone.core
     if merge:
         _merge(core)
         module = None
     table = model.recipe.model.model_dump(mode="json", exclude_none=True)
-    files, code, use, whole = [], [], [], list[str]()
+    files, code, use, whole, encoder = [], [], [], list[str](), ""
     # What `transformers` alone would not do: round the weights, or put texts into a prompt.
     ours = not model.speaks and bool(model.recipe.model.quantise or model.recipe.model.prompt)
     is_lora = module is not None and module.kind == "lora" and not ours
@@ -110,14 +112,15 @@ def _save_body(model: Model, merge: bool, folder: Path) -> str:
             _save_hugging_face(model, folder / "body")
             table["backbone"] = "body"
             table.pop("weights", None)
-            files.append("`body/`: the body, for transformers, and for a recipe")
+            files.append("`body/`: the backbone, for transformers, and for a recipe")
             code = [] if ours else [f"from transformers import {auto}", f'body = {auto}.from_pretrained("body")']
         if not model.speaks and (module is None or is_lora) and not (backbone.by_batch or ours):
-            files.append(_save_whole(model, folder / "base" if is_lora else folder, "base/" if is_lora else ""))
-            whole = [*_whole_code(model.kind, is_lora), *_use_whole(model, is_lora)]
-            code = ["body = model.get_base_model().encoder  # of the model above"] if is_lora else code
+            saved = save_whole(model, folder, is_lora)
+            files.append(saved.line)
+            whole, encoder = saved.code, saved.encoder
+            code = saved.body if is_lora else code
         if module is not None and is_lora:
-            _save_adapter(module, auto if model.speaks else None, model.kind, folder)
+            _save_adapter(module, auto if model.speaks else AUTO[model.kind], encoder, folder)
             files.append("`adapter_config.json, adapter_model.safetensors`: the LoRA, for peft")
             if model.speaks:
                 code += ["from peft import PeftModel", 'body = PeftModel.from_pretrained(body, ".").eval()']
@@ -125,14 +128,15 @@ def _save_body(model: Model, merge: bool, folder: Path) -> str:
     elif module is None or model.retrained:
         save_file(dict(model.store.arrays()), folder / "model.safetensors")
         table["weights"] = "model.safetensors"
-        files.append("`model.safetensors`: the body, to be named as model.weights in a recipe")
+        files.append("`model.safetensors`: the backbone, to be named as model.weights in a recipe")
     if not code:
         code = ["from headstart.backbones import load_backbone", "from headstart.config.recipe import Model"]
         code += [f"backbone = load_backbone(Model.model_validate({table!r}))", "body = backbone.body"]
         if module is None:
-            given = '"a text of yours"' if model.kind == "text" else "np.zeros((64, 64, 3), np.uint8)"
-            made = f"body(*backbone.transform.collate([backbone.transform({given}, 'an input')])).numpy()"
-            code, use = [*code, "import numpy as np"], _use_features(model, made)
+            given = '"a text of yours"' if model.kind == "text" else '{"path": "one.png", "bytes": None}'
+            made = f"body(*backbone.transform.collate([backbone.transform({given}, 'one')])).numpy()"
+            code += [] if model.kind == "text" else ["from PIL import Image", *EXAMPLE_IMAGE]
+            use = _use_features(model, made)
     if module is not None:
         arrays = {**module.values[0], **{f"head.{name}": array for name, array in model.head.arrays().items()}}
         facts = {"module": json.dumps({"kind": module.kind, **module.settings})}
@@ -141,117 +145,9 @@ def _save_body(model: Model, merge: bool, folder: Path) -> str:
     return _readme(model, files, code, table, use, whole)
 
 
-_SAID = {
-    "classes": "[classes[label] for label in {}.argmax(1)]",
-    "regression": "[dict(zip(classes, row)) for row in {}.tolist()]",
-    "multilabel": "[[name for name, score in zip(classes, row) if score > 0] for row in {}]",
-}
-"""What scores [n, C] mean, as Python."""
-
-
 def _use_features(model: Model, features: str) -> list[str]:
     """Lines that predict from features [n, d]."""
-    return [f"features = {features}  # yours", f"print({_SAID[model.target].format('head.scores(features)')})"]
-
-
-def _use_whole(model: Model, is_lora: bool) -> list[str]:
-    """Lines that predict with the whole model: of a text, or of an image as the run has read it."""
-    if model.kind == "text" and not is_lora:
-        return ['print(classify("a text of yours"))']
-    names = "classes = list(model.config.id2label.values())"
-    last = f"print({_SAID[model.target].format('model(**batch).logits')})"
-    if model.kind == "text":
-        load = f'tokenizer = AutoTokenizer.from_pretrained("{"base" if is_lora else "."}")'
-        read = 'batch = tokenizer("a text of yours", truncation=True, return_tensors="pt")'
-        return ["from transformers import AutoTokenizer", load, read, names, last]
-    body: Any = model.store.backbone.body if model.store.backbone else None
-    size = model.store.backbone.transform.size if model.store.backbone else 0  # type: ignore[union-attr]
-    factor, shift = ([round(float(value), 6) for value in each.flatten()] for each in (body.factor, body.shift))
-    return [
-        "import torch",
-        f"pixels = torch.zeros(1, {size}, {size}, 3)  # yours: an RGB image of this size, from 0 to 255",
-        f"pixels = (pixels * torch.tensor({factor}) - torch.tensor({shift})).permute(0, 3, 1, 2)",
-        'batch = {"pixel_values": pixels}',
-        names,
-        last,
-    ]
-
-
-# As `transformers` calls them: its pipelines then take no softmax of what is none.
-_PROBLEMS = {"classes": None, "regression": "regression", "multilabel": "multi_label_classification"}
-_AUTO = {"text": "AutoModelForSequenceClassification", "image": "AutoModelForImageClassification"}
-
-
-def _save_whole(model: Model, folder: Path, shown: str) -> str:
-    """Backbone, pooling and head as one model of `transformers`, with `modeling_headstart.py`; a line of the README."""
-    import torch
-
-    from headstart.export import modeling_headstart as modeling
-    from headstart.export.graph import Whole, example, torch_head
-    from headstart.modules import plain_state
-
-    backbone, head = model.store.backbone, torch_head(model.head)
-    assert backbone is not None
-    core: Any = backbone.core
-    nested = {name: value for name, value in core.config.to_dict().items() if name != "_name_or_path"}
-    code = "modeling_headstart"
-    config = modeling.HeadstartConfig(
-        encoder=nested,
-        pooling=_pooling(model),
-        width=model.width,
-        waves=head.widths[0] if head.waves else 0,
-        hidden=head.widths[1:],
-        longest=head.longest,
-        problem_type=_PROBLEMS[model.target],
-        centres=head.centres,
-        id2label=dict(enumerate(model.classes)),
-        label2id={name: number for number, name in enumerate(model.classes)},
-        auto_map={"AutoConfig": f"{code}.HeadstartConfig", _AUTO[backbone.kind]: f"{code}.HeadstartForClassification"},
-    )
-    whole: Any = modeling.HeadstartForClassification(config)
-    whole.head.load_state_dict(head.state_dict())
-    whole.encoder.load_state_dict(plain_state(core))
-    # It must give the run's logits for what the encoder of the run is given, with a LoRA too.
-    seen: dict[str, Any] = {}
-    hook = core.register_forward_pre_hook(lambda _, args, given: seen.update(given), with_kwargs=True)
-    encoder, whole.encoder = whole.encoder, core
-    with torch.inference_mode():
-        expected = Whole(model)(*example(model, 3, 7))[0]
-        hook.remove()
-        found = whole(**seen).logits
-    whole.encoder = encoder
-    if not torch.allclose(found, expected, atol=1e-3, rtol=1e-3):
-        raise HeadstartError(f"{backbone.name} reads its inputs in a way of its own, which cannot be exported")
-    whole.save_pretrained(folder)
-    shutil.copyfile(str(modeling.__file__), folder / f"{code}.py")
-    if backbone.kind == "text":
-        tokenizer = copy.deepcopy(backbone.transform.tokenizer)  # type: ignore[union-attr]
-        tokenizer.model_max_length = backbone.transform.max_tokens  # type: ignore[union-attr]
-        tokenizer.save_pretrained(folder)
-    else:
-        _copy_settings(core.name_or_path, folder, "preprocessor_config.json")
-    names = "config.json, model.safetensors, modeling_headstart.py"
-    before = " before the LoRA" if shown else ""
-    return f"`{shown or names}`: backbone{before}, pooling and head as one model, with the names of the classes"
-
-
-def _whole_code(kind: str, is_lora: bool) -> list[str]:
-    """Lines that load the whole model as ``model``, or as a ``classify`` that reads texts."""
-    if is_lora:
-        load = 'model = AutoPeftModel.from_pretrained(".", trust_remote_code=True).eval()'
-        return ["from peft import AutoPeftModel", load]
-    if kind == "text":
-        load = 'classify = pipeline("text-classification", model=".", trust_remote_code=True, truncation=True)'
-        return ["from transformers import pipeline", load]
-    load = f'model = {_AUTO[kind]}.from_pretrained(".", trust_remote_code=True)'
-    return [f"from transformers import {_AUTO[kind]}", load]
-
-
-def _pooling(model: Model) -> str:
-    """How the body's last hidden states become one vector; empty where the body is none of `transformers`."""
-    body: Any = model.store.backbone.body if model.store.backbone else None
-    pooling = getattr(body, "pooling", "") or getattr(getattr(body, "network", None), "pooling", "")
-    return pooling if isinstance(pooling, str) else ""
+    return [f"features = {features}", f"print({PREDICTED[model.target].format('head.scores(features)')})"]
 
 
 def _readme(
@@ -269,7 +165,9 @@ def _readme(
     backbone, width = model.store.backbone, model.width
     reads = f"features [{width}] as they are in the data"
     if backbone is not None:
-        which = {"cls": "the first of", "mean": "the mean of", "last": "the last real token's of"}.get(_pooling(model))
+        which = {"cls": "the first of", "mean": "the mean of", "last": "the last real token's of"}.get(
+            pooling_of(model)
+        )
         how = f"{which} the last hidden states" if which else "pooled features"
         how = "the state at the mask, before the vocabulary" if model.cloze else how
         chooses = model.speaks and not model.cloze
@@ -345,23 +243,14 @@ def _save_hugging_face(model: Model, folder: Path) -> None:
     if backbone.kind == "text":
         backbone.transform.tokenizer.save_pretrained(folder)  # type: ignore[union-attr]
     for name in ("preprocessor_config.json", "1_Pooling/config.json"):
-        _copy_settings(place, folder, name)
+        copy_settings(place, folder, name)
 
 
-def _copy_settings(place: str, folder: Path, name: str) -> None:
-    """Copy a file that lies beside the weights of a body, where there is one."""
-    from transformers.utils.hub import cached_file
-
-    found = cached_file(place, name, _raise_exceptions_for_missing_entries=False)
-    if found:
-        (folder / name).parent.mkdir(exist_ok=True)
-        shutil.copyfile(found, folder / name)
-
-
-def _save_adapter(module: Module, speaks: str | None, kind: str, folder: Path) -> None:
+def _save_adapter(module: Module, auto: str, encoder: str, folder: Path) -> None:
     """A LoRA in the layout of `peft`, on the whole model in `base/`, or on the language model in `body/`.
 
-    `peft` looks for the model below from where it runs: from within the folder, wherever that is.
+    auto: the class of `transformers` that loads the model below; encoder: the attribute of it that has the LoRA, empty
+    where it is the model itself. `peft` looks for it from where it runs: from within the folder, wherever that is.
     """
     from peft import LoraConfig
 
@@ -372,11 +261,11 @@ def _save_adapter(module: Module, speaks: str | None, kind: str, folder: Path) -
         use_rslora=bool(module.settings.get("rslora")),
         target_modules=sorted({name.partition(".lora_")[0] for name in module.values[0]}),
         # Not a bare name: from elsewhere that would be one of the hub's.
-        base_model_name_or_path="./body" if speaks else "./base",
-        auto_mapping={"base_model_class": speaks or _AUTO[kind], "parent_library": "transformers"},
+        base_model_name_or_path="./base" if encoder else "./body",
+        auto_mapping={"base_model_class": auto, "parent_library": "transformers"},
         inference_mode=True,
     )
     config.save_pretrained(str(folder))
-    prefix = "base_model.model." + ("" if speaks else "encoder.")
+    prefix = "base_model.model." + (f"{encoder}." if encoder else "")
     arrays = {f"{prefix}{name}": np.ascontiguousarray(array) for name, array in module.values[0].items()}
     save_file(arrays, folder / "adapter_model.safetensors", metadata={"format": "pt"})

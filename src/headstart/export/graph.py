@@ -24,6 +24,7 @@ from headstart.data.examples import upright
 from headstart.errors import HeadstartError, first_line
 from headstart.export.model import Model, width_of
 from headstart.export.modeling_headstart import Head
+from headstart.export.whole import EXAMPLE_IMAGE, PREDICTED
 from headstart.heads import LinearHead
 
 Format = Literal["onnx", "openvino"]
@@ -234,15 +235,20 @@ def _readme(model: Model, form: Format, names: list[str]) -> str:
     if backbone is None:
         reads, imports = f"- `features` [n, {model.width}], float32: as they are in the data.", ""
         code = '\n\ndef inputs(features):\n    return {"features": np.asarray(features, np.float32)}'
-        usage = f"`{output}(features)`"
+        usage, given = f"`{output}(features)`", f"np.zeros((1, {model.width}))"
     elif isinstance(backbone.transform, ImageTransform):
         reads, imports = _about_images(backbone.body, backbone.transform), "from PIL import Image, ImageOps\n"
         code, usage = _image_code(backbone.transform), f'`{output}(["one.jpg", "two.png"])`'
+        given = '["one.png"]'
     else:
         files += "\n- `tokenizer/`: turns texts into ids, for transformers"
         reads, imports = _about_texts(backbone.transform, names), "from transformers import AutoTokenizer\n"
         code = _text_code(backbone.transform, names)
         usage = f'`{output}(["one text", "another"])`, or, of pairs of texts, `{output}(firsts, seconds)`,'
+        given = ", ".join(['["a text of yours"]'] * (2 if isinstance(model.data.input_column, tuple) else 1))
+    last = f"print({PREDICTED[model.target].format(f'{output}({given})')})"
+    last = last.replace("score > 0", "score > 0.5")  # shares
+    last = "\n".join([*(EXAMPLE_IMAGE if "Image" in imports else ()), last])
     return f"""# {model.recipe.name}
 
 {files}
@@ -271,6 +277,9 @@ classes = json.loads((folder / "classes.json").read_text(encoding="utf-8"))
 
 def {output}(*given):
     return {run.format(output=output)}
+
+
+{last}
 ```
 
 {usage} is [n, {"C" if model.target == "classes" else "q"}].
@@ -299,7 +308,7 @@ def _image_code(transform: ImageTransform) -> str:
     return f"""\
 
 
-{_source(upright, pixels, resized)}
+{image_source()}
 
 
 def inputs(paths):
@@ -329,6 +338,11 @@ tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer"){shown}
 def inputs(*texts):
     batch = tokenizer({given}, padding=True, padding_side="right", return_tensors="np")
     return {{name: batch[name].astype(np.int64) for name in {names!r}}}"""
+
+
+def image_source() -> str:
+    """The code that reads an image as a run does: turned upright, of any depth, resized."""
+    return _source(upright, pixels, resized)
 
 
 def _source(*functions: Callable[..., Any]) -> str:

@@ -381,11 +381,11 @@ class RunDirectory:
         write_text(self.path / "holdings.csv", csv_text([["client", "class", "examples"], *rows]))
 
     def write_confusion(self, stage: int, classes: Sequence[str], labels: Ints, answers: Ints) -> None:
-        """How often a class [n] was taken for another [n] after a stage, as rows of `confusion.csv`."""
+        """How often a class [n] was predicted as another [n] after a stage, as rows of `confusion.csv`."""
         pairs, found = np.unique(labels * len(classes) + answers, return_counts=True)
         named = [(classes[pair // len(classes)], classes[pair % len(classes)]) for pair in pairs]
         rows = [[stage, label, answer, count] for (label, answer), count in zip(named, found, strict=True)]
-        self._write_stage("confusion.csv", ["stage", "class", "taken for", "examples"], stage, rows)
+        self._write_stage("confusion.csv", ["stage", "class", "predicted as", "examples"], stage, rows)
 
     def write_samples(self, stage: int, round: int, rows: Sequence[Sequence[str]]) -> None:
         """Prompts with the completions in the data and the model's after a round, as rows of `samples.csv`."""

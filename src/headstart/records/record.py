@@ -73,11 +73,12 @@ class Record:
         return _matrix(self._rows("holdings.csv"), "client", "class")
 
     def confusion(self) -> Matrix | None:
-        """How often each class [C] was taken for each [C] after the last stage that was finished."""
+        """How often each class [C] was predicted as each [C] after the last stage that was finished."""
         rows = self._rows("confusion.csv")
         last = [row for row in rows if row["stage"] == rows[-1]["stage"]]
-        names = list(dict.fromkeys(row["class"] for row in last)) + [row["taken for"] for row in last]
-        return _matrix(last, "class", "taken for", tuple(dict.fromkeys(names)))
+        predicted = "predicted as" if last and "predicted as" in last[0] else "taken for"  # of earlier versions
+        names = list(dict.fromkeys(row["class"] for row in last)) + [row[predicted] for row in last]
+        return _matrix(last, "class", predicted, tuple(dict.fromkeys(names)))
 
     def samples(self) -> list[dict[str, str]]:
         """Prompts with the completions of the data, of the first model and, as "after", of the last."""

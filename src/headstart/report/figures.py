@@ -55,6 +55,12 @@ def _heat() -> ListedColormap:
     return ListedColormap([(0.18, 0.38, 0.78, share) for share in np.linspace(0.12, 1, 256)], "heat")
 
 
+# Points have no dashes: a circle, a square, a triangle, a diamond.
+_MARKERS = (
+    ("o", "M17 1 a4 4 0 1 0 0.01 0 z"), ("s", "M13 1 h8 v8 h-8 z"), ("^", "M17 0 l5 9 h-10 z"), ("D", "M17 0 l5 5 l-5 5 l-5 -5 z"),
+)  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Look:
     """How a series is drawn."""
@@ -67,6 +73,16 @@ class Look:
     def line(self) -> Any:
         """Its line style, as matplotlib has it."""
         return _DASHES[self.dash]
+
+    @property
+    def marker(self) -> str:
+        """The shape of its points, as matplotlib has it."""
+        return _MARKERS[self.dash % len(_MARKERS)][0]
+
+    @property
+    def point(self) -> str:
+        """The same shape in a legend of a page, 34 by 10."""
+        return f'<path d="{_MARKERS[self.dash % len(_MARKERS)][1]}" fill="{self.colour}"/>'
 
     @property
     def svg(self) -> str:
@@ -111,11 +127,12 @@ def curve_figure(curves: Sequence[Curve], against: str, legend: bool = True) -> 
     for number, (look, curve) in enumerate(zip(looks([curve.method for curve in curves]), curves, strict=True)):
         colour, x, y = look.colour, curve.costs[against], 100 * curve.accuracy
         marker, band = "." if len(x) < _POINTS else "", 100 * curve.deviation
+        marker = look.marker if len(x) == 1 else marker
         (line,) = axes.plot(x, y, color=colour, marker=marker, label=curve.label, linewidth=1.6, linestyle=look.line)
         line.set_gid(f"series-{number}")
         if len(x) > 1 and "→" in curve.label:  # where the stage begins
             axes.axvline(x[0], color="#888888", linewidth=0.8, linestyle=":")
-        axes.plot(x[:1], y[:1], color=colour, marker="o", zorder=3)
+        axes.plot(x[:1], y[:1], color=colour, marker=look.marker, zorder=3)
         if band.any() and len(x) == 1:
             axes.errorbar(x, y, band, color=colour, capsize=3)
         elif band.any():
@@ -255,9 +272,11 @@ def _titled(text: str, group: str, texts: Sequence[str]) -> str:
 
 
 def heat_map(figure: Figure, title: str, cells: Sequence[Sequence[str]]) -> str:
-    """A heat map for a page: it says its values under the pointer, and scrolls where it would be too small to read."""
+    """A heat map for a page: it says its values under the pointer, scrolls where it would be too small to read, and
+    grows by a third at most."""
     width = 72 * figure.get_size_inches()[0]
-    return f'<div class="scroll"><div style="min-width:{width:.0f}px">{svg(figure, title, cells=cells)}</div></div>'
+    style = f"min-width:{width:.0f}px; max-width:{4 / 3 * width:.0f}px"
+    return f'<div class="scroll"><div style="{style}">{svg(figure, title, cells=cells)}</div></div>'
 
 
 def _cells(figure: Figure, texts: Sequence[Sequence[str]]) -> str:

@@ -31,12 +31,14 @@ def opening(groups: Sequence[Group]) -> str:
 
 def _of_one(record: Record) -> str:
     stage, told = record.stages[-1], escape(record.stages[-1]["method"])
-    sent = human_bytes(sum(each["bytes_up"] for each in record.stages))
     summary: Mapping[str, Any] = record.summary or {}
     clients = f"{summary['clients']:,} clients" if "clients" in summary else "clients"
+    sent = f"the {clients} sent {human_bytes(stage['bytes_up'])}"
+    if len(record.stages) > 1:  # which may build on those before it, or start afresh
+        sent += f" in this stage, {human_bytes(sum(each['bytes_up'] for each in record.stages))} in all stages"
     if stage.get("r2") is not None:
-        return f"<b>R² {stage['r2']:.4f}</b> (variance explained) by {told}; the {clients} have sent {sent} in all."
-    return f"{correct(stage, record)} by {told}; the {clients} have sent {sent} in all."
+        return f"<b>R² {stage['r2']:.4f}</b> (variance explained) by {told}; {sent}."
+    return f"{correct(stage, record)} by {told}; {sent}."
 
 
 def correct(stage: Mapping[str, Any], record: Record | None = None) -> str:
@@ -53,7 +55,7 @@ def correct(stage: Mapping[str, Any], record: Record | None = None) -> str:
     if confusion is not None:
         counts = confusion.counts.sum(axis=1)
         usual = confusion.rows[int(np.argmax(counts))]
-        notes.append(f"to say {escape(usual)!r} always would be right in {100 * counts.max() / counts.sum():.1f} %")
+        notes.append(f"always predicting {escape(usual)!r} gives {100 * counts.max() / counts.sum():.1f} %")
     return f"{told} ({'; '.join(notes)})" if notes else told
 
 

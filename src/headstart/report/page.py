@@ -43,7 +43,8 @@ td.text { white-space: normal; min-width: 14rem; }
 .figures { display: grid; gap: 1rem; grid-template-columns: repeat(auto-fit, minmax(min(19rem, 100%), 1fr));
   align-items: start; }
 figure { margin: 0; border: 1px solid var(--line); border-radius: .6rem; padding: .6rem; break-inside: avoid; }
-figure.half { max-width: 40rem; } figure .scroll { margin: 0; } figcaption { font-size: .85rem; opacity: .75; }
+figure.half, .figures > figure:only-child { max-width: 40rem; }
+figure .scroll { margin: 0; } figcaption { font-size: .85rem; opacity: .75; }
 svg { display: block; width: 100%; height: auto; } svg text { fill: currentColor; }
 .legend { display: flex; flex-wrap: wrap; gap: .3rem 1.2rem; margin: .4rem 0 .8rem; font-size: .9rem; }
 .legend i { display: inline-block; width: .9rem; height: .9rem; border-radius: .2rem; margin-right: .4rem;
@@ -137,8 +138,9 @@ def report_body(records: Sequence[Record]) -> str:
         parts.append("<h2>Accuracy and cost</h2>")
         if any(_varies(drawn, name) for name in AXES):
             parts += [_legend({curve.label: curve.method for curve in drawn}), _curves(drawn)]
-        named = 0 if len(groups) > 1 else 1
-        parts.append(html_table(columns[named:], [row[named:] for row in rows]))
+        alone = {*(["run"] if len(groups) == 1 else ()), *(["runs"] if len(records) == 1 else ())}
+        shown = [place for place, column in enumerate(columns) if column not in alone]
+        parts.append(html_table([columns[place] for place in shown], [[row[place] for place in shown] for row in rows]))
         parts.append(_formulas(records))
     parts += [_differences(groups), _remarks(groups), _privacy(records), _clients(groups)]
     if len(records) == 1:
@@ -171,7 +173,7 @@ def _legend(methods: Mapping[str, str]) -> str:
     """Names of the series, by which the method of each is found; with their colours and dashes."""
     chips = [
         f'<span><svg class="key" viewBox="0 0 34 10" aria-hidden="true"><line x1="1" y1="5" x2="33" y2="5" '
-        f'stroke="{look.colour}" stroke-width="3" stroke-dasharray="{look.svg}"/></svg>{escape(label)}</span>'
+        f'stroke="{look.colour}" stroke-width="3" stroke-dasharray="{look.svg}"/>{look.point}</svg>{escape(label)}</span>'
         for label, look in zip(methods, looks(list(methods.values())), strict=True)
     ]
     return f'<div class="legend">{"".join(chips)}</div>'

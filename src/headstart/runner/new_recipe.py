@@ -44,9 +44,16 @@ def new_recipe(path: Path, shown: str, name: str) -> NewRecipe:
     """A recipe for the data in a file or folder; shown: the path as the recipe is to name it."""
     if not path.exists():
         raise HeadstartError(f"{path}: {nearest_path(str(path))}")
-    keys = {} if path.suffix.lower() == ".npz" else _keys(path)
+    keys: dict[str, Any] = {} if path.suffix.lower() == ".npz" else dict(_keys(path))
     alone = {"partition": {"kind": "iid", "clients": 1}} if "client_column" not in keys else {"partition": _NATURAL}
-    dataset = load_dataset(Data.model_validate({"dataset": str(path), "split_seed": 0, **keys, **alone}))
+    wanted = {"dataset": str(path), "split_seed": 0, **alone}
+    try:
+        dataset = load_dataset(Data.model_validate({**wanted, **keys}))
+    except HeadstartError as error:
+        if "skip_unreadable" not in str(error):
+            raise
+        keys["skip_unreadable"] = True  # the recipe says so, and loading tells what is left out
+        dataset = load_dataset(Data.model_validate({**wanted, **keys}))
     clients = len(dataset.clients)
     how: Mapping[str, Any] = _NATURAL if clients else _dealt(dataset)
     count = clients or how["clients"]
@@ -66,7 +73,7 @@ def _keys(path: Path) -> dict[str, str]:
     files = [path] if path.is_file() else sorted(path.iterdir())
     tables = [file for file in files if FORMATS.get(file.suffix.lower()) == "csv" and not file.name.startswith(".")]
     keys: dict[str, str] = guess_csv(tables[0]) if tables else {}
-    found = local_tables(path, Data.model_validate({"dataset": str(path), **keys}), [])
+    found = local_tables(path, Data.model_validate({"dataset": str(path), "skip_unreadable": True, **keys}), [])
     table = found.get("train", next(iter(found.values())))
     columns = {column: table.features[column] for column in table.column_names}
     client = _first(_CLIENTS, columns)
@@ -123,7 +130,7 @@ def _dealt(dataset: Dataset) -> dict[str, Any]:
     return {"kind": "dirichlet", "clients": clients, "alpha": 0.5, "leftovers": "assign"}
 
 
-def _text(name: str, keys: Mapping[str, str], how: Mapping[str, Any], dataset: Dataset, clients: int) -> str:
+def _text(name: str, keys: Mapping[str, Any], how: Mapping[str, Any], dataset: Dataset, clients: int) -> str:
     natural = how["kind"] == "natural"
     why = "the clients that the data name" if natural else "the data name no clients: data.client_column names a column"
     method = "fedcof" if dataset.target == "classes" and clients >= _FEW else "fed3r"
@@ -132,6 +139,8 @@ def _text(name: str, keys: Mapping[str, str], how: Mapping[str, Any], dataset: D
         "fed3r": "second moments of each client, in one round"
         + ("; with few clients it is more accurate than fedcof" if dataset.target == "classes" else ""),
     }[method]
+    skip = "# skip_unreadable = true # leave out what cannot be read, instead of stopping\n"
+    skip = "" if "skip_unreadable" in keys else skip
     return f"""\
 #:schema {SCHEMA}
 # headstart check FILE shows what is wrong with this recipe and odd about its data; headstart run FILE runs it.
@@ -141,8 +150,7 @@ def _text(name: str, keys: Mapping[str, str], how: Mapping[str, Any], dataset: D
 {tomli_w.dumps(dict(keys))}test_fraction = 0.2    # held out for the test, where the data have no test split
 split_seed = 0         # the same test examples whatever the seed of the run
 # strict = true          # refuse data with warnings: labels alike but for case, classes without examples
-# skip_unreadable = true # leave out what cannot be read, instead of stopping
-
+{skip}
 [data.partition]  # {why}
 {tomli_w.dumps(dict(how))}
 [model]
