@@ -176,8 +176,8 @@ def groups() -> None:
         keys = {key: value for key, value in stage.items() if key not in ("method", "privacy")}
         keys |= {"ε": stage["privacy"]["epsilon"]} if "privacy" in stage else {}
         said = ", ".join(f"{key} {value}" for key, value in keys.items() if value is not True and value != 0)
-        rows.append((stage["method"], said, f"{np.mean(found):.1f} ± {np.std(found):.1f}"))
-        rows[-1] += (f"{runs[0].summary['bytes_up'] / 1e6:.2f}",)
+        accuracy, sent = f"{np.mean(found):.1f} ± {np.std(found):.1f}", runs[0].summary["bytes_up"] / 1e6
+        rows.append((stage["method"], said, accuracy, f"{sent:.2f}"))
         print(*rows[-1], file=sys.stderr, flush=True)
     show(
         "Directions in secure groups and under privacy: cifar10-squeezenet, 100 clients",
