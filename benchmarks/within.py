@@ -3,6 +3,7 @@
     python -m benchmarks.within paired [NAME …]    default − paper's, with the standard error of the paired difference
     python -m benchmarks.within fresh [NAME …]     the same on test images in devices that no table has used
     python -m benchmarks.within pacs               the four domains as clients, several splits
+    python -m benchmarks.within groups             directions in secure groups and under privacy
     python -m benchmarks.within published          FedNCM, FedCOF and Fed3R beside the papers' figures
     python -m benchmarks.within centres            FedNCM with five centres beside pooled k-means of scikit-learn
 
@@ -22,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common import SHARED, show
-from benchmarks.heads import CLIENTS, SETS, dealt, features, file_of
+from benchmarks.heads import ALPHA, CLIENTS, SETS, dealt, features, file_of
 from headstart.heads.estimators import Fed3R, FedCOF, FedNCM
 
 PARTITIONS = 5
@@ -153,6 +154,38 @@ def pacs() -> None:
     show("PACS, four clients: over all test images / mean of the domains, by test split", ("head", *splits), rows)
 
 
+def groups() -> None:
+    """FedCOF with directions in secure groups, and under differential privacy, beside FedNCM and Fed3R; three seeds."""
+    import headstart
+
+    name = "cifar10-squeezenet"
+    data = features(name)
+    clip = float(np.median(np.linalg.norm(data["X"][data["split"] == 0], axis=1)))
+    settings: list[dict[str, Any]] = [{"method": "fedcof"}, {"method": "fedcof", "rank": 16}]
+    settings += [{"method": method, "secure": True} for method in ("fedncm", "fed3r")]
+    ranks = [{"method": "fedcof", "rank": rank} for rank in (0, 4, 16, 64)]
+    settings += [{**each, "secure": True, "secure_group": size} for size in (3, 10) for each in ranks]
+    others: list[dict[str, Any]] = [{"method": "fedncm"}, {"method": "fed3r"}, {"method": "fedcof", "within": "trace"}]
+    settings += [{**each, "privacy": {"epsilon": e, "clip": clip}} for e in (10.0, 1.0) for each in (*others, *ranks)]
+    partition = {"kind": "dirichlet", "clients": 100, "alpha": ALPHA}
+    table = {"data": {"dataset": str(file_of(name)), "partition": partition}, "model": {"backbone": "features"}}
+    rows = []
+    for stage in settings:
+        runs = [headstart.run({**table, "seed": seed, "stages": [stage]}) for seed in range(3)]
+        found = [100 * (run.accuracy or 0.0) for run in runs]
+        keys = {key: value for key, value in stage.items() if key not in ("method", "privacy")}
+        keys |= {"ε": stage["privacy"]["epsilon"]} if "privacy" in stage else {}
+        said = ", ".join(f"{key} {value}" for key, value in keys.items() if value is not True and value != 0)
+        accuracy, sent = f"{np.mean(found):.1f} ± {np.std(found):.1f}", runs[0].summary["bytes_up"] / 1e6
+        rows.append((stage["method"], said, accuracy, f"{sent:.2f}"))
+        print(*rows[-1], file=sys.stderr, flush=True)
+    show(
+        "Directions in secure groups and under privacy: cifar10-squeezenet, 100 clients",
+        ("method", "keys", "accuracy", "MB up"),
+        rows,
+    )
+
+
 def published() -> None:
     """MobileNetV2, 100 clients: the FedCOF paper's Table 2 and what is measured here, mean of two partitions."""
     with (SHARED / "published" / "fedcof.csv").open(newline="", encoding="utf-8") as file:
@@ -238,7 +271,7 @@ def main() -> None:
     elif what == "fresh":
         fresh(names or [name for name in SETS if file_of(f"{name}-fresh").exists()])
     else:
-        {"pacs": pacs, "published": published, "centres": centres}[what]()
+        {"pacs": pacs, "groups": groups, "published": published, "centres": centres}[what]()
 
 
 if __name__ == "__main__":

@@ -31,17 +31,20 @@ def statistics(within: str, rank: int = 0, x: np.ndarray = X) -> ClientStatistic
     return summarise(x, Y, 2, clients=WHO, moments=moments, rank=rank)[0]
 
 
-def head_of(scatter: np.ndarray, shrinkage: float) -> np.ndarray:
+def head_of(scatter: np.ndarray, shrinkage: float, common: float = 1.0) -> np.ndarray:
     """W = Ĝ⁻¹ B with rows of length one; the sums of the classes are (120, 1280) and (40, 1480)."""
     sums = np.array([[120.0, 1280], [40, 1480]])
-    centre = sums.sum(axis=0)
-    weight = np.linalg.solve(scatter + shrinkage * FREEDOM * np.eye(2) + np.outer(centre, centre) / 80, sums.T).T
+    centre = common * np.outer(sums.sum(axis=0), sums.sum(axis=0)) / 80
+    weight = np.linalg.solve(scatter + shrinkage * FREEDOM * np.eye(2) + centre, sums.T).T
     return np.asarray(weight / np.linalg.norm(weight, axis=1, keepdims=True))
 
 
 # Two means of each of two classes have a standard error of √(2/2) along one dimension. E's own, of B's shape, are 2,049
 # of trace and 1 + 2 · 32² + 2048² of squares, so that its trace has 0.99976 times that.
 SHARE = 2049 / np.sqrt(4196353) / RATIO
+LEFT = SHARE * 5 / 125
+# Of the paper's matrix, E and the common mean alike, as much as makes E's trace the share of what is not in directions.
+COMMON = {0: 1 - SHARE + SHARE * (81960 + 125) / (39 * 81960), 1: 1 - LEFT + LEFT * (81960 + 5) / (39 * 81960)}
 BY_HAND: dict[tuple[str, int], np.ndarray] = {
     ("estimated", 0): 39 * BETWEEN,
     ("trace", 0): BETWEEN + 125 / 2 * np.eye(2),
@@ -60,7 +63,8 @@ BY_HAND: dict[tuple[str, int], np.ndarray] = {
 @pytest.mark.parametrize(("within", "rank"), BY_HAND)
 def test_by_hand(within: Any, rank: int) -> None:
     head = cof_head(statistics(within, rank), 0.3, within=within)
-    np.testing.assert_allclose(head.weight, head_of(BY_HAND[within, rank], 0.3), rtol=2e-6)
+    common = COMMON.get(rank, 1.0) if within == "auto" else 1.0
+    np.testing.assert_allclose(head.weight, head_of(BY_HAND[within, rank], 0.3, common), rtol=2e-6)
     assert head.notes["shrinkage"] == 0.3
     assert head.notes.get("means_share") == (pytest.approx(0.0256863, abs=1e-6) if within == "auto" else None)
 
@@ -156,6 +160,16 @@ def test_the_shape_of_the_means_is_trusted_up_to_a_standard_error(shift: float) 
     assert (share == 1) == (shift == 0)
 
 
+def test_where_the_means_are_trusted_the_head_is_the_papers() -> None:
+    """Up to the scale of the matrix, which the length of the rows hides: shift or none, as long as the share is one."""
+    for shift in (0.0, 0.3):
+        x = CLOUD + shift * np.random.default_rng(2).normal(size=(5, 12))[HOLDERS]
+        found = FedCOF().fit(x, LABELS, client=HOLDERS)
+        assert found.head_.notes["means_share"] == 1
+        paper = FedCOF(within="estimated").fit(x, LABELS, client=HOLDERS)
+        np.testing.assert_allclose(found.coef_, paper.coef_, rtol=1e-5, atol=1e-7)
+
+
 def test_the_standard_error_is_that_of_means_which_differ_by_chance() -> None:
     """One dimension, two classes of 40 and 10 examples at five and at two clients, drawn 4,000 times."""
     rng, who = np.random.default_rng(0), np.concatenate([np.arange(40) % 5, np.arange(10) % 2])
@@ -182,7 +196,8 @@ def test_the_share_of_the_means_is_of_the_classes_that_several_hold() -> None:
     scatter = BETWEEN * (1 + share * 165 / 81960) + (1 - share) * 165 / 2 * np.eye(2)
     sums = np.array([[120.0, 1280], [40, 1480], [320, 280]])
     centre = sums.sum(axis=0)
-    weight = np.linalg.solve(scatter + 0.3 * 117 * np.eye(2) + np.outer(centre, centre) / 120, sums.T).T
+    common = 1 - share + share * (81960 + 165) / (39 * 81960)
+    weight = np.linalg.solve(scatter + 0.3 * 117 * np.eye(2) + common * np.outer(centre, centre) / 120, sums.T).T
     np.testing.assert_allclose(head.weight, weight / np.linalg.norm(weight, axis=1, keepdims=True), rtol=2e-6)
 
 

@@ -88,6 +88,8 @@ class _Scatter:
     """The number of examples beyond one per class behind it."""
     rest: Floats = field(default_factory=lambda: np.zeros(1))
     """[1] or [d]."""
+    common: float = 1.0
+    """How much N μ_g μ_gᵀ counts beside it."""
     notes: dict[str, float] = field(default_factory=dict)
 
 
@@ -112,7 +114,7 @@ def _solved(
     targets = total.sums.T.astype(np.float64)
     if lda:  # without the common mean, and targets of the classes' means
         centre, targets = np.zeros_like(centre), freedom * means.T
-    ridge, rest, factor = chosen * freedom, scatter.rest, scatter.factor
+    ridge, rest, factor, centre = chosen * freedom, scatter.rest, scatter.factor, centre * np.sqrt(scatter.common)
     if len(factor) == total.dim:
         gram = factor + centre.T @ centre
         gram[np.diag_indices(total.dim)] += rest
@@ -127,8 +129,9 @@ def _told_scatter(statistics: ClientStatistics, total: ClientStatistics, means: 
 
     B_c = Σ_k n_kc (μ_kc − μ_c)(μ_kc − μ_c)ᵀ. "estimated": f_c = (N_c − 1)/(K_c − 1). The others have f_c = 1, which is
     exact, and add the scatter within clients of trace T: the directions that they told, and the rest, of trace R,
-    spread over all dimensions ("trace"), as its diagonal ("diagonal"), or ("auto") the share a in the shape of the
-    estimate E, and the others evenly. Where clients differ by chance alone, E has in expectation the trace of the whole
+    spread over all dimensions ("trace"), or as its diagonal ("diagonal"). "auto": the share a is the paper's estimate
+    E, in units of what was told, with as much of N μ_g μ_gᵀ beside it as the paper has, and 1 − a is "trace": with
+    a = 1 the head is the paper's. Where clients differ by chance alone, E has in expectation the trace of the whole
     scatter. Where it has ratio times that, 1/ratio of E is chance, and the rest is how clients' features differ. Where
     chance is less than a standard error e of E's trace, √(tr E²)/tr E times that of an entry (`_error`), it cannot be
     told from the rest, and counts for less: a is min(1, 1/(e · ratio)), times the part of N − C that is in classes
@@ -168,9 +171,10 @@ def _told_scatter(statistics: ClientStatistics, total: ClientStatistics, means: 
         trusted *= estimate / float(np.linalg.norm(square if len(square) == total.dim else square @ square.T))
     notes = {"means_share": min(1.0, trusted) * known / freedom}
     share = notes["means_share"] * left / whole if whole > 0 else 0.0
-    factors = np.ones(len(means)) + (share * left / estimate * inflation if share else 0.0)
+    scale = share * (float(between.sum()) + left) / estimate if share else 0.0
     rest = np.array([(1 - share) * left / total.dim])
-    return _Scatter(_factor(statistics, means, classes, factors), spread, freedom, rest, notes)
+    factor = _factor(statistics, means, classes, 1 - share + scale * inflation)
+    return _Scatter(factor, spread, freedom, rest, 1 - share + scale, notes)
 
 
 def _told(statistics: ClientStatistics, within: Within) -> Floats:
