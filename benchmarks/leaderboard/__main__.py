@@ -156,7 +156,9 @@ def page() -> None:
     """docs/leaderboard.md: the opening that is there, and the tables."""
     found, path = results(), ROOT / "docs" / "leaderboard.md"
     opening = path.read_text(encoding="utf-8").partition("\n## ")[0].rstrip()
-    write_text(path, f"{opening}\n\n{tables(found)}")
+    missing = ", ".join(SETS[name][0].split(",")[0] for name in SETS if name not in found)
+    rest = f"\n## Not run yet\n\n{missing}.\n" if missing else ""
+    write_text(path, f"{opening}\n\n{tables(found)}{rest}")
     draw(found, ROOT / "docs" / "leaderboard.png")
 
 

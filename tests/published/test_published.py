@@ -363,3 +363,9 @@ def test_verdicts_are_by_two_standard_errors() -> None:
     assert Found(away, figures, reference=[62.7, 62.6, 62.6]).verdict == "the paper's code"
     assert Found(replace(away, value=60.0), figures, reference=[61.4, 61.5, 61.6]).verdict == "mostly the paper's code"
     assert Found(replace(away, note="weights trained in Caffe"), figures).verdict == "other weights"
+    probing = BY_ID["fedcof/11/cub200/fed-lp"]
+    assert Found(probing, [34.0, 34.1]).verdict == "rounds of the paper's code"
+    as_in_the_code = BY_ID["fedcof-early/3/cub200/fed-lp"]
+    rounds = {point.recipe.model_dump()["stages"][0]["rounds"] for point in as_in_the_code.points()}
+    assert rounds == {200 * 4}  # 30 of 100 clients in a round: four rounds are an epoch
+    assert Found(as_in_the_code, [34.0, 34.1]).verdict == "other weights"

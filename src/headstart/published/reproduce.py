@@ -28,6 +28,12 @@ from headstart.runner.sweep import Point, sweep
 COLUMNS = ("row", "published", "measured", "difference", "published bytes", "note")
 _SEEDS = {"fedcof": 5, "fedcof-early": 5, "fedncm": 3, "fedbabu": 100}
 """Runs behind a printed deviation: seeds, as FedNCM's text and FedCOF's code say; FedBABU's is over clients."""
+_REASONS = {
+    "epochs are 800 rounds": "rounds of the paper's code",
+    "Caffe": "other weights",
+    "not published": "setting not published",
+}
+"""Words of a note, and what they say about a difference; the first that are there."""
 _SCALES = {"MB": 1e6, "GB": 1e9}
 BEST, HELD = "best accuracy", "clients per class"
 RESULTS, _RECORDED = "results.json", ("figures", "last", "reference", "seconds", "computed")
@@ -68,10 +74,7 @@ class Found:
             return "the paper's code"
         if self.reference and 2 * abs(mean(self.reference) - row.value) <= abs(mean(self.figures) - row.value):
             return "mostly the paper's code"
-        for words, why in (("Caffe", "other weights"), ("not published", "setting not published")):
-            if words in row.note:
-                return why
-        return "unexplained"
+        return next((why for words, why in _REASONS.items() if words in row.note), "unexplained")
 
     def _near(self, figures: Sequence[float]) -> bool:
         return abs(mean(figures) - (self.row.value or 0.0)) <= 2 * self.error(figures)

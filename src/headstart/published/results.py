@@ -37,7 +37,8 @@ computing them, too.
 A difference is ours − published; its standard error has the printed deviation, that of our seeds, and the rounding of
 the printed figure. The verdict is **agrees** within two standard errors. Beyond them it is **the paper's code** where
 the column "as published" is within two standard errors of the printed figure, **mostly the paper's code** where that
-column is at most half as far from it as ours; **other weights** where the published weights are not at hand (SqueezeNet
+column is at most half as far from it as ours; **rounds of the paper's code** where that makes more of them than the
+paper says; **other weights** where the published weights are not at hand (SqueezeNet
 1.1 is read as it was trained in Caffe, not as in torchvision); **setting not published** where a learning rate or a
 width had to be chosen; otherwise **unexplained**.
 
