@@ -44,19 +44,23 @@ class Inputs:
         self._transform = backbone.transform
         self._prepared: dict[int, Any] = {}
         self._room = _ROOM
-        self._pool = ThreadPoolExecutor(1)
         self._prefix, self._states = prefix, StateFile()
 
     def batches(self, batches: Iterable[Ints]) -> Iterator[tuple[Tensor, ...]]:
         """What the body reads for each batch of rows [B]."""
         waiting = None
-        for rows in batches:
-            ahead = self._pool.submit(self._ready, rows)
+        with ThreadPoolExecutor(1) as pool:
+            for rows in batches:
+                ahead = pool.submit(self._ready, rows)
+                if waiting is not None:
+                    yield self._completed(waiting.result())
+                waiting = ahead
             if waiting is not None:
                 yield self._completed(waiting.result())
-            waiting = ahead
-        if waiting is not None:
-            yield self._completed(waiting.result())
+
+    def own_states(self) -> None:
+        """In a process that was forked: states behind the prefix go into a file of its own from now on."""
+        self._states = StateFile()
 
     def by_length(self, rows: Ints) -> Ints:
         """Positions in ``rows``, shortest example first, so that little is padded when they are read in this order."""

@@ -96,7 +96,7 @@ class Examples:
     def fingerprint(self) -> str:
         """Hash of the inputs, in order."""
         digest = hashlib.blake2b(self.kind.encode(), digest_size=16)
-        digest.update(self.digests)
+        digest.update(self.digests.data)
         return digest.hexdigest()
 
 

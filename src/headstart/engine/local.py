@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from tempfile import SpooledTemporaryFile
 from typing import TYPE_CHECKING
 
@@ -21,6 +21,7 @@ from headstart.engine.client import ClientRuntime
 from headstart.engine.client_states import ClientStates
 from headstart.engine.clock import Clock
 from headstart.engine.server import Bools, Request
+from headstart.engine.workers import Workers, worker_count
 from headstart.errors import HeadstartError
 from headstart.solvers.cohort import Cohort
 
@@ -72,6 +73,32 @@ class LocalClients:
             yield Failure(request.clients, str(error))
 
     def _replies(self, request: Request) -> Iterator[Reply]:
+        """Client after client or, where workers are asked for and a backbone trains, several at once."""
+        method, clients = self.runtime.method, len(request.clients)
+        alone = isinstance(self.source, np.ndarray) or method.replays or method.folds  # what they share changes
+        if alone or clients == 1 or worker_count() == 1:
+            yield from self._answers(request)
+            return
+        jobs = [request.part(np.array([place])) for place in range(clients)]
+        slots = self.states.slots[request.clients]
+        for replies in self._workers.map(list(zip(jobs, slots.tolist(), strict=True))):
+            yield from replies
+
+    @cached_property
+    def _workers(self) -> Workers:
+        return Workers(self, worker_count())
+
+    def prepare_worker(self) -> None:
+        """In a worker, once: nothing is written where another process writes."""
+        self.source.own_states()  # type: ignore[union-attr]
+
+    def work(self, job: tuple[Request, int]) -> list[Reply]:
+        """In a worker: the reply of one client, whose state is in a slot of the files that all processes read."""
+        request, slot = job
+        self.states.slots[request.clients] = slot
+        return list(self._answers(request))
+
+    def _answers(self, request: Request) -> Iterator[Reply]:
         """Where clients catch up with a log, a cohort is sent what the client that knows least needs."""
         for first, last, cohort in self._cohorts(request):
             began, since = time.monotonic(), request.since[first:last]

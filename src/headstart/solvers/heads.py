@@ -1,13 +1,14 @@
 """What a client does with a head: SGD over cached features, for many clients at once.
 
 Clients whose batches are as wide take their steps together, one NumPy call for a stack of heads that fits into a core's
-cache, and stacks are dealt to as many threads as torch may use. What a client learns depends neither on who else is in
-its stack nor on the threads: every client has matrix products of its own, on batches padded to a width that follows
-from its own examples.
+cache, and stacks are dealt to as many threads as torch may use, where that is found to be faster. What a client learns
+depends neither on who else is in its stack nor on the threads: every client has matrix products of its own, on batches
+padded to a width that follows from its own examples.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -29,6 +30,8 @@ from headstart.solvers.objective import LocalResult, Objective, learning_rate
 _STACK_BYTES = 1 << 20
 # Where several heads fit, batches are padded to a multiple of so many examples: clients of like sizes share a stack.
 _PADDING = 8
+# How often one and several threads are measured.
+_TRIALS = 2
 
 Values = npt.NDArray[np.float32]
 Stacked = dict[str, Values]
@@ -46,6 +49,7 @@ class HeadSolver:
 
     def __init__(self, stage: Training, seed: tuple[int, ...], trained: Iterable[str]) -> None:
         self.stage, self.seed, self.trained = stage, seed, frozenset(trained)
+        self._pace = Pace()
 
     def __call__(self, start: Params, cohort: Cohort, round: int, objective: Objective) -> LocalResult:
         """start: stacked parameters [M, …] of the heads."""
@@ -65,11 +69,32 @@ class HeadSolver:
                     for name, value in theirs.items():
                         everybody[name][who] = value
 
-        threads = torch.get_num_threads()
-        size = sum(value[0].size for value in params.values())
+        size, work = sum(value[0].size for value in params.values()), sum(plan.size for plan in plans)
+        threads, start_time = self._pace.threads(max(1, min(torch.get_num_threads(), len(plans)))), time.perf_counter()
         _in_parallel(train, list(_stacks(plans, cohort.features.shape[1], size, threads)), threads)
+        self._pace.note(threads, (time.perf_counter() - start_time) / max(work, 1))
         made = (Params({name: torch.from_numpy(v) for name, v in each.items()}) for each in (params, velocity))
         return LocalResult(next(made), steps, np.zeros_like(steps), next(made))
+
+
+class Pace:
+    """Whether several threads are faster than one, by what was measured: they wait for each other between any two
+    calls of NumPy, which is longer than short calls take on some machines. Results do not depend on it."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[int, list[float]] = {}
+
+    def threads(self, most: int) -> int:
+        """One or ``most``: each of them for its trials at first, in turns, then the one with the fastest trial."""
+        tried = {count: self._seconds.get(count, []) for count in {1, most}}
+        fewest = min(tried, key=lambda count: (len(tried[count]), count))
+        return fewest if len(tried[fewest]) < _TRIALS else min(tried, key=lambda count: min(tried[count]))
+
+    def note(self, threads: int, seconds: float) -> None:
+        """How long a piece of work took."""
+        taken = self._seconds.setdefault(threads, [])
+        if len(taken) < _TRIALS:
+            taken.append(seconds)
 
 
 class _Heads:
@@ -209,7 +234,7 @@ def _stacks(plans: Sequence[Ints], dim: int, size: int, threads: int) -> Iterato
 def _in_parallel(work: Callable[[Stack], None], stacks: list[Stack], threads: int) -> None:
     """Every stack on one thread, matrix products included."""
     with _libraries().limit(limits=1, user_api="blas"):
-        if min(threads, len(stacks)) == 1:
+        if min(threads, len(stacks)) <= 1:
             for stack in stacks:
                 work(stack)
             return
