@@ -145,8 +145,8 @@ class Server:
         return {name: certificate_end(self.folder / "certificates" / f"{name}.pem") for name in ("ca", "server")}
 
     def warnings(self) -> list[str]:
-        """What is said of certificates that end soon, or have ended."""
-        said = []
+        """Warnings of certificates that end soon, or have ended."""
+        warnings = []
         for name, end in self.ends().items():
             if end - datetime.now(UTC) < WARNING:
                 how = {
@@ -154,8 +154,8 @@ class Server:
                     "ca": "make a new folder, and give every node its new kit",
                 }[name]
                 verb = "ended, and nobody can connect any more," if end < datetime.now(UTC) else "ends"
-                said.append(f"certificates/{name}.pem {verb} on {end:%Y-%m-%d}: {how}")
-        return said
+                warnings.append(f"certificates/{name}.pem {verb} on {end:%Y-%m-%d}: {how}")
+        return warnings
 
 
 def init_server(folder: Path, recipe: Recipe, host: str, port: int) -> None:

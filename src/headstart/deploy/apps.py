@@ -86,10 +86,10 @@ class Progress:
         played = played if last == stage else 0
         left = (now - since) / max(done - played, 1) * (rounds - done)
         self._before = stage, done, now
-        said = [f"{name} {metrics[name]:.4f}" for name in (*SHOWN, "loss") if metrics.get(name) is not None]
-        said += [f"{metrics['bytes_up']:,} bytes up, {metrics['bytes_down']:,} down"]
-        said += [f"about {left:,.0f} s left in the stage"] if left else []
-        print(f"stage {stage} ({metrics['method']}), round {done} of {rounds}: {', '.join(said)}", flush=True)
+        parts = [f"{name} {metrics[name]:.4f}" for name in (*SHOWN, "loss") if metrics.get(name) is not None]
+        parts += [f"{metrics['bytes_up']:,} bytes up, {metrics['bytes_down']:,} down"]
+        parts += [f"about {left:,.0f} s left in the stage"] if left else []
+        print(f"stage {stage} ({metrics['method']}), round {done} of {rounds}: {', '.join(parts)}", flush=True)
 
 
 def _known(recipe: Recipe, test: str | None) -> dict[str, Any]:

@@ -44,7 +44,7 @@ _WORDS = {
     r"(The process that answers messages ended .*)": "{found}",
     r"headstart: (.*)": "{found}",
 }
-"""What Flower's log says, and what a user is told."""
+"""What Flower's log says, and what a user is reader."""
 
 
 def attend(path: Path, data: str, folder: Path, say: Say, task: str = "") -> int:
@@ -135,8 +135,8 @@ def _attempt(kit: Kit, folder: Path, say: Say) -> int:
         node_command(kit, folder), env=environment, cwd=folder, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True,
     )  # fmt: skip
-    told = threading.Thread(target=_tell, args=(process, kit, folder, say), daemon=True)
-    told.start()
+    reader = threading.Thread(target=_follow_log, args=(process, kit, folder, say), daemon=True)
+    reader.start()
     answers = _Answers(folder / "state" / "ledger.jsonl")
     looked = -PROBE
     try:
@@ -150,7 +150,7 @@ def _attempt(kit: Kit, folder: Path, say: Say) -> int:
             time.sleep(0.5)
         for line in answers.new():
             say(line)
-        told.join(5)
+        reader.join(5)
         return process.returncode
     finally:
         stop(process, signal.SIGINT)
@@ -169,7 +169,7 @@ def stop(process: subprocess.Popen[str], number: int, patience: float = 20.0) ->
     process.wait()
 
 
-def _tell(process: subprocess.Popen[str], kit: Kit, folder: Path, say: Say) -> None:
+def _follow_log(process: subprocess.Popen[str], kit: Kit, folder: Path, say: Say) -> None:
     """Keep the log of a SuperNode, and say what is in it that a user can act on."""
     refused = False
     assert process.stdout is not None
@@ -177,10 +177,10 @@ def _tell(process: subprocess.Popen[str], kit: Kit, folder: Path, say: Say) -> N
         for line in process.stdout:
             log.write(line)
             log.flush()
-            said = plain(line, {"address": f"{kit.host}:{kit.port}"})
-            if said and not refused:  # what follows is how the processes of a refused node end
-                say(said)
-                refused = said.startswith("refused")
+            message = plain(line, {"address": f"{kit.host}:{kit.port}"})
+            if message and not refused:  # what follows is how the processes of a refused node end
+                say(message)
+                refused = message.startswith("refused")
 
 
 class _Voice:

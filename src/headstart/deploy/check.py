@@ -24,7 +24,7 @@ from headstart.data import Federation
 from headstart.deploy.attend import check_version
 from headstart.deploy.guard import check_flower
 from headstart.deploy.kit import Kit, check_keys
-from headstart.deploy.reach import Said, reach
+from headstart.deploy.reach import Findings, reach
 from headstart.engine.flower_messages import recipe_digest
 from headstart.engine.grid import LARGEST_DIM
 from headstart.engine.model_store import ModelStore
@@ -54,9 +54,9 @@ class NodeCheck:
         self.ledger = NodeLedger(folder / "state")
 
     def findings(self) -> Iterator[Finding]:
-        """One for every check, as they are made; a mistake that stops several is told once."""
-        told: set[str] = set()
-        checks: dict[str, Callable[[], Said]] = {
+        """One for every check, as they are made; a mistake that stops several is reported once."""
+        reported: set[str] = set()
+        checks: dict[str, Callable[[], Findings]] = {
             "kit": self._kit, "keys": self._keys, "recipe": self._recipe, "limits": self._limits,
             "secure aggregation": self._sums, "data": self._data, "features": self._features, "disk": self._disk,
             "connection": lambda: reach(self.kit),
@@ -66,22 +66,22 @@ class NodeCheck:
                 for found in check():
                     yield Finding(*found)
             except HeadstartError as error:
-                if str(error) not in told:
+                if str(error) not in reported:
                     yield Finding("wrong", about, str(error))
-                told.add(str(error))
+                reported.add(str(error))
 
     # ----------------------------------------------------------------------------------------------- what the kit says
 
-    def _kit(self) -> Said:
+    def _kit(self) -> Findings:
         check_flower()
         check_version(self.kit, self.path)
         yield "ok", "kit", f"it is for {self.kit.name}; its fingerprint is {self.kit.fingerprint()}"
 
-    def _keys(self) -> Said:
+    def _keys(self) -> Findings:
         check_keys(self.kit, self.folder)
         yield "ok", "keys", f"those in {self.folder} are the ones in the kit"
 
-    def _recipe(self) -> Said:
+    def _recipe(self) -> Findings:
         stages = ", ".join(stage.method for stage in self.recipe.stages)
         yield "ok", "recipe", f"{self.digest[:16]}: {stages} with {len(self.kit.nodes)} nodes"
         for number, stage in enumerate(self.recipe.stages):
@@ -116,7 +116,7 @@ class NodeCheck:
         """The node's own."""
         return NodeLimits.load(self.folder / "node.toml")
 
-    def _limits(self) -> Said:
+    def _limits(self) -> Findings:
         """Whether the node would refuse the recipe, and what its owner has spent by its end."""
         self.limits.check(self.recipe, self.digest)
         known = self.ledger.guarantees()
@@ -137,7 +137,7 @@ class NodeCheck:
         else:
             yield "warning", "limits", "limits.evaluation is false: figures of tests are without this node's"
 
-    def _sums(self) -> Said:
+    def _sums(self) -> Findings:
         """Whether a secure sum can be opened, and without whom."""
         clients = len(self.kit.nodes)
         for number, stage in enumerate(self.recipe.stages):
@@ -166,7 +166,7 @@ class NodeCheck:
 
         def keep(record: logging.LogRecord) -> bool:
             warnings.append(record.getMessage())
-            return False  # it is told with everything else
+            return False  # it is reported with everything else
 
         log.addFilter(keep)
         try:
@@ -175,12 +175,12 @@ class NodeCheck:
             log.removeFilter(keep)
         return federation, "; ".join(warnings)
 
-    def _data(self) -> Said:
+    def _data(self) -> Findings:
         """Labels and class counts against the recipe."""
-        federation, said = self._silo
+        federation, unread = self._silo
         classes, counts = federation.dataset.classes, federation.counts[0]
-        if said:
-            yield "warning", "labels", f"{said}; if they are to take part, label them as the recipe does"
+        if unread:
+            yield "warning", "labels", f"{unread}; if they are to take part, label them as the recipe does"
         if not counts.sum():
             raise HeadstartError(
                 f"{self.data}: there are no training examples of the recipe's classes, which are {_some(classes)}"
@@ -194,7 +194,7 @@ class NodeCheck:
             yield "ok", "classes", f"all {len(classes)} are here, {classes[least]} with the fewest: {counts[least]:,}"
         yield from self._small(classes, counts)
 
-    def _small(self, classes: Sequence[str], counts: np.ndarray) -> Said:
+    def _small(self, classes: Sequence[str], counts: np.ndarray) -> Findings:
         """Classes of which a closed form says nothing."""
         for number, stage in enumerate(self.limits.applied(self.recipe).stages):
             if stage.trains or stage.protected:
@@ -206,7 +206,7 @@ class NodeCheck:
                     f"sent of them in stage {number} ({stage.method}); min_examples in node.toml and in the recipe",
                 )  # fmt: skip
 
-    def _features(self) -> Said:
+    def _features(self) -> Findings:
         """The features' length and the weights' digest, and whether they are those of the last time."""
         store = self._store
         if store.dim > LARGEST_DIM:
@@ -235,7 +235,7 @@ class NodeCheck:
                 return 4 * self._store.dim * (len(dataset.train) + len(dataset.test))
         return 0
 
-    def _disk(self) -> Said:
+    def _disk(self) -> Findings:
         """Room for what the node keeps, and for features that are to be computed."""
         for place, need in ((self.folder / "state", 0), (cache_root(), self._room())):
             there = next(folder for folder in (place.absolute(), *place.absolute().parents) if folder.exists())

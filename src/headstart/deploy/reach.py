@@ -21,11 +21,11 @@ PATIENCE = 10.0
 _STRAY = 2.0
 """Seconds that clocks may differ without a word."""
 _EXPIRED, _NOT_YET, _OTHER_HOST, _OTHER_ADDRESS = 10, 9, 62, 64  # X509_V_ERR_… of OpenSSL
-Said = Iterator[tuple[str, str, str]]
+Findings = Iterator[tuple[str, str, str]]
 """Level, what it is about, and a sentence."""
 
 
-def reach(kit: Kit) -> Said:
+def reach(kit: Kit) -> Findings:
     """Call the server, as nobody: no key is used, and nothing is sent but the request for a page that is not there."""
     address = f"{kit.host}:{kit.port}"
     trusted = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # which trusts nobody else

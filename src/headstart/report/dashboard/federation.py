@@ -81,8 +81,8 @@ def _title(federation: Federation) -> str:
     phase, place = _PHASES.get(federation.phase, federation.phase), f"{state.host}:{state.port}"
     if (days := _days(state).get("server", -1)) >= 0:
         place += f" · certificate: {days} days left"
-    told = f"<b>{escape(phase)}</b> <span class='soft'>at {escape(place)}</span>"
-    return f"<header><h1>{_dot(dot)}{escape(federation.name)}</h1><p>{told}</p></header>"
+    text = f"<b>{escape(phase)}</b> <span class='soft'>at {escape(place)}</span>"
+    return f"<header><h1>{_dot(dot)}{escape(federation.name)}</h1><p>{text}</p></header>"
 
 
 def _dot(kind: str) -> str:
@@ -99,9 +99,9 @@ def _warnings(state: FederationState) -> list[str]:
         found.append(f"headstart server has not written since {_when(state.written)}: who is there now is not known")
     for name, days in _days(state).items():
         if days < SOON:
-            told = f"ends in {days} days" if days >= 0 else "has ended"
+            text = f"ends in {days} days" if days >= 0 else "has ended"
             how = "headstart deploy renew signs a new one" if name == "server" else "make a new folder and new kits"
-            found.append(f"certificates/{name}.pem {told}: {how}")
+            found.append(f"certificates/{name}.pem {text}: {how}")
     return found
 
 
@@ -131,21 +131,21 @@ def _tiles(federation: Federation) -> str:
 
 
 def _tile(name: str, figure: str, about: str, more: str = "") -> str:
-    told = f"<b>{escape(figure)}</b> <span class='soft'>{escape(about)}</span>{more}"
-    return f"<div><dt>{escape(name)}</dt><dd>{told}</dd></div>"
+    text = f"<b>{escape(figure)}</b> <span class='soft'>{escape(about)}</span>{more}"
+    return f"<div><dt>{escape(name)}</dt><dd>{text}</dd></div>"
 
 
 def _progress_tiles(federation: Federation, record: Record) -> list[str]:
     stage, done, rounds = federation.where()
     stages = record.recipe.stages
     tested = [line for line in record.metrics if line["stage"] == stage][-1:]
-    told = [f"accuracy {score(line)}" for line in tested if line["accuracy"] is not None]
-    told += [score(line) for line in tested if line.get("r2") is not None]
+    text = [f"accuracy {score(line)}" for line in tested if line["accuracy"] is not None]
+    text += [score(line) for line in tested if line.get("r2") is not None]
     now = min(done + federation.running, rounds)
     bar = f'<progress max="{rounds}" value="{done}"></progress>'
     left = f'<span class="soft" data-left="{escape(federation.id)}"></span>' if federation.running else ""
     return [
-        _tile(f"stage {stage + 1} of {len(stages)}", stages[stage].method, ", ".join(told)),
+        _tile(f"stage {stage + 1} of {len(stages)}", stages[stage].method, ", ".join(text)),
         _tile("round", str(now), f"of {rounds}", bar + left),
     ]
 
@@ -173,13 +173,13 @@ def _members(federation: Federation, names: Sequence[str]) -> str:
     rows = []
     for name in names:
         node = nodes.get(name, NodeState(name))
-        kind, told = _presence(node, federation.state.live)
+        kind, text = _presence(node, federation.state.live)
         seen = f"last seen {_ago(node.seen)}" if node.seen else ""
         moved = "".join(_bar(arrow, each[name], most) for arrow, each in (("↑", log.bytes_up), ("↓", log.bytes_down)))
         asked = name in log.bytes_up
         shares = f"participated in {log.taken[name]:,} rounds" if asked else ""
         rows.append(
-            f"<li>{_dot(kind)}<div><b>{escape(name)}</b><span>{told}</span></div>"
+            f"<li>{_dot(kind)}<div><b>{escape(name)}</b><span>{text}</span></div>"
             f"<div class='soft'><span>{seen}</span><span>{shares}</span></div>"
             f"<div class='moved'>{moved if asked else ''}</div></li>"
         )
@@ -187,7 +187,7 @@ def _members(federation: Federation, names: Sequence[str]) -> str:
 
 
 def _presence(node: NodeState, live: bool) -> tuple[str, str]:
-    """How a node's dot looks, and what is said of it; live: whether a server looks who is there."""
+    """How a node's dot looks, and its description; live: whether a server looks who is there."""
     if node.revoked:
         return "revoked", f"revoked {_ago(node.revoked)}"
     if node.present is None:
@@ -202,8 +202,8 @@ def _presence(node: NodeState, live: bool) -> tuple[str, str]:
 def _ago(time: str) -> str:
     """A time, which the page turns into how long ago that was."""
     when = moment(time)
-    said = _when(time)
-    return f'<time data-ago="{when.timestamp():.0f}" title="{said}">{said}</time>'
+    shown = _when(time)
+    return f'<time data-ago="{when.timestamp():.0f}" title="{shown}">{shown}</time>'
 
 
 def _bar(arrow: str, count: int, most: int) -> str:
@@ -237,8 +237,8 @@ def _timeline(federation: Federation, names: Sequence[str]) -> str:
 
 def _cell(name: str, stage: int, number: int, why: str | None) -> str:
     kind = "not sampled" if why is None else outcome(why)
-    told = f"{name}, round {number} of stage {stage + 1}: {why or kind}"
-    return f'<td title="{escape(told)}"><i class="cell {kind.replace(" ", "-")}"></i></td>'
+    text = f"{name}, round {number} of stage {stage + 1}: {why or kind}"
+    return f'<td title="{escape(text)}"><i class="cell {kind.replace(" ", "-")}"></i></td>'
 
 
 def _absences(federation: Federation) -> str:

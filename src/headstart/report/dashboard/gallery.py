@@ -165,7 +165,7 @@ def _under_way(path: Path, doing: str) -> tuple[str, float | None]:
     except (OSError, ValueError):
         return doing, None
     steps = note["done"] - note["first"]
-    told = f"{doing}; {note['what']}: {note['done']:,} of {note['total']:,}"
+    text = f"{doing}; {note['what']}: {note['done']:,} of {note['total']:,}"
     if not steps:
-        return told, None
-    return told, max(0.0, note["seconds"] / steps * (note["total"] - note["done"]) - age)
+        return text, None
+    return text, max(0.0, note["seconds"] / steps * (note["total"] - note["done"]) - age)
