@@ -11,6 +11,9 @@ import torch
 from headstart.config.recipe import Model
 from headstart.errors import HeadstartError
 
+# It says of every layer that it rounds; where it is merely installed, `peft` imports it, and it says what it lacks.
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+
 
 def how_to_load(model: Model) -> dict[str, Any]:
     """What `from_pretrained` is given beside the place: of a recipe that asks for few bits, how to round."""
@@ -22,7 +25,6 @@ def how_to_load(model: Model) -> dict[str, Any]:
         )
     from transformers import BitsAndBytesConfig
 
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it says of every layer that it rounds
     bits: dict[str, Any] = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.float32}
     if model.quantise == "int8":
         # A threshold would take columns out by what else is in the batch: features would depend on it.
