@@ -191,7 +191,7 @@ class SamplingKeys(StageKeys):
         return min(ceil(round((1 + more) * self.sampled(n_clients), 6)), n_clients)
 
     def survivors(self, clients: int) -> int:
-        """How many clients of the secure aggregation have to stay to the end; of fewer than three, each would know too much."""
+        """How many clients of a secure sum have to stay to the end; of fewer than three, each would know too much."""
         return max(3, ceil(self.secure_threshold * clients))
 
 

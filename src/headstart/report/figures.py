@@ -55,10 +55,14 @@ def _heat() -> ListedColormap:
     return ListedColormap([(0.18, 0.38, 0.78, share) for share in np.linspace(0.12, 1, 256)], "heat")
 
 
-# Points have no dashes: a circle, a square, a triangle, a diamond.
+# Points have no dashes: a circle, a square, a triangle, a diamond, a triangle on its tip.
 _MARKERS = (
-    ("o", "M17 1 a4 4 0 1 0 0.01 0 z"), ("s", "M13 1 h8 v8 h-8 z"), ("^", "M17 0 l5 9 h-10 z"), ("D", "M17 0 l5 5 l-5 5 l-5 -5 z"),
-)  # fmt: skip
+    ("o", "M17 1 a4 4 0 1 0 0.01 0 z"),
+    ("s", "M13 1 h8 v8 h-8 z"),
+    ("^", "M17 0 l5 9 h-10 z"),
+    ("D", "M17 0 l5 5 l-5 5 l-5 -5 z"),
+    ("v", "M17 10 l5 -9 h-10 z"),
+)
 
 
 @dataclass(frozen=True)
@@ -77,12 +81,12 @@ class Look:
     @property
     def marker(self) -> str:
         """The shape of its points, as matplotlib has it."""
-        return _MARKERS[self.dash % len(_MARKERS)][0]
+        return _MARKERS[self.dash][0]
 
     @property
     def point(self) -> str:
         """The same shape in a legend of a page, 34 by 10."""
-        return f'<path d="{_MARKERS[self.dash % len(_MARKERS)][1]}" fill="{self.colour}"/>'
+        return f'<path d="{_MARKERS[self.dash][1]}" fill="{self.colour}"/>'
 
     @property
     def svg(self) -> str:

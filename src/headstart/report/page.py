@@ -173,7 +173,8 @@ def _legend(methods: Mapping[str, str]) -> str:
     """Names of the series, by which the method of each is found; with their colours and dashes."""
     chips = [
         f'<span><svg class="key" viewBox="0 0 34 10" aria-hidden="true"><line x1="1" y1="5" x2="33" y2="5" '
-        f'stroke="{look.colour}" stroke-width="3" stroke-dasharray="{look.svg}"/>{look.point}</svg>{escape(label)}</span>'
+        f'stroke="{look.colour}" stroke-width="3" stroke-dasharray="{look.svg}"/>'
+        f"{look.point}</svg>{escape(label)}</span>"
         for label, look in zip(methods, looks(list(methods.values())), strict=True)
     ]
     return f'<div class="legend">{"".join(chips)}</div>'
