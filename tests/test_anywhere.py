@@ -2,12 +2,14 @@
 
 import importlib
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import headstart
 from headstart.backbones import registry
 from headstart.backbones.registry import load_backbone
 from headstart.config.recipe import Model
@@ -142,3 +144,10 @@ def test_servers_and_nodes_say_where_they_run(
     monkeypatch.delattr(os, "fork")
     said = command(*arguments, cwd=tmp_path)
     assert (said.returncode, "on Windows, run them in WSL or in a container" in said.stderr) == (2, True)
+
+
+def test_the_package_is_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["headstart", "--version"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("headstart", run_name="__main__")
+    assert (ended.value.code, capsys.readouterr().out) == (0, f"headstart {headstart.__version__}\n")

@@ -7,7 +7,7 @@ import headstart
 
 ROOMS = [
     "errors", "core", "config", "data", "backbones", "heads", "modules", "solvers", "channel", "combiners",
-    "methods", "engine", "records", "report", "runner", "published", "export", "deploy", "cli",
+    "methods", "engine", "records", "report", "runner", "published", "export", "deploy", "cli", "__main__",
 ]  # fmt: skip
 
 
