@@ -739,7 +739,7 @@ def test_drawings_are_those_of_the_tables() -> None:
         assert "http" not in drawn.replace("http://www.w3.org/2000/svg", "")
     pacs = next(row for row in pictures.tables("Heads by what clients tell")[0] if row["clients"] == "4")
     assert (pacs["auto"], pacs["Fed3R"]) == ("71.4", "82.7")
-    assert " ".join(rooms for _, rooms in pictures.ROOMS).split() == ROOMS
+    assert [*" ".join(rooms for _, rooms in pictures.ROOMS).split(), "__main__"] == ROOMS
 
 
 def test_versions_of_python_are_declared_and_said() -> None:
@@ -758,8 +758,9 @@ def test_the_docs_say_what_a_gpu_does() -> None:
         for path in (ROOT / "src/headstart").rglob("*.py")
         if "cuda" in path.read_text("utf-8")
     }
-    assert asks == {"backbones/extract.py", "modules/local_model.py"}
+    assert asks == {"backbones/extract.py", "modules/local_model.py", "engine/workers.py"}
     where = (ROOT / "docs/index.md").read_text("utf-8").partition("### Where it runs")[2].partition("\n## ")[0]
-    for word in ("CUDA", "MPS", "closed forms", "cached features", "macOS", "Windows", "CUDA_VISIBLE_DEVICES="):
+    words = ["CUDA", "MPS", "closed forms", "cached features", "macOS", "Windows", "CUDA_VISIBLE_DEVICES="]
+    for word in (*words, "HEADSTART_WORKERS"):
         assert word in where
     assert "GPU" in (ROOT / "README.md").read_text("utf-8")
