@@ -1,8 +1,7 @@
 # Every target creates what it needs: `make demo` and `make test` work on a machine with Python 3.11+, pip and make.
 PYTHON ?= python3
 BIN := .venv/bin
-# Three processes on two cores: tests of deployments wait for processes of their own.
-PYTEST := $(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder
+PYTEST := $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: install demo test coverage browser faults wheel lint types docs bench bench-peers clean
 
@@ -30,7 +29,7 @@ browser:
 	  echo "no Chromium: the tests in a browser are skipped"
 
 faults: install
-	$(PYTEST) -n 2 -m minutes
+	$(PYTEST) -m minutes
 
 # What a user gets: a wheel in an empty environment runs the demo. It downloads every dependency.
 wheel:
