@@ -198,9 +198,6 @@ def test_bodies_with_norm_statistics_are_the_same_on_flower(tmp_path: Path) -> N
     trained = load_file(tmp_path / "there" / "checkpoint" / "stage-0.safetensors")
     assert any(name.endswith("running_mean") for name in trained)
     for ours, theirs in zip(here["stages"], there["stages"], strict=True):
-        # Squares of clients that reply together are added up in one go: of features that are no whole numbers, the
-        # trace that a shrinkage follows differs in its last digit, and the head, in float32, does not.
-        assert theirs.pop("chosen") == pytest.approx(ours.pop("chosen"), rel=1e-12)
         assert {k: v for k, v in theirs.items() if k not in CLOCK} == {k: v for k, v in ours.items() if k not in CLOCK}
 
 
