@@ -9,9 +9,10 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
 import numpy as np
@@ -108,6 +109,27 @@ class Processes:
         for process in processes:
             with suppress(ProcessLookupError):
                 os.kill(process, number)
+
+    @contextmanager
+    def slowed(self, processes: list[int]) -> Iterator[None]:
+        """They stand still, but for a tenth of a second every 15 s: Flower gives up what has no heartbeat for 60 s."""
+        done = Event()
+
+        def hold() -> None:
+            self.signal(processes, signal.SIGSTOP)
+            while not done.wait(15):
+                self.signal(processes, signal.SIGCONT)
+                done.wait(0.1)
+                self.signal(processes, signal.SIGSTOP)
+
+        holding = Thread(target=hold)
+        holding.start()
+        try:
+            yield
+        finally:
+            done.set()
+            holding.join()
+            self.signal(processes, signal.SIGCONT)
 
     def stop(self) -> None:
         """End everything, whatever state it is in."""

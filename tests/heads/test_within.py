@@ -72,9 +72,20 @@ def test_by_hand(within: Any, rank: int) -> None:
 @pytest.mark.parametrize("within", ["trace", "diagonal", "auto"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_auto_shrinkage_is_half_the_told_variance(within: Any, rank: int) -> None:
+    half = 0.5 * TRACE / (2 * FREEDOM)
     chosen = cof_head(statistics(within, rank), "auto", within=within).notes["shrinkage"]
-    assert chosen == pytest.approx(0.5 * TRACE / (2 * FREEDOM), rel=1e-12)
-    assert cof_head(statistics("estimated"), "auto").notes["shrinkage"] == pytest.approx(RATIO * chosen, rel=1e-12)
+    assert chosen == float(f"{half:.10g}")
+    assert cof_head(statistics("estimated"), "auto").notes["shrinkage"] == float(f"{RATIO * half:.10g}")
+
+
+def test_what_is_chosen_does_not_show_how_clients_were_added_up() -> None:
+    rng = np.random.default_rng(1)
+    x, y, who = rng.normal(size=(200, 7)), rng.integers(0, 3, 200), rng.integers(0, 9, 200)
+    together, _ = summarise(x, y, 3, clients=who, moments="trace")
+    first, *others = (summarise(x[who == k], y[who == k], 3, moments="trace")[0] for k in range(9))
+    alone = first.merge(*others)
+    assert alone.moments != together.moments  # in the last bits
+    assert cof_head(alone, "auto", within="auto").notes == cof_head(together, "auto", within="auto").notes
 
 
 def test_many_dimensions_are_solved_through_the_smaller_matrix() -> None:

@@ -169,7 +169,7 @@ def _told_scatter(statistics: ClientStatistics, total: ClientStatistics, means: 
     if 0 < trusted < 1:  # the trace of many dimensions has a smaller error than an entry
         square = _factor(replace(statistics, directions=None), means, classes, inflation)
         trusted *= estimate / float(np.linalg.norm(square if len(square) == total.dim else square @ square.T))
-    notes = {"means_share": min(1.0, trusted) * known / freedom}
+    notes = {"means_share": _rounded(min(1.0, trusted) * known / freedom)}
     share = notes["means_share"] * left / whole if whole > 0 else 0.0
     scale = share * (float(between.sum()) + left) / estimate if share else 0.0
     rest = np.array([(1 - share) * left / total.dim])
@@ -259,10 +259,15 @@ def _auto(scatter: _Scatter, means: Floats, centre: Floats, freedom: int) -> flo
     least = 4 * dim * np.finfo(np.float64).eps * (scatter.spread + np.vdot(centre, centre)) / freedom
     for variance, count in ((scatter.spread, scatter.known), (np.vdot(between, between), len(means))):
         if count and (chosen := 0.5 * variance / (dim * count)) > least:
-            return float(chosen)
+            return _rounded(float(chosen))
     raise HeadstartError(
         "the features do not vary beside their size, so shrinkage = 'auto' has no scale to follow; check or centre them"
     )
+
+
+def _rounded(chosen: float) -> float:
+    """To ten digits: sums of squares differ in their last bits with the order in which clients are added up."""
+    return float(f"{chosen:.10g}")
 
 
 def _solve_dual(factor: Floats, targets: Floats, ridge: Floats) -> Floats:
