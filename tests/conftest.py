@@ -1,5 +1,6 @@
 """Every test has a cache of its own, the same random numbers, and no way to a hub."""
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files with slow tests come first, so that no worker waits at the end for another's."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
+
+
+def pytest_collection_finish() -> None:
+    """What is imported and collected by now stays: it is not searched for garbage again and again."""
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)
