@@ -16,9 +16,10 @@ from __future__ import annotations
 import csv
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -31,35 +32,49 @@ PARTITIONS = 5
 PUBLISHED = {"CUB-200": "cub200-mobilenet", "Stanford Cars": "cars-mobilenet", "CIFAR-100": "cifar100-mobilenet"}
 
 
-def right(head: Any, name: str, owners: np.ndarray) -> np.ndarray:
-    """Whether each test example [n] is predicted right by a head of these clients [N]."""
+def right(head: Any, name: str, owners: np.ndarray, chosen: Sequence[int] = ()) -> np.ndarray:
+    """Whether each test example [n] is predicted right by a head of these clients [N]; NaN where its domain is not
+    among the ``chosen``, which alone are learned from, too."""
     data = features(name)
+    mine = np.isin(data["domain"], chosen) if len(chosen) else np.ones(len(data["y"]), bool)
     train, test = data["split"] == 0, data["split"] == 2
-    head.fit(data["X"][train], data["y"][train], client=owners)
-    return np.asarray(head.predict(data["X"][test]) == data["y"][test])
+    head.fit(data["X"][train & mine], data["y"][train & mine], client=owners[mine[train]])
+    found = np.full(len(data["y"]), np.nan)
+    found[test & mine] = head.predict(data["X"][test & mine]) == data["y"][test & mine]
+    return np.asarray(found[test])
+
+
+def dealings(name: str) -> dict[str, list[tuple[np.ndarray, Sequence[int]]]]:
+    """Of "clients partitions": who holds each training example [N], and which domains take part, for each partition.
+
+    Three clients of several domains are each three of them; test examples are those of the same domains.
+    """
+    data = features(name)
+    train = data["split"] == 0
+    y, domain = data["y"][train], data["domain"][train]
+    domains = int(domain.max()) + 1
+    found: dict[str, list[tuple[np.ndarray, Sequence[int]]]] = {}
+    if domains > 1:
+        some = list(combinations(range(domains), 3))
+        found[f"3 {len(some)}"] = [(domain, chosen) for chosen in some]
+    for clients in (domains, 2 * domains, 5 * domains, 100, 1000) if domains > 1 else CLIENTS:
+        partitions = 1 if clients == domains > 1 else PARTITIONS
+        if clients <= train.sum() // 4:
+            found[f"{clients} {partitions}"] = [(dealt(y, domain, clients, seed), ()) for seed in range(partitions)]
+    return found
 
 
 def differences(name: str) -> dict[int, tuple[int, np.ndarray, np.ndarray]]:
     """Of each number of clients: partitions, and how often each test example [n] is right by the paper's FedCOF and by
     the default; kept in a file beside the features."""
-    kept = file_of(name).with_name(f"paired-{name}.npz")
-    if not kept.exists():
-        data = features(name)
-        train = data["split"] == 0
-        y, domain = data["y"][train], data["domain"][train]
-        domains, found = int(domain.max()) + 1, {}
-        for clients in (domains, 2 * domains, 5 * domains, 100, 1000) if domains > 1 else CLIENTS:
-            if clients > train.sum() // 4:
-                continue
-            owners = [dealt(y, domain, clients, seed) for seed in range(1 if clients == domains > 1 else PARTITIONS)]
-            heads = FedCOF(within="estimated"), FedCOF()
-            found[f"{clients} {len(owners)}"] = np.array(
-                [np.mean([right(head, name, who) for who in owners], axis=0) for head in heads]
-            )
-            print(name, clients, found[f"{clients} {len(owners)}"].mean(axis=1), file=sys.stderr, flush=True)
-        np.savez(kept, **found)  # type: ignore[arg-type]
-    with np.load(kept) as file:
-        return {int(key.split()[0]): (int(key.split()[1]), *file[key]) for key in file.files}
+    kept, rows = file_of(name).with_name(f"paired-{name}.npz"), dealings(name)
+    found = dict(np.load(kept)) if kept.exists() else {}
+    for key in [key for key in rows if key not in found]:
+        heads = FedCOF(within="estimated"), FedCOF()
+        found[key] = np.array([np.nanmean([right(head, name, *each) for each in rows[key]], axis=0) for head in heads])
+        print(name, key, found[key].mean(axis=1), file=sys.stderr, flush=True)
+        np.savez(kept, **found)
+    return {int(key.split()[0]): (int(key.split()[1]), *found[key]) for key in rows}
 
 
 def paired(names: list[str]) -> None:
