@@ -4,7 +4,6 @@
     python -m benchmarks.heads fresh NAME …        those of test images in devices that the tables do not use
     python -m benchmarks heads                     the tables, of the features that are there
     python -m benchmarks.heads tables [NAME …]     the tables of these alone
-    python -m benchmarks.heads few [NAME …]        four or five clients of each alone
     python -m benchmarks.heads picture             the picture, from the tables of RESULTS.md
 
 Of a name that ends in "-sites", every image is seen through one of five devices (as it is, dark, blurred, of low
@@ -218,16 +217,13 @@ def measured(name: str, clients: int, seeds: int = SEEDS) -> tuple[int, dict[str
     return len(np.unique(owners[0])), found
 
 
-def main(names: Iterable[str] = SETS, few: bool = False) -> None:
+def main(names: Iterable[str] = SETS) -> None:
     os.environ.setdefault("HEADSTART_DATA", str(SHARED / "data"))
     pictures = {}
     for chosen in (True, False):
         rows: list[tuple[Any, ...]] = []
         for name in [name for name in names if file_of(name).exists() and (name in CHOSEN_ON) == chosen]:
-            several = numbers_of(int(features(name)["domain"].max()) + 1)
-            for clients in (4, 5) if few else several:
-                if clients not in several:
-                    continue
+            for clients in numbers_of(int(features(name)["domain"].max()) + 1):
                 if clients > (features(name)["split"] == 0).sum() // 4:
                     continue
                 holding, found = measured(name, clients)
@@ -284,8 +280,8 @@ def draw(pictures: dict[tuple[str, int], dict[str, tuple[float, float]]]) -> Non
 
 
 if __name__ == "__main__":
-    if sys.argv[1] in ("tables", "few"):
-        main(sys.argv[2:] or SETS, sys.argv[1] == "few")
+    if sys.argv[1] == "tables":
+        main(sys.argv[2:] or SETS)
     elif sys.argv[1] == "picture":
         picture()
     elif sys.argv[1] == "fresh":

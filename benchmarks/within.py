@@ -6,6 +6,7 @@
     python -m benchmarks.within groups             directions in secure groups and under privacy
     python -m benchmarks.within published          FedNCM, FedCOF and Fed3R beside the papers' figures
     python -m benchmarks.within centres            FedNCM with five centres beside pooled k-means of scikit-learn
+    python -m benchmarks.within lda                head = "lda" beside the plain head, classes alike and 100:1
 
 They read the features that `python -m benchmarks.heads extract`, or `fresh`, has written.
 """
@@ -15,9 +16,10 @@ from __future__ import annotations
 import csv
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -30,35 +32,49 @@ PARTITIONS = 5
 PUBLISHED = {"CUB-200": "cub200-mobilenet", "Stanford Cars": "cars-mobilenet", "CIFAR-100": "cifar100-mobilenet"}
 
 
-def right(head: Any, name: str, owners: np.ndarray) -> np.ndarray:
-    """Whether each test example [n] is predicted right by a head of these clients [N]."""
+def right(head: Any, name: str, owners: np.ndarray, chosen: Sequence[int] = ()) -> np.ndarray:
+    """Whether each test example [n] is predicted right by a head of these clients [N]; NaN where its domain is not
+    among the ``chosen``, which alone are learned from, too."""
     data = features(name)
+    mine = np.isin(data["domain"], chosen) if len(chosen) else np.ones(len(data["y"]), bool)
     train, test = data["split"] == 0, data["split"] == 2
-    head.fit(data["X"][train], data["y"][train], client=owners)
-    return np.asarray(head.predict(data["X"][test]) == data["y"][test])
+    head.fit(data["X"][train & mine], data["y"][train & mine], client=owners[mine[train]])
+    found = np.full(len(data["y"]), np.nan)
+    found[test & mine] = head.predict(data["X"][test & mine]) == data["y"][test & mine]
+    return np.asarray(found[test])
+
+
+def dealings(name: str) -> dict[str, list[tuple[np.ndarray, Sequence[int]]]]:
+    """Of "clients partitions": who holds each training example [N], and which domains take part, for each partition.
+
+    Three clients of several domains are each three of them; test examples are those of the same domains.
+    """
+    data = features(name)
+    train = data["split"] == 0
+    y, domain = data["y"][train], data["domain"][train]
+    domains = int(domain.max()) + 1
+    found: dict[str, list[tuple[np.ndarray, Sequence[int]]]] = {}
+    if domains > 1:
+        some = list(combinations(range(domains), 3))
+        found[f"3 {len(some)}"] = [(domain, chosen) for chosen in some]
+    for clients in (domains, 2 * domains, 5 * domains, 100, 1000) if domains > 1 else CLIENTS:
+        partitions = 1 if clients == domains > 1 else PARTITIONS
+        if clients <= train.sum() // 4:
+            found[f"{clients} {partitions}"] = [(dealt(y, domain, clients, seed), ()) for seed in range(partitions)]
+    return found
 
 
 def differences(name: str) -> dict[int, tuple[int, np.ndarray, np.ndarray]]:
     """Of each number of clients: partitions, and how often each test example [n] is right by the paper's FedCOF and by
     the default; kept in a file beside the features."""
-    kept = file_of(name).with_name(f"paired-{name}.npz")
-    if not kept.exists():
-        data = features(name)
-        train = data["split"] == 0
-        y, domain = data["y"][train], data["domain"][train]
-        domains, found = int(domain.max()) + 1, {}
-        for clients in (domains, 2 * domains, 5 * domains, 100, 1000) if domains > 1 else CLIENTS:
-            if clients > train.sum() // 4:
-                continue
-            owners = [dealt(y, domain, clients, seed) for seed in range(1 if clients == domains > 1 else PARTITIONS)]
-            heads = FedCOF(within="estimated"), FedCOF()
-            found[f"{clients} {len(owners)}"] = np.array(
-                [np.mean([right(head, name, who) for who in owners], axis=0) for head in heads]
-            )
-            print(name, clients, found[f"{clients} {len(owners)}"].mean(axis=1), file=sys.stderr, flush=True)
-        np.savez(kept, **found)  # type: ignore[arg-type]
-    with np.load(kept) as file:
-        return {int(key.split()[0]): (int(key.split()[1]), *file[key]) for key in file.files}
+    kept, rows = file_of(name).with_name(f"paired-{name}.npz"), dealings(name)
+    found = dict(np.load(kept)) if kept.exists() else {}
+    for key in [key for key in rows if key not in found]:
+        heads = FedCOF(within="estimated"), FedCOF()
+        found[key] = np.array([np.nanmean([right(head, name, *each) for each in rows[key]], axis=0) for head in heads])
+        print(name, key, found[key].mean(axis=1), file=sys.stderr, flush=True)
+        np.savez(kept, **found)
+    return {int(key.split()[0]): (int(key.split()[1]), *found[key]) for key in rows}
 
 
 def paired(names: list[str]) -> None:
@@ -212,7 +228,7 @@ def published() -> None:
 
 
 @dataclass(frozen=True)
-class Clustered:
+class Split:
     """Features [N, d] and labels [N] to learn from, and [n, d], [n] to test on."""
 
     x: np.ndarray
@@ -234,23 +250,80 @@ class Clustered:
         head = FedNCM(centres=centres, iterations=iterations, random_state=seed).fit(self.x, self.y)
         return float(head.score(self.test, self.labels))
 
+    def imbalanced(self, ratio: float, seed: int) -> Split:
+        """Of the training examples, classes in random order, from all of the first to 1/ratio as many of the last."""
+        rng, classes = np.random.default_rng(seed), int(self.y.max()) + 1
+        most = np.bincount(self.y).min()
+        sizes = np.rint(most * ratio ** -np.linspace(0, 1, classes)).astype(int)[rng.permutation(classes)]
+        kept = [rng.permutation(np.flatnonzero(self.y == c))[: max(1, size)] for c, size in enumerate(sizes)]
+        rows = np.sort(np.concatenate(kept))
+        return Split(self.x[rows], self.y[rows], self.test, self.labels)
 
-def centres() -> None:
-    """FedNCM with five centres of each class, and as many by k-means on the pooled examples."""
+    def recalls(self, head: Any, owners: np.ndarray) -> np.ndarray:
+        """The share [C] of each class's test examples that a head of these clients [N] predicts right."""
+        right = head.fit(self.x, self.y, client=owners).predict(self.test) == self.labels
+        return np.bincount(self.labels, right) / np.bincount(self.labels)
+
+
+def bundled(name: str, backbone: str | None) -> Split:
+    """Examples that come with headstart, or their features."""
     from headstart.backbones import load_backbone
     from headstart.backbones.extract import extract
     from headstart.config.recipe import Data, Model
     from headstart.data.load import load_dataset
 
+    dataset = load_dataset(Data(dataset=name))
+    body = load_backbone(Model(backbone=backbone)) if backbone else None
+    x, test = (
+        np.asarray(extract(body, part, name) if body else part.features(), np.float64)
+        for part in (dataset.train, dataset.test)
+    )
+    return Split(x, dataset.train.labels, test, dataset.test.labels)
+
+
+def extracted(name: str) -> Split:
+    """Features that were written by `benchmarks.heads extract`."""
+    data = features(name)
+    train, test = data["split"] == 0, data["split"] == 2
+    return Split(data["X"][train], data["y"][train], data["X"][test], data["y"][test])
+
+
+def discriminants() -> None:
+    """`head = "lda"` with both priors beside the plain head, 100 clients (MNIST: 50), Dirichlet 0.1, three seeds.
+
+    Accuracy on the test split as it is, and, where classes are 100:1, also with each class counting by its share of the
+    training examples.
+    """
+    alike = ("cub200-mobilenet", "cars-mobilenet", "mnist-mini")
+    unlike = ("mnist-mini", "cifar10-squeezenet", "eurosat-mobilenet", "cifar100-mobilenet")
+    ways: dict[str, dict[str, Any]] = {"plain": {}, "lda": {"head": "lda"}}
+    ways["lda, uniform prior"] = {"head": "lda", "prior": "uniform"}
+    rows = []
+    for name, ratio in [(name, 1) for name in alike] + [(name, 100) for name in unlike]:
+        whole = bundled(name, "efficientnet-lite0") if name == "mnist-mini" else extracted(name)
+        clients = 50 if name == "mnist-mini" else 100
+        for method in (Fed3R, FedCOF):
+            cells = []
+            for keys in ways.values():
+                found = []
+                for seed in range(3):
+                    data = whole.imbalanced(ratio, seed) if ratio > 1 else whole
+                    owners = dealt(data.y, np.zeros(len(data.y), int), clients, seed)
+                    recalls, shares = data.recalls(method(**keys), owners), np.bincount(data.y) / len(data.y)
+                    tested = np.bincount(data.labels) / len(data.labels)
+                    found.append([100 * recalls @ tested, 100 * recalls @ shares])
+                mean = np.mean(found, axis=0)
+                cells.append(f"{mean[0]:.1f}" if ratio == 1 else f"{mean[0]:.1f} / {mean[1]:.1f}")
+            rows.append((name, f"{ratio}:1", method.__name__, *cells))
+            print(*rows[-1], file=sys.stderr, flush=True)
+    show("Linear discriminant analysis beside the plain head", ("features", "classes", "method", *ways), rows)
+
+
+def centres() -> None:
+    """FedNCM with five centres of each class, and as many by k-means on the pooled examples."""
     rows = []
     for name, backbone in (("mnist-mini", "efficientnet-lite0"), ("digits", None)):
-        dataset = load_dataset(Data(dataset=name))
-        body = load_backbone(Model(backbone=backbone)) if backbone else None
-        x, test = (
-            np.asarray(extract(body, part, name) if body else part.features(), np.float64)
-            for part in (dataset.train, dataset.test)
-        )
-        data = Clustered(x, dataset.train.labels, test, dataset.test.labels)
+        data = bundled(name, backbone)
         ways: dict[str, Callable[[int], float]] = {"one centre": partial(data.federated, 1, 1)}
         ways |= {f"headstart, {n} iterations": partial(data.federated, 5, n) for n in (10, 30, 100)}
         for init, n in (("random", 1), ("k-means++", 1), ("k-means++", 10)):
@@ -271,7 +344,8 @@ def main() -> None:
     elif what == "fresh":
         fresh(names or [name for name in SETS if file_of(f"{name}-fresh").exists()])
     else:
-        {"pacs": pacs, "groups": groups, "published": published, "centres": centres}[what]()
+        commands = {"pacs": pacs, "groups": groups, "published": published, "centres": centres, "lda": discriminants}
+        commands[what]()
 
 
 if __name__ == "__main__":

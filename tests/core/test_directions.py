@@ -1,8 +1,10 @@
+import tracemalloc
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from headstart import FedCOF
 from headstart.core.directions import largest_directions, sent_directions, sketching_basis
 from headstart.core.message import Message
 from headstart.core.statistics import Summary, message_nbytes, read_statistics, summarise
@@ -145,3 +147,14 @@ def test_what_travels_and_what_is_refused() -> None:
     zeros = np.zeros((3, 40), np.float32)
     with pytest.raises(MessageError, match="3 directions are sent, more than 2"):
         read_statistics(Message({**few, "directions": zeros}), Summary(4, 40, "trace", rank=3))
+
+
+def test_no_matrix_of_dimensions_by_dimensions_is_ever_held() -> None:
+    """With 20,000 dimensions it would have 3.2 GB, at the client or at the server."""
+    x = RNG.normal(size=(48, 20_000)).astype(np.float32)
+    tracemalloc.start()
+    head = FedCOF(rank=4).fit(x, np.arange(48) % 2, client=np.arange(48) % 3)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert head.coef_.shape == (2, 20_000)
+    assert peak < 200e6

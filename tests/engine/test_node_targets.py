@@ -1,5 +1,6 @@
 """Numbers and labels on nodes that hold their own data: the head of a simulation, and metrics from sums."""
 
+import csv
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,14 @@ def test_nodes_learn_what_a_simulation_learns(tmp_path: Path, kind: str, secure:
         assert found["r2"] == pytest.approx(r2_score(expected, scores), rel=1e-4)
         assert found["mae"] == pytest.approx(mean_absolute_error(expected, scores), rel=1e-4)
         assert found["accuracy"] is None
+        with (tmp_path / "out" / "clients.csv").open(newline="") as file:
+            told = [row["mae"] for row in csv.DictReader(file)]
+        each = [(SPLIT == 2) & (WHO == client) for client in range(4)]
+        alone = [mean_absolute_error(TARGETS[kind][mine], here.head.scores(X[mine])) for mine in each]
+        if secure:  # a node's test is in nothing but a sum
+            assert told == [""] * 4
+        else:
+            assert [float(value) for value in told] == pytest.approx(alone, rel=1e-2)
     else:
         assert found["macro_f1"] == pytest.approx(f1_score(expected, scores > 0, average="macro"), rel=1e-6)
         assert found["accuracy"] == pytest.approx(((scores > 0) == expected).all(axis=1).mean())

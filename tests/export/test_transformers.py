@@ -21,7 +21,9 @@ from transformers import (
     pipeline,
 )
 
+from headstart.config.recipe import Recipe
 from headstart.export import Model, export
+from headstart.runner import run
 from tests.export.test_export import FOOD, LORA, SPORT, base_of, loaded, lora, text_run, texts  # noqa: F401 (fixtures among them)
 from tests.export.test_graph import image_run
 
@@ -80,6 +82,48 @@ def test_a_pipeline_has_the_predictions_of_the_run(
         assert {one["label"]: one["score"] for one in each} == pytest.approx(row, abs=0.02)
     body = transformers.AutoModel.from_pretrained("merged/body")
     assert body.config.model_type == "bert"
+
+
+@pytest.mark.parametrize("kind", ["regression", "multilabel"])
+@pytest.mark.parametrize("format", [None, "onnx"])
+def test_the_readme_of_numbers_and_labels_has_the_predictions_of_the_run(
+    kind: str,
+    format: Any,
+    lora: Path,  # noqa: F811
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    names = ["sport", "food"] if kind == "multilabel" else ["score", "age"]
+    rows = [(1, 0) if text in SPORT else (0, 1) for text in SHORT]
+    if kind == "regression":
+        rows = [(2.5 * first - 7.25, 100.5 + 10 * len(text)) for (first, _), text in zip(rows, SHORT, strict=True)]  # type: ignore[misc]
+    lines = [
+        f"{text} {n},{first},{second}" for n in range(3) for text, (first, second) in zip(SHORT, rows, strict=True)
+    ]
+    (tmp_path / "notes.csv").write_text("\n".join([f"text,{names[0]},{names[1]}", *lines]))
+    data = {"dataset": str(tmp_path / "notes.csv"), "label_column": names, "partition": {"kind": "iid", "clients": 2}}
+    model = {"backbone": tiny(tmp_path / "bert", "bert", lora), "pooling": "mean", "max_tokens": 16}
+    run(Recipe.parse({"data": data, "model": model, "stages": [{"method": "fed3r"}]}), tmp_path / "run")
+    export(tmp_path / "run", tmp_path / "out", format=format)
+    told = Model.load(tmp_path / "run").predict(SHORT)
+    assert told.target == kind
+    readme = tmp_path / "out" / "README.md"
+    found, code = [], readme.read_text()
+    for text in SHORT:
+        readme.write_text(code.replace("a text of yours", text))
+        capsys.readouterr()
+        loaded(tmp_path / "out")
+        found.append(ast.literal_eval(capsys.readouterr().out.strip()))
+    found = [each[0] for each in found] if format else found
+    if kind == "regression":
+        assert [[each[name] for name in names] for each in found] == pytest.approx(
+            told.probabilities, rel=1e-3, abs=1e-3
+        )
+    else:
+        assert [";".join(sorted(each)) for each in found] == [
+            ";".join(sorted(t.split("; "))) for _, t in told.table()[1]
+        ]
+        assert {name for each in found for name in each} == {"sport", "food"}
 
 
 TINY = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}

@@ -157,6 +157,13 @@ def test_mistakes_are_said_at_once_and_change_nothing(silos: Path, tmp_path: Pat
     assert head(tmp_path / "run") == before
 
 
+def test_a_class_that_nobody_has_is_said(silos: Path, tmp_path: Path, command: Command) -> None:
+    run(recipe_of(silos, "all", method="fedcof"), tmp_path / "run")
+    done = command("update", tmp_path / "run", "--add", silos / "e.npz", "--class", "nine", cwd=tmp_path)
+    assert (done.returncode, "nobody has an example of: nine;" in done.stdout) == (0, True), done.stderr
+    assert update(tmp_path / "run", add={"f": str(silos / "e.npz")}, classes=["9"]).empty == ("nine",)
+
+
 def test_the_command(silos: Path, tmp_path: Path, command: Command) -> None:
     run(recipe_of(silos, "all", method="fedcof"), tmp_path / "run")
     options = ("--add", silos / "e.npz", "--class", "9", "--remove", "0")

@@ -9,7 +9,9 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from sklearn.datasets import load_digits
 
 pytest.importorskip("flwr")
 
@@ -17,14 +19,16 @@ from flwr.app import Message
 from flwr.proto.node_pb2 import NodeInfo
 from typer.testing import CliRunner
 
+import headstart
 from headstart import cli
 from headstart.deploy.admit import Server, add, init_server, revoke
 from headstart.deploy.folder import init
 from headstart.deploy.kit import init_node
 from headstart.engine.flower_messages import reply_to
-from headstart.records import FederationState, NodeState
+from headstart.records import FederationState, NodeState, Record
 from headstart.report import human_bytes
 from headstart.report.dashboard import Gallery
+from headstart.report.dashboard.federation import Federation, panel
 from tests.engine.test_node import LOCAL, Grid, _identity, recipe_of, serve, silos  # noqa: F401
 from tests.report.test_dashboard import CHROMIUM, DRIVER, ask, browser, serving, until
 
@@ -199,6 +203,27 @@ def test_privacy_is_counted_while_the_run_goes_on(server: Server) -> None:
     assert f"<b>ε = {spent[1]:.3g}</b> <span class='soft'>δ = 0.001, after round 2; no guarantee: fedncm" in (
         Gallery([server.folder]).panels([])
     )
+
+
+@pytest.mark.parametrize("target", ["classes", "regression"])
+def test_the_tile_of_a_stage_has_more_than_accuracy(target: str, tmp_path: Path, no_report: None) -> None:
+    x, y = load_digits(return_X_y=True)
+    who, split = np.arange(len(y)) % 4, 2 * (np.arange(len(y)) % 5 == 0)
+    np.savez(tmp_path / "a.npz", X=x, y=y + 0.5 if target == "regression" else y, client=who, split=split)
+    table = {"data": {"dataset": str(tmp_path / "a.npz"), "partition": {"kind": "natural"}}}
+    summary = headstart.run(
+        {**table, "model": {"backbone": "features"}, "stages": [{"method": "fed3r"}]}, tmp_path / "run"
+    ).summary
+    shown = panel(Federation("f", FederationState("127.0.0.1", 9443), record=Record.read(tmp_path / "run")))
+    text = (
+        f"R² {summary['r2']:.4g}, mean absolute error {summary['mae']:.4g}"
+        if target == "regression"
+        else (
+            f"accuracy {100 * summary['accuracy']:.2f} %, macro-F1 {100 * summary['macro_f1']:.2f} %, "
+            f"balanced accuracy {100 * summary['balanced_accuracy']:.2f} %"
+        )
+    )
+    assert f"<dt>stage 1 of 1</dt><dd><b>fed3r</b> <span class='soft'>{text}" in shown
 
 
 def test_status_tells_the_same_in_a_terminal(server: Server) -> None:

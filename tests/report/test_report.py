@@ -94,11 +94,11 @@ def test_who_holds_what_and_what_was_taken_for_what(tmp_path: Path) -> None:
     np.testing.assert_array_equal(confusion.counts, confusion_matrix(test.labels, answers))
     assert np.trace(confusion.counts) / confusion.counts.sum() == pytest.approx(record.metrics[-1]["accuracy"])
 
-    accuracy = record.client_accuracy()
+    found = record.client_metrics()
     for client, name in enumerate(federation.names):
         mine = federation.test_owners == client  # type: ignore[assignment]
         right = answers[mine] == test.labels[mine]
-        assert accuracy[name] == pytest.approx(right.mean(), abs=1e-6)
+        assert found[name]["accuracy"] == pytest.approx(right.mean(), abs=1e-6)
 
 
 def test_costs_are_those_of_the_stages_that_a_stage_builds_on(tmp_path: Path) -> None:

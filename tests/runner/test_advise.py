@@ -128,6 +128,11 @@ def test_numbers_have_one_method(tmp_path: Path) -> None:
     found = advise(str(tmp_path / "numbers.npz"), clients=5)
     assert [each.name for each in found.candidates] == ["fed3r"]
     assert found.chosen.metrics["r2"] > 0.3
+    (row,) = found.rows()
+    shown = dict(zip(found.columns, row, strict=True))
+    assert shown["held out"] == f"R² {found.chosen.metrics['r2']:.4f}"
+    assert shown["mean absolute error"] == f"{found.chosen.metrics['mae']:.4g}"
+    assert "macro-F1" not in shown
     assert any("5 clients that hold them evenly are assumed" in note for note in found.notes)
     assert sent(found.chosen, found, tmp_path / "run") == (found.chosen.bytes_up, found.chosen.per_client)
 

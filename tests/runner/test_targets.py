@@ -72,6 +72,45 @@ def test_a_regression_from_a_file_to_predictions(tmp_path: Path) -> None:
     assert told.table()[0] == ["input", "y0", "y1"]
 
 
+def rows_of(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.mark.parametrize("kind", ["regression", "multilabel"])
+def test_every_client_has_metrics_on_its_own_examples(tmp_path: Path, kind: str) -> None:
+    x, y = (X, TWO) if kind == "regression" else (DIGITS, LABELS)
+    recipe = recipe_of(tmp_path / "a.npz", x, y, partition={"kind": "natural", "test": "follow"})
+    result = run(recipe, tmp_path / "run")
+    rows, test = rows_of(tmp_path / "run" / "clients.csv"), np.arange(len(x)) % 4 == 0
+    assert len(rows) == 7
+    shown = []
+    for client, row in enumerate(rows):
+        mine = test & (np.arange(len(x)) % 7 == client)
+        scores, expected = result.head.scores(x[mine].astype(np.float32)), y[mine]
+        assert int(row["test_examples"]) == mine.sum()
+        figures = {"r2": r2_score, "mae": mean_absolute_error}
+        if kind == "multilabel":
+            figures = {"roc_auc": roc_auc_score, "average_precision": average_precision_score}
+            right = ((scores > 0) == expected).all(axis=1).mean()
+            assert float(row["accuracy"]) == pytest.approx(right, abs=1e-5)
+            f1 = f1_score(expected, scores > 0, average="macro")
+            assert float(row["macro_f1"]) == pytest.approx(f1, abs=1e-5)
+            shown.append((right, f"{100 * right:.2f}", f"{100 * f1:.2f}"))
+        for name, figure in figures.items():
+            assert float(row[name]) == pytest.approx(figure(expected, scores), rel=1e-4), name
+        if kind == "regression":
+            assert "accuracy" not in row
+            shown.append((float(row["r2"]), f"{float(row['r2']):.4g}", f"{float(row['mae']):.4g}"))
+    # The report lists them, the lowest first.
+    page = report_body([Record.read(tmp_path / "run")])
+    cells = [f"<td>{first}</td><td>{second}</td>" for _, first, second in sorted(shown)]
+    places = [page.index(cell) for cell in cells]
+    assert places == sorted(places)
+    assert ("lowest R²" in page) == (kind == "regression")
+    assert ("test examples with every label right" in page) == (kind == "multilabel")
+
+
 def test_labels_from_a_file_to_predictions(tmp_path: Path) -> None:
     named = ["odd", "large", "round"]
     result = run(recipe_of(tmp_path / "labels.npz", DIGITS, LABELS, classes=named), tmp_path / "run")

@@ -32,13 +32,13 @@ def advise(
     import tomli_w
 
     from headstart.core.files import write_text
-    from headstart.runner.advise import COLUMNS, advise
+    from headstart.runner.advise import advise
 
     check_new_file(out)
     if epsilon is not None and not 0 < epsilon < float("inf"):
         raise HeadstartError(f"--epsilon {epsilon:g}: must be greater than 0")
     found = advise(source, clients, None if most_bytes is None else parse_bytes(most_bytes), epsilon, examples)
-    show_table(COLUMNS, found.rows())
+    show_table(found.columns, found.rows())
     for note in found.notes:
         print(note)
     if found.chosen.metrics.get("r2") is None:

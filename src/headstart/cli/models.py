@@ -149,6 +149,8 @@ def update(
         raise HeadstartError("--add: two clients have the same name; give NAME=DATA")
     found = update(run, dict(named), remove or (), classes or ())
     print(f"{run}: {len(found.clients)} clients, {len(found.classes)} classes, {found.examples:,} examples")
+    if found.empty:
+        print(f"nobody has an example of: {', '.join(found.empty)}; a class has the name, or the number, in the data")
     if found.test_examples:
         from headstart.report.tables import metric_cell, metric_heading, metrics_of
 

@@ -18,7 +18,7 @@ from headstart.core.files import write_json, write_text
 from headstart.engine.model_store import Module
 from headstart.errors import HeadstartError
 from headstart.export.model import Model
-from headstart.export.whole import AUTO, EXAMPLE_IMAGE, PREDICTED, copy_settings, pooling_of, save_whole
+from headstart.export.whole import AUTO, EXAMPLE_IMAGE, NAMED, PREDICTED, copy_settings, pooling_of, save_whole
 
 if TYPE_CHECKING:  # torch is not needed where the data are features
     from headstart.export.graph import Format
@@ -182,9 +182,8 @@ def _readme(
     lines = [
         f"# {model.recipe.name}",
         "",
-        "- `head.safetensors`: weight [C, d], bias [C], and the temperature to divide scores by where it is not 1; a "
-        "class whose bias is -inf is never predicted",
-        "- `classes.json`: the names of the classes, in the order of the head's rows",
+        f"- `head.safetensors`: weight [C, d], bias [C]{_WEIGHTS if model.target == 'classes' else ''}",
+        f"- `classes.json`: the names of the {NAMED[model.target]}, in the order of the head's rows",
         *(f"- {file}" for file in files),
         "",
         "From within this folder:",
@@ -207,6 +206,7 @@ def _readme(
     return "\n".join(lines) + "\n"
 
 
+_WEIGHTS = ", and the temperature to divide scores by where it is not 1; a class whose bias is -inf is never predicted"
 _SCORES = {
     "classes": "",
     "regression": " The scores are the numbers themselves, and C is how many there are.",

@@ -17,6 +17,11 @@ from headstart.export.model import Model
 from headstart.report import human_bytes, markdown, metric_cell, metric_heading, metrics_of
 
 _PIPELINES = {"text": "text-classification", "image": "image-classification"}
+# The hub's names of metrics, and ours.
+_MEASURED = {
+    "accuracy": "accuracy", "f1": "macro_f1", "r_squared": "r2", "mae": "mae", "roc_auc": "roc_auc",
+    "average_precision": "average_precision",
+}  # fmt: skip
 
 
 def push(
@@ -58,7 +63,7 @@ def card(run: Path, readme: str, task: str | None = None, client: str | None = N
     # A hub id is public; of a path, the name is enough.
     dataset = model.data.dataset if model.data.dataset.count("/") == 1 else PurePath(model.data.dataset).name
     kind = _PIPELINES.get(model.kind) if model.target == "classes" else None
-    measured = {"accuracy": summary.get("accuracy"), "f1": summary.get("macro_f1")} if client is None else {}
+    measured = {metric: summary.get(name) for metric, name in _MEASURED.items()} if client is None else {}
     facts = ModelCardData(
         library_name="headstart",
         tags=["federated-learning", *dict.fromkeys(stage["method"] for stage in stages)],

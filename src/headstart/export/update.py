@@ -46,6 +46,8 @@ class Updated:
     """Those that the head before and the head after were tested on."""
     before: Metrics = field(default_factory=dict)
     after: Metrics = field(default_factory=dict)
+    empty: tuple[str, ...] = ()
+    """Classes of which nobody has an example."""
 
 
 def update(
@@ -91,7 +93,8 @@ def update(
         (task,) = json.loads((run / "model" / "classes.json").read_text(encoding="utf-8"))
         directory.save_final(None, [head], [task], [known])
         examples = sum(int(each.counts.sum()) for each in kept.values())
-        found = Updated(tuple(names), known, examples, sum(map(len, tests)), before, after)
+        empty = tuple(name for name, bias in zip(known, head.bias, strict=True) if np.isneginf(bias))
+        found = Updated(tuple(names), known, examples, sum(map(len, tests)), before, after, empty)
         _note(directory, add or {}, remove, classes, found)
     return found
 

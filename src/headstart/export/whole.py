@@ -19,6 +19,15 @@ PREDICTED = {
     "multilabel": "[[name for name, score in zip(classes, row) if score > 0] for row in {}]",
 }
 """What scores [n, C] mean, as Python."""
+NAMED = {"classes": "classes", "regression": "targets", "multilabel": "labels"}
+"""What the columns of the scores are."""
+# What a pipeline gives of one text. By itself it gives the best class alone, and of labels a sigmoid of the score.
+_PIPED = {
+    "classes": "{}",
+    "regression": "{{each['label']: each['score'] for each in {}}}",
+    "multilabel": "[each['label'] for each in {} if each['score'] > 0]",
+}
+_ALL = {"classes": "", "regression": ", top_k=None", "multilabel": ', top_k=None, function_to_apply="none"'}
 AUTO = {"text": "AutoModelForSequenceClassification", "image": "AutoModelForImageClassification"}
 # As `transformers` calls them: its pipelines then take no softmax of what is none.
 _PROBLEMS = {"classes": None, "regression": "regression", "multilabel": "multi_label_classification"}
@@ -59,7 +68,8 @@ def save_whole(model: Model, folder: Path, is_lora: bool) -> Saved:
     names = "config.json, model.safetensors" + ("" if is_native else f", {_CODE}.py")
     before = " before the LoRA" if is_lora else ""
     line = f"`{'base/' if is_lora else names}`: backbone{before}, pooling and head as one model, with the names of the "
-    line += "classes" if is_native else "classes; its own code comes with it, and `trust_remote_code=True` lets it run"
+    line += NAMED[model.target]
+    line += "" if is_native else "; its own code comes with it, and `trust_remote_code=True` lets it run"
     deeper = is_native and whole.config.to_dict().get("num_hidden_layers") != core.config.to_dict().get(
         "num_hidden_layers"
     )
@@ -159,7 +169,8 @@ def _load(kind: str, is_lora: bool, is_native: bool) -> list[str]:
 def _use(model: Model, is_lora: bool) -> list[str]:
     """Lines that predict with the whole model: of a text, or of a file with an image, read as the run reads it."""
     if model.kind == "text" and not is_lora:
-        return ['print(classify("a text of yours"))']
+        given = f'classify("a text of yours"{_ALL[model.target]})'
+        return [f"print({_PIPED[model.target].format(given)})"]
     names = "classes = list(model.config.id2label.values())"
     last = f"print({PREDICTED[model.target].format('model(**batch).logits')})"
     if model.kind == "text":

@@ -32,6 +32,7 @@ from headstart.core.files import (
 from headstart.core.ledger import Ledger
 from headstart.core.message import Array, Message, Scalar
 from headstart.core.statistics import Ints
+from headstart.core.target import Target
 from headstart.engine.client_states import ClientStates, RemoteStates
 from headstart.engine.model_store import PRETRAINED, ModelStore, Module, Version
 from headstart.errors import HeadstartError
@@ -40,7 +41,11 @@ from headstart.records.checkpoint import Checkpoint, StageModel
 
 Arrays = Mapping[str, np.ndarray]
 
-_MORE = ("train_examples", "test_examples", "macro_f1", "balanced_accuracy", "roc_auc", "calibration_error")
+_MORE: dict[Target, tuple[str, ...]] = {
+    "classes": ("train_examples", "test_examples", "macro_f1", "balanced_accuracy", "roc_auc", "calibration_error"),
+    "regression": ("train_examples", "test_examples", "mae"),
+    "multilabel": ("train_examples", "test_examples", "macro_f1", "roc_auc", "average_precision"),
+}
 """Columns of `clients.csv` behind the costs."""
 _ROUNDS = ("stage", "round", "client", "bytes_up", "bytes_down", "left_out")
 
@@ -353,16 +358,18 @@ class RunDirectory:
         found: npt.NDArray[np.float64] | None,
         what: str,
         more: Mapping[str, npt.NDArray[Any]],
+        target: Target = "classes",
     ) -> None:
         """Costs of every client after a stage, and how good the model is there, as rows of `clients.csv`.
 
-        what: the accuracy, or the perplexity; more: other figures [K] by name, NaN where a client has none.
+        what: the accuracy, R² or the perplexity; more: other figures [K] by name, NaN where a client has none.
         """
         # A pooled stage has one client, and accuracies of those that pooled their examples.
         shown = [""] * len(names) if found is None or len(found) != len(names) else found.round(6).tolist()
         costs = zip(ledger.bytes_up, ledger.bytes_down, ledger.forward_passes, strict=True)
         others = {
-            name: more[name] if len(more.get(name, ())) == len(names) else [np.nan] * len(names) for name in _MORE
+            name: more[name] if len(more.get(name, ())) == len(names) else [np.nan] * len(names)
+            for name in _MORE[target]
         }
         figures = zip(*others.values(), strict=True)
         self._write_stage(

@@ -90,11 +90,18 @@ class Record:
         pairs = zip(like(rows[0]), like(rows[-1]), strict=False) if rows else ()
         return [{**first, "after": last["completion"]} for first, last in pairs]
 
-    def client_accuracy(self) -> dict[str, float]:
-        """The accuracy of each client that has one, after the last stage that was finished."""
+    def client_metrics(self) -> dict[str, dict[str, float]]:
+        """The figures of each client that are known, by name, after the last stage that was finished."""
         rows = self._rows("clients.csv")
         mine = [row for row in rows if row["stage"] == rows[-1]["stage"]]
-        return {row["client"]: float(row["accuracy"]) for row in mine if row.get("accuracy", "") not in ("", "nan")}
+        return {
+            row["client"]: {
+                name: float(cell)
+                for name, cell in row.items()
+                if name not in ("stage", "client") and cell not in ("", "nan")
+            }
+            for row in mine
+        }
 
     def left_out(self) -> list[dict[str, str]]:
         """Which clients were excluded from which round, and why."""

@@ -47,6 +47,8 @@ def correct(stage: Mapping[str, Any], record: Record | None = None) -> str:
     split = stage.get("eval_split", "test")
     of = f" of {examples:,} {split} examples" if examples else f" on the {split} split"
     told = f"<b>{100 * accuracy:.2f} %</b>{of}"
+    if stage.get("average_precision") is not None:  # of several labels
+        told += " with every label right"
     notes = []
     if examples:
         low, high = wilson_interval(accuracy, examples)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from headstart.core.files import write_text
+from headstart.core.metrics import SHOWN
 from headstart.records.record import AXES, Curve, Group, Matrix, Record, curves, grouped
 from headstart.report.figures import (
     clients_figure,
@@ -23,7 +24,7 @@ from headstart.report.figures import (
     svg,
 )
 from headstart.report.opening import opening
-from headstart.report.tables import cost_table, human_bytes, remarks, write_tables
+from headstart.report.tables import cost_table, human_bytes, metric_cell, metric_heading, remarks, write_tables
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1c2330; --paper: #fff; --line: #d8dde6; --soft: #f4f6fa; --accent: #2f7ed8; }
@@ -265,37 +266,56 @@ def _privacy(records: Sequence[Record]) -> str:
 
 def _accuracies(groups: Sequence[Group]) -> dict[str, list[float]]:
     """The accuracy of each client of each group, where clients have one."""
-    found = {g.label: [a for record in g.runs for a in record.client_accuracy().values()] for g in groups}
+    found = {
+        g.label: [each["accuracy"] for run in g.runs for each in run.client_metrics().values() if "accuracy" in each]
+        for g in groups
+    }
     return {label: values for label, values in found.items() if values}
 
 
 def _clients(groups: Sequence[Group]) -> str:
+    """The clients at which the model is worst, by accuracy and, of numbers, by R²."""
     accuracies = _accuracies(groups)
+    table, shown, everybody = _worst(groups, "accuracy")
+    numbers, _, by_r2 = _worst(groups, "r2")
+    if by_r2:
+        numbers = f"<h2>Clients</h2><p class='soft'>Clients with the lowest R²</p>{numbers}"
     if not accuracies:
-        return ""
-    everybody = []
-    for group in groups:
-        for record in group.runs:
-            seed = f", seed {record.recipe.seed}" if len(group.runs) > 1 else ""
-            everybody += [(a, [group.label + seed, name]) for name, a in record.client_accuracy().items()]
-    worst = sorted(everybody, key=lambda each: each[0])[:_WORST]
-    rows = [[*who, f"{100 * accuracy:.2f}"] for accuracy, who in worst]
-    named = 0 if sum(len(group.runs) for group in groups) > 1 else 1
-    table = html_table(("run", "client", "accuracy, %")[named:], [row[named:] for row in rows])
+        return numbers
     spread = "; ".join(
         f"{escape(label)}: {100 * np.mean(values):.2f} ± {100 * np.std(values):.2f} %"
         for label, values in accuracies.items()
     )
     spread = f"Mean ± standard deviation over clients: {spread}"
-    if len(everybody) == len(rows):  # all of them can be read
-        return f"<h2>Clients</h2>{table}<p class='soft'>{spread}</p>"
+    if everybody == shown:  # all of them can be read
+        return f"{numbers}<h2>Clients</h2>{table}<p class='soft'>{spread}</p>"
     methods = _methods(groups, accuracies)
     picture = svg(clients_figure(accuracies, methods, legend=False), "how many clients have which accuracy")
     legend = _legend(dict(zip(accuracies, methods, strict=True))) if len(accuracies) > 1 else ""
     return (
-        f"<h2>Clients</h2>{legend}<div class='figures'><figure>{picture}<figcaption>{spread}</figcaption></figure>"
-        f"<div><p class='soft'>Lowest-accuracy clients</p>{table}</div></div>"
+        f"{numbers}<h2>Clients</h2>{legend}<div class='figures'><figure>{picture}<figcaption>{spread}</figcaption>"
+        f"</figure><div><p class='soft'>Lowest-accuracy clients</p>{table}</div></div>"
     )
+
+
+def _worst(groups: Sequence[Group], by: str) -> tuple[str, int, int]:
+    """A table of the clients with the lowest figure of a name, with their other metrics; how many it has, and how many
+    clients have that figure."""
+    everybody = []
+    for group in groups:
+        for record in group.runs:
+            seed = f", seed {record.recipe.seed}" if len(group.runs) > 1 else ""
+            found = [(name, each) for name, each in record.client_metrics().items() if by in each]
+            everybody += [(each, [group.label + seed, name]) for name, each in found]
+    worst = sorted(everybody, key=lambda client: client[0][by])[:_WORST]
+    metrics = [name for name in SHOWN if any(name in each for each, _ in worst)]
+    rows = [[*who, *(metric_cell(name, [each]) for name in metrics)] for each, who in worst]
+    columns = ["run", "client", *map(metric_heading, metrics)]
+    if any("test_examples" in each for each, _ in worst):  # clients have their own
+        columns.append("test examples")
+        rows = [[*row, f"{each.get('test_examples', 0):,.0f}"] for row, (each, _) in zip(rows, worst, strict=True)]
+    named = 0 if sum(len(group.runs) for group in groups) > 1 else 1
+    return html_table(columns[named:], [row[named:] for row in rows]), len(rows), len(everybody)
 
 
 def _holdings(held: Matrix | None) -> str:

@@ -87,10 +87,14 @@ def quality(stage: Mapping[str, Any]) -> str | None:
     if "accuracy_interval" in stage:
         low, high = (f"{100 * bound:.1f}" for bound in stage["accuracy_interval"])
         said.append(f"of {stage['test_examples']:,} examples (95 % confidence: {low} to {high} %)")
-    for name in [name for name in SHOWN if name != first and stage.get(name) is not None]:
-        what, _, unit = _METRICS[name].partition(", ")
-        said.append(f"{what} {metric_cell(name, [stage])}{f' {unit}' if unit else ''}")
+    said += [metric_text(name, stage) for name in SHOWN if name != first and stage.get(name) is not None]
     return f"{stage['method']}: {', '.join(said)}" if said else None
+
+
+def metric_text(name: str, stage: Mapping[str, Any]) -> str:
+    """A metric of a stage with its name and unit."""
+    what, _, unit = _METRICS[name].partition(", ")
+    return f"{what} {metric_cell(name, [stage])}{f' {unit}' if unit else ''}"
 
 
 def _chosen(stage: dict[str, Any]) -> str:

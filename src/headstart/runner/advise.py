@@ -76,14 +76,24 @@ class Advice:
     notes: tuple[str, ...]
     """What was assumed, and what is not known."""
 
+    @property
+    def columns(self) -> list[str]:
+        """What is in each column of `rows`: metrics beside the first one are those that some candidate has."""
+        beside = [_BESIDE[name] for name in self._beside]
+        return ["candidate", "held out", *beside, "a client sends", "all clients send", "forward passes", "why"]
+
+    @property
+    def _beside(self) -> list[str]:
+        return [name for name in _BESIDE if any(each.metrics.get(name) is not None for each in self.candidates)]
+
     def rows(self) -> Iterator[list[str]]:
-        """Each candidate as a row under `COLUMNS`."""
+        """Each candidate as a row under `columns`."""
         for each in self.candidates:
             known = each.metrics
             yield [
                 each.name,
                 score(known) if known else "not measured",
-                *(f"{100 * known[name]:.2f} %" if known.get(name) is not None else "" for name in _BESIDE),
+                *(_cell(name, known.get(name)) for name in self._beside),
                 "" if each.per_client is None else human_bytes(each.per_client),
                 "" if each.bytes_up is None else human_bytes(each.bytes_up),
                 "" if each.passes is None else f"{each.passes:,}",
@@ -103,11 +113,18 @@ class Advice:
         return "no better than one error, and sends more"
 
 
-_BESIDE = ("macro_f1", "balanced_accuracy", "calibration_error", "local_accuracy_worst_tenth")
-COLUMNS = (
-    "candidate", "held out", "macro-F1", "balanced", "calibration error", "worst tenth", "a client sends",
-    "all clients send", "forward passes", "why",
-)  # fmt: skip
+_BESIDE = {
+    "mae": "mean absolute error", "macro_f1": "macro-F1", "balanced_accuracy": "balanced", "roc_auc": "ROC AUC",
+    "average_precision": "average precision", "calibration_error": "calibration error",
+    "local_accuracy_worst_tenth": "worst tenth",
+}  # fmt: skip
+_NO_SHARES = ("mae", "roc_auc", "average_precision")
+
+
+def _cell(name: str, value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:.4g}" if name in _NO_SHARES else f"{100 * value:.2f} %"
 
 
 def advise(

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 from scipy.special import softmax
 
-from headstart.core.metrics import BINS, CLASSIFICATION, Tally, class_metrics, tally_classes
+from headstart.core.metrics import (
+    BINS,
+    Metrics,
+    Tally,
+    class_metrics,
+    ranking_metrics,
+    tally_classes,
+    tally_targets,
+    target_metrics,
+)
 from headstart.core.statistics import Floats, Ints
+from headstart.core.target import Target
 
 ClientMetrics = dict[str, Floats]
 """[K] by name, NaN for a client that has none."""
@@ -20,17 +31,48 @@ Scores = npt.NDArray[np.float32]
 def of_owners(scores: Scores, labels: Ints, owners: Ints, clients: int) -> ClientMetrics:
     """On each client's own test examples: how many there are, macro-F1, balanced accuracy, calibration error, and the
     area under the ROC curve. scores: [n, C]; labels, owners: [n], a negative number being nobody."""
-    found = [dict.fromkeys((*CLASSIFICATION, "roc_auc"), np.nan) for _ in range(clients)]
+    found: list[Metrics] = []
+    for rows in _rows_of(owners, clients):
+        known = class_metrics(tally_classes(scores[rows], labels[rows]) if len(rows) else {})
+        found.append({**known, "roc_auc": roc_auc(scores[rows], labels[rows])})
+    return {"test_examples": _sizes(owners, clients), **_columns(found)}
+
+
+def of_target_owners(scores: Scores, targets: Floats, owners: Ints, clients: int, kind: Target) -> ClientMetrics:
+    """`of_owners` of targets [n, q] that are no classes: R² and mean absolute error, or, of labels, the share of
+    examples with every label right, macro-F1, area under the ROC curve and average precision."""
+    found = []
+    for rows in _rows_of(owners, clients):
+        known = _of_tally(tally_targets(scores[rows], targets[rows], kind) if len(rows) else {}, kind)
+        found.append(known | (ranking_metrics(scores[rows], targets[rows]) if kind == "multilabel" else {}))
+    return {"test_examples": _sizes(owners, clients), **_columns(found)}
+
+
+def of_target_tallies(tallies: Sequence[Tally], kind: Target) -> ClientMetrics:
+    """Of each client's tally of targets that are no classes; an empty one: it has no test examples."""
+    return _columns([_of_tally(tally, kind) for tally in tallies])
+
+
+def _of_tally(tally: Tally, kind: Target) -> Metrics:
+    tally = tally if tally and tally["figures"][0] else {}
+    accuracy = {"accuracy": float(tally["figures"][1] / tally["figures"][0]) if tally else None}
+    return {**(accuracy if kind == "multilabel" else {}), **target_metrics(tally, kind)}
+
+
+def _rows_of(owners: Ints, clients: int) -> list[Ints]:
+    """The examples of each client, whose owners are [n]."""
     order = np.argsort(owners, kind="stable")
     bounds = np.searchsorted(owners[order], np.arange(clients + 1))
-    for client in range(clients):
-        rows = order[bounds[client] : bounds[client + 1]]
-        if len(rows):
-            known = class_metrics(tally_classes(scores[rows], labels[rows]))
-            known["roc_auc"] = roc_auc(scores[rows], labels[rows])
-            found[client] = {name: np.nan if value is None else value for name, value in known.items()}
-    figures = {name: np.array([each[name] for each in found]) for name in (*CLASSIFICATION, "roc_auc")}
-    return {"test_examples": np.diff(bounds).astype(np.float64), **figures}
+    return [order[start:stop] for start, stop in pairwise(bounds)]
+
+
+def _sizes(owners: Ints, clients: int) -> Floats:
+    return np.bincount(owners[owners >= 0], minlength=clients).astype(np.float64)
+
+
+def _columns(found: Sequence[Metrics]) -> ClientMetrics:
+    """Each metric of all clients."""
+    return {name: np.array([np.nan if (v := each[name]) is None else v for each in found]) for name in found[0]}
 
 
 def of_classes(scores: Scores, labels: Ints, counts: Ints) -> ClientMetrics:
@@ -66,8 +108,7 @@ def _weighted_auc(scores: Scores, labels: Ints, weights: Floats) -> Floats:
 def of_tallies(tallies: Sequence[Tally | None]) -> ClientMetrics:
     """Of each client's tally; None: it has no test examples."""
     empty: Tally = {"classes": np.zeros((3, 1)), "bins": np.zeros((3, BINS))}
-    found = [class_metrics(tally or empty) for tally in tallies]
-    return {name: np.array([np.nan if (v := each[name]) is None else v for each in found]) for name in CLASSIFICATION}
+    return _columns([class_metrics(tally or empty) for tally in tallies])
 
 
 def roc_auc(scores: Scores, labels: Ints) -> float | None:

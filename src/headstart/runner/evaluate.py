@@ -32,7 +32,14 @@ from headstart.heads import LinearHead
 from headstart.heads.ncm import ncm_head
 from headstart.methods import Method
 from headstart.methods.personalise import PersonaliseStage
-from headstart.runner.client_metrics import ClientMetrics, of_classes, of_owners, of_tallies
+from headstart.runner.client_metrics import (
+    ClientMetrics,
+    of_classes,
+    of_owners,
+    of_tallies,
+    of_target_owners,
+    of_target_tallies,
+)
 
 if TYPE_CHECKING:  # Flower takes seconds to load
     from headstart.engine.flower import FlowerClients
@@ -101,9 +108,19 @@ def evaluate(
     return Evaluation(float(right.mean()), _mean(losses), by_client, asked, more, by_client=each, examples=len(labels))
 
 
-def evaluate_targets(head: LinearHead, features: Features, targets: Floats, kind: Target) -> Evaluation:
+def evaluate_targets(
+    head: LinearHead,
+    features: Features,
+    targets: Floats,
+    kind: Target,
+    owners: Ints | None = None,
+    clients: int = 0,
+) -> Evaluation:
     """Evaluate a head on features [n, d] with targets [n, q] that are no classes; of labels, the accuracy is the share
-    of examples with every label right, and the loss is the squared error of the share of each."""
+    of examples with every label right, and the loss is the squared error of the share of each.
+
+    owners: [n] whose the examples are, where that is known, of so many clients.
+    """
     scores = head.scores(features)
     if not np.isfinite(scores).all():  # no client has replied yet
         return Evaluation(None, None, more=target_metrics({}, kind))
@@ -112,7 +129,10 @@ def evaluate_targets(head: LinearHead, features: Features, targets: Floats, kind
     ranking = ranking_metrics(scores, targets) if kind == "multilabel" else {}
     accuracy = None if kind == "regression" else float(right / examples)
     more = {**target_metrics(tally, kind), **ranking}
-    return Evaluation(accuracy, float(loss / examples), more=more, examples=len(targets))
+    each = {} if owners is None else of_target_owners(scores, targets, owners, clients, kind)
+    return Evaluation(
+        accuracy, float(loss / examples), each.get("accuracy"), more=more, by_client=lambda: each, examples=len(targets)
+    )
 
 
 def evaluate_completions(features: Features, owners: Ints | None, clients: int) -> Evaluation:
@@ -314,13 +334,12 @@ class NodeEvaluator:
 
     def _by_client(self, each: Mapping[int, Tally]) -> ClientMetrics:
         """What clients tell of their tests in the clear."""
-        tallies, examples = list[Tally | None](), np.full(self.federation.n_clients, np.nan)
-        for client in range(self.federation.n_clients):
-            tally = each.get(client, {})
-            tallies.append(tally if "classes" in tally else None)
-            if "figures" in tally:
-                examples[client] = tally["figures"][0]
-        return {"test_examples": examples, **of_tallies(tallies)}
+        told = [each.get(client, {}) for client in range(self.federation.n_clients)]
+        examples = np.array([tally["figures"][0] if "figures" in tally else np.nan for tally in told])
+        kind = self.federation.dataset.target
+        if kind == "classes":
+            return {"test_examples": examples, **of_tallies([tally if "classes" in tally else None for tally in told])}
+        return {"test_examples": examples, **of_target_tallies(told, kind)}
 
     def features(self, state: Any, split: str) -> Features:
         """They stay with the clients."""
@@ -350,7 +369,9 @@ class LocalEvaluator:
         examples: Examples = getattr(self.federation.dataset, split)
         if examples.targets is not None:
             head, features = self._global(state, 0, split)
-            whole = evaluate_targets(head, features, examples.targets, self.federation.dataset.target)
+            owners = self.federation.test_owners if split == "test" else None
+            kind, clients = self.federation.dataset.target, self.federation.n_clients
+            whole = evaluate_targets(head, features, examples.targets, kind, owners, clients)
             return whole, {self.federation.tasks[0]: whole}
         for task, name in enumerate(self.federation.tasks):
             labels, owners, counts = self._facts(task, split)

@@ -144,11 +144,14 @@ class Observers:
         if stage.before is not None:
             similar = similarity(stage.before, stage.evaluator.features(state, self.settings.eval_split))
             self.record.metrics["feature_similarity"] = similar
+        more = {} if self.directory.path is None else {"train_examples": self._sizes(), **found.by_client()}
         what, each = "accuracy", found.client_accuracy
+        target = stage.federation.dataset.target
         if found.perplexity is not None:
             what, each = "perplexity", found.client_perplexity
-        more = {} if self.directory.path is None else {"train_examples": self._sizes(), **found.by_client()}
-        self.directory.write_clients(stage.number, stage.federation.names, stage.ledger, each, what, more)
+        elif target == "regression":
+            what, each = "r2", more.get("r2")
+        self.directory.write_clients(stage.number, stage.federation.names, stage.ledger, each, what, more, target)
         if found.answers is not None:
             self.directory.write_confusion(stage.number, stage.run.federation.dataset.classes, *found.answers)
 

@@ -13,11 +13,12 @@ from html import escape
 from itertools import groupby
 from pathlib import Path
 
+from headstart.core.metrics import SHOWN
 from headstart.records import FederationState, NodeState, Record, RoundsLog
 from headstart.records.federation import moment
 from headstart.records.rounds import outcome
 from headstart.report import html_table, human_bytes
-from headstart.report.tables import score
+from headstart.report.tables import metric_text
 
 SOON = 30
 """Days before its end from which a certificate is spoken of."""
@@ -139,8 +140,7 @@ def _progress_tiles(federation: Federation, record: Record) -> list[str]:
     stage, done, rounds = federation.where()
     stages = record.recipe.stages
     tested = [line for line in record.metrics if line["stage"] == stage][-1:]
-    text = [f"accuracy {score(line)}" for line in tested if line["accuracy"] is not None]
-    text += [score(line) for line in tested if line.get("r2") is not None]
+    text = [metric_text(name, line) for line in tested for name in SHOWN if line.get(name) is not None]
     now = min(done + federation.running, rounds)
     bar = f'<progress max="{rounds}" value="{done}"></progress>'
     left = f'<span class="soft" data-left="{escape(federation.id)}"></span>' if federation.running else ""
