@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +39,15 @@ class Entry:
     build: Callable[[Model], Backbone]
     registered: bool = False
     """Whether a user has added it."""
+
+
+def load_backbones(models: Sequence[Model]) -> tuple[Backbone, ...]:
+    """One network, with its weights, in evaluation mode, under the prompt and the words of each of some models."""
+    first = load_backbone(models[0])
+    asked = {"{mask}" in (model.prompt or "") for model in models}
+    if len(asked) > 1 or (len(models) > 1 and first.under is None):
+        raise HeadstartError("tasks: one model answers all prompts: write {mask} in each of them, or in none")
+    return first, *(first.under(model) for model in models[1:] if first.under)
 
 
 def load_backbone(model: Model) -> Backbone:
