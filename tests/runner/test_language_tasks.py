@@ -92,7 +92,8 @@ def test_a_task_does_not_notice_the_others(tables: Any, kind: str, tmp_path: Pat
         for each in ours:
             np.testing.assert_allclose(ours[each], theirs[each], atol=2e-5, err_msg=each)
         for both, one in zip(together, lines(tmp_path / name), strict=True):
-            what = [key for key in ("accuracy", "loss", "perplexity", "rouge_l", "exact_match") if one.get(key) is not None]
+            names = ("accuracy", "loss", "perplexity", "rouge_l", "exact_match")
+            what = [key for key in names if one.get(key) is not None]
             found = {key: both["tasks"][name][key] for key in what}
             assert found == pytest.approx({key: one[key] for key in what}, rel=1e-5)
         assert together[-1]["tasks"][name]["loss"] < together[0]["tasks"][name]["loss"] - 1e-3
@@ -122,7 +123,7 @@ def test_a_masked_model_chooses_in_two_tasks(tmp_path: Path) -> None:
         found = [line["tasks"][name]["loss"] for line in lines(tmp_path / "both")]
         assert found == pytest.approx([line["loss"] for line in lines(tmp_path / name)], rel=1e-5)
     table["tasks"][1]["prompt"] = "the {text} very"
-    with pytest.raises(HeadstartError, match="tasks: one model answers all prompts: write {mask} in each of them"):
+    with pytest.raises(HeadstartError, match=r"tasks: one model answers all prompts: write \{mask\} in each of them"):
         run(Recipe.parse(table))
 
 
@@ -219,5 +220,5 @@ def test_what_several_prompts_need(model: Any, task: Any, stage: Any, sentence: 
 def test_words_and_classes_of_a_task_are_as_many(tmp_path: Path) -> None:
     table = choosing(tmp_path)
     table["tasks"][1]["label_words"] = list(SHORT)
-    with pytest.raises(HeadstartError, match="tasks.1.label_words: 2 words for 3 classes; give one for each"):
+    with pytest.raises(HeadstartError, match=r"tasks\.1\.label_words: 2 words for 3 classes; give one for each"):
         run(Recipe.parse(table))

@@ -50,9 +50,8 @@ def contradictions(table: Mapping[str, Any]) -> list[str]:
             problems += [f"stages.{number}.{problem}" for problem in _untimed(stage, "clients" in table)]
             problems += [f"stages.{number}{problem}" for problem in _of_stage(number, stage, has_body, bool(tasks))]
             problems += [f"stages.{number}{problem}" for problem in _unrounded(stage)] if quantised else []
-            problems += (
-                [f"stages.{number}{problem}" for problem in _headless(stage, task, bool(tasks))] if task != "classify" else []
-            )
+            headless = _headless(stage, task, bool(tasks)) if task != "classify" else []
+            problems += [f"stages.{number}{problem}" for problem in headless]
     return problems
 
 

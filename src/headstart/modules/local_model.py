@@ -20,9 +20,7 @@ class LocalModel:
     Nothing else writes their weights, says which of them have gradients, sets their mode, attaches or detaches.
     """
 
-    def __init__(
-        self, backbone: Backbone | None = None, *modules: Attached, others: Sequence[Backbone] = ()
-    ) -> None:
+    def __init__(self, backbone: Backbone | None = None, *modules: Attached, others: Sequence[Backbone] = ()) -> None:
         """others: the same network as further tasks see it, where each has a prompt of its own."""
         self.backbone, self.modules = backbone, list(modules)
         self.views = () if backbone is None else (backbone, *others)
