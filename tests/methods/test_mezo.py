@@ -124,7 +124,7 @@ def signs_by_hand(seed: int, number: int, name: str, size: int) -> np.ndarray:
 
 @pytest.mark.parametrize("size", [1, 8, 9, 65, 65_536 * 64 + 3])
 def test_signs_are_those_of_philox_and_do_not_depend_on_threads(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    many = directions.signs(5, 1, "body.wide", size)
+    many, more = (directions.signs(5, number, "body.wide", size) for number in (1, 2))
     with ThreadPoolExecutor(1) as one:
         monkeypatch.setattr(directions, "_pool", lambda: one)
         np.testing.assert_array_equal(directions.signs(5, 1, "body.wide", size), many)
@@ -132,7 +132,7 @@ def test_signs_are_those_of_philox_and_do_not_depend_on_threads(size: int, monke
     np.testing.assert_array_equal(found, signs_by_hand(5, 1, "body.wide", size))
     if size > 1000:
         assert abs(found.mean()) < 5 / np.sqrt(size)
-        other = np.unpackbits(directions.signs(5, 2, "body.wide", size), count=size, bitorder="little") * 2.0 - 1
+        other = np.unpackbits(more, count=size, bitorder="little") * 2.0 - 1
         assert abs(found @ other / size) < 5 / np.sqrt(size)
 
 

@@ -57,7 +57,7 @@ def load_backbone(model: Model) -> Backbone:
         backbone = _build(model.backbone, model)
     if model.quantise and not is_quantised(backbone.core):
         raise HeadstartError(
-            f"model.quantise: {model.backbone} is no network of transformers that bitsandbytes rounds; leave it out"
+            f"model.quantise: {model.backbone} is no network of transformers with matrices to be rounded; leave it out"
         )
     if model.prompt and getattr(backbone.transform, "prompt", None) is None:
         raise HeadstartError(f"model.prompt: {model.backbone} is no network of transformers for texts; leave it out")

@@ -199,9 +199,10 @@ class Model(Table):
     label_words, features are those of the prompt with its text: of a causal model, the state that it goes on from."""
     label_words: Annotated[tuple[str, ...], Field(strict=False)] | None = None
     """The word, or words, that stand for each class, in the order of the classes."""
-    quantise: Literal["int8", "nf4"] | None = None
-    """Keep the matrices of a network of `transformers` in eight or four bits, where they stay frozen: LLM.int8() or
-    QLoRA's NormalFloat, through `bitsandbytes`. Modules and heads on it train in float32."""
+    quantise: Literal["bfloat16", "int8", "nf4"] | None = None
+    """Keep the matrices of a network of `transformers` in sixteen, eight or four bits, where they stay frozen: as
+    bfloat16, or by LLM.int8() or QLoRA's NormalFloat, through `bitsandbytes`. Modules and heads on it train in
+    float32."""
     samples: NonNegativeInt = 10
     """With task = "generate": test prompts that are completed before and after each stage, for the report and
     `samples.csv`; exact match and ROUGE-L are over them."""

@@ -310,8 +310,12 @@ class ModelStore:
 
     def arrays(self) -> Arrays:
         """Parameters and buffers of the backbone as it is now, under the names that its checkpoints use."""
+        import torch
+
         assert self.model is not None
-        return {name: tensor.detach().cpu().contiguous().numpy() for name, tensor in self.model.state().items()}
+        state = {name: tensor.detach().cpu().contiguous() for name, tensor in self.model.state().items()}
+        # Arrays have no bfloat16; back in the tensor, the value is the same.
+        return {n: (each.float() if each.dtype == torch.bfloat16 else each).numpy() for n, each in state.items()}
 
     def _copied(self) -> Arrays:
         return {name: array.copy() for name, array in self.arrays().items()}
