@@ -182,3 +182,11 @@ def test_small_modules_train_in_float32_on_bfloat16(
         with torch.inference_mode():
             logits = body(**tokenizer(PROMPT.replace("{text}", text), return_tensors="pt")).logits[0, -1, words]
         np.testing.assert_allclose(logits.softmax(0), row, atol=0.03)  # products in float32, and in bfloat16
+
+
+def test_a_checkpoint_in_bfloat16_is_float32_where_nobody_asks_for_less(tmp_path: Path) -> None:
+    place = folder_of(tmp_path / "llama")
+    network = transformers.AutoModelForCausalLM.from_pretrained(place).bfloat16()
+    network.save_pretrained(place)
+    found = load_backbone(model_of(place))
+    assert {each.dtype for each in found.core.parameters()} == {torch.float32}

@@ -89,7 +89,7 @@ def cloze(place: str, model: Model, name: str) -> Backbone:
         )
     except (OSError, ValueError, ImportError, KeyError, RuntimeError) as error:
         raise cannot_load(name, error) from None
-    return _asking(as_floats(network), network.get_output_embeddings(), tokenizer, name, model)
+    return _asking(as_floats(network, how_to_load(model)), network.get_output_embeddings(), tokenizer, name, model)
 
 
 def _asking(network: Any, vocabulary: Any, tokenizer: Any, name: str, model: Model) -> Backbone:
@@ -146,7 +146,7 @@ def hugging_face(place: str, model: Model, name: str) -> Backbone:
                 raise HeadstartError(f"its weights are of another network: they lack {some(lacking)}")
         if config.is_encoder_decoder:  # what it makes of a text, before it answers
             encoder = encoder.get_encoder()
-        encoder = as_floats(encoder)
+        encoder = as_floats(encoder, how_to_load(model))
         image = encoder.main_input_name == "pixel_values"
         tokenizer = None if image else transformers.AutoTokenizer.from_pretrained(place, trust_remote_code=False)
         settings = _settings(place, "preprocessor_config.json" if image else "1_Pooling/config.json")

@@ -232,7 +232,7 @@ def language_model(place: str, name: str, how: Mapping[str, Any]) -> tuple[Any, 
             raise ValueError(f"it has no vocabulary to speak with: {', '.join(sorted(found['missing_keys'])[:3])}")
     except (OSError, ValueError, ImportError, KeyError, RuntimeError) as error:
         raise cannot_load(name, error) from None
-    return as_floats(network), tokenizer
+    return as_floats(network, how), tokenizer
 
 
 def vocabulary_key(tokenizer: Any) -> str:

@@ -4,6 +4,7 @@ refused."""
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any
 
@@ -52,9 +53,12 @@ def is_quantised(network: object) -> bool:
     return halved or bool(getattr(network, "is_quantized", False))
 
 
-def as_floats(network: Any) -> Any:
-    """The network in float32, for evaluation; what is of few bits stays so, and the rest of it is float32 already."""
-    if network.dtype == torch.bfloat16 and not is_quantised(network):
+def as_floats(network: Any, how: Mapping[str, Any] | None = None) -> Any:
+    """The network in float32, for evaluation; what is of few bits stays so, and the rest of it is float32 already.
+
+    how: as it was loaded, by `how_to_load`; a checkpoint in bfloat16 becomes float32 where nobody asks for less.
+    """
+    if how and how.get("dtype") == torch.bfloat16:
         return _halved(network).eval()
     if not is_quantised(network):
         return network.float().eval()
