@@ -104,8 +104,8 @@ class _Shared(Inputs):
 
     files: ClassVar[dict[tuple[str, int], StateFile]] = {}
 
-    def __init__(self, backbone: Any, examples: Any, what: str, prefix: Any = None) -> None:
-        super().__init__(backbone, examples, what, prefix)
+    def __init__(self, backbone: Any, examples: Any, what: str, prefix: Any = None, others: Any = ()) -> None:
+        super().__init__(backbone, examples, what, prefix, others)
         if prefix is None:
             return
         count = len(blocks_of(backbone.core))
@@ -200,8 +200,9 @@ def paces(count: int = 16) -> None:
     store, shown = ModelStore(found.model, dataset), []
     task = Task("default", 2, Population(1, count), store.label_words())
     labels, nothing = dataset.train.labels, np.zeros(0, np.float32)
-    for train in ("norms", "all", "lora"):
-        stage = recipe("sst2", {"method": "fedmezo", "train": train, "lr": 1e-6}, 100.0).stages[0]
+    for train, drawn in (("norms", "gaussian"), ("all", "gaussian"), ("all", "rademacher"), ("lora", "gaussian")):
+        keys = {"method": "fedmezo", "train": train, "perturbation": drawn, "lr": 1e-6}
+        stage = recipe("sst2", keys, 100.0).stages[0]
         method, _ = method_of(stage, plan_of(stage, frozenset(), True), (0, 0), store, (task,))
         rows, owners = np.arange(count), np.zeros(count, np.int64)
         cohort = Cohort(owners[:1], store.inputs(), rows, labels, owners, np.array([True]), lambda *_: nothing)
@@ -213,11 +214,10 @@ def paces(count: int = 16) -> None:
             method.probes.step(seed, reply.blocks["slopes"][""][0], 1e-6)
 
         passes = alternate({"two": lambda: _passes(store, count), "round": round_}, 3)
-        shown.append(
-            [train, f"{passes['two']:.2f}", f"{passes['round']:.2f}", f"{passes['round'] / passes['two']:.2f}"]
-        )
+        ratio = passes["round"] / passes["two"]
+        shown.append([train, drawn, f"{passes['two']:.2f}", f"{passes['round']:.2f}", f"{ratio:.2f}"])
         print(*shown[-1], file=sys.stderr, flush=True)
-    columns = ("`train`", "two forward passes, s", "round, s", "ratio")
+    columns = ("`train`", "`perturbation`", "two forward passes, s", "round, s", "ratio")
     show(f"FedMeZO on SmolLM2-135M, {count} sentences, {torch.get_num_threads()} threads, median of 3", columns, shown)
 
 

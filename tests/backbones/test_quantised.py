@@ -136,3 +136,57 @@ def test_it_is_refused_where_it_cannot_be(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(quantised, "find_spec", lambda name: None)
     with pytest.raises(HeadstartError, match=r"'nf4' needs bitsandbytes; pip install 'headstart\[quantise\]', or"):
         load_backbone(model_of(folder_of(tmp_path / "llama"), quantise="nf4"))
+
+
+@pytest.mark.parametrize("name", ["llama", "mt5"])
+def test_matrices_are_held_in_bfloat16_and_nothing_else(name: str, tmp_path: Path) -> None:
+    place = folder_of(tmp_path / name, name)
+    plain, found = load_backbone(model_of(place)), load_backbone(model_of(place, quantise="bfloat16"))
+    half = {n for n, each in found.core.named_parameters() if each.dtype == torch.bfloat16}
+    assert {each.dtype for each in found.core.parameters()} == {torch.bfloat16, torch.float32}
+    linear = {n for n, each in plain.core.named_modules() if isinstance(each, torch.nn.Linear) and n != "lm_head"}
+    assert half == {f"{each}.weight" for each in linear}
+    for each in half:
+        assert torch.equal(found.core.get_parameter(each), plain.core.get_parameter(each).bfloat16())
+    np.testing.assert_allclose(scores(found, TEXTS), scores(plain, TEXTS), atol=0.1)
+    assert found.fingerprint() != plain.fingerprint()
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fedmezo"])
+def test_small_modules_train_in_float32_on_bfloat16(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lr = 0.05 if method == "fedmezo" else 0.5
+    table = recipe_of(tmp_path, method=method, train="lora", lr=lr, rounds=3).model_dump(mode="json", exclude_none=True)
+    table["model"]["quantise"] = "bfloat16"
+    recipe = Recipe.parse({key: table[key] for key in ("data", "model", "stages")})
+    run(recipe, tmp_path / "run")
+    first, *_, last = lines(tmp_path / "run")
+    assert last["loss"] != first["loss"] if method == "fedmezo" else last["loss"] < first["loss"]
+    model = Exported.load(tmp_path / "run")
+    values = model.store.module_values()
+    assert {each.dtype for each in values.values()} == {np.dtype(np.float32)}
+    moved = [each for name, each in values.items() if ".lora_B." in name]
+    assert any((each != torch.from_numpy(each).bfloat16().float().numpy()).any() for each in moved)
+    arrays = model.store.arrays()
+    assert {each.dtype for each in arrays.values()} == {np.dtype(np.float32)}
+    write_text(tmp_path / "new.txt", "the cat sat\nvery good bad film\nthe dog")
+    found = model.predict([tmp_path / "new.txt"])
+    export(tmp_path / "run", tmp_path / "out")
+    monkeypatch.chdir(tmp_path / "out")
+    body: Any = transformers.AutoModelForCausalLM.from_pretrained("body", dtype=torch.float32)
+    body = PeftModel.from_pretrained(body, ".").eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained("body")
+    words = [VOCABULARY.index(word) for word in SHORT]
+    for text, row in zip(found.inputs, found.probabilities, strict=True):
+        with torch.inference_mode():
+            logits = body(**tokenizer(PROMPT.replace("{text}", text), return_tensors="pt")).logits[0, -1, words]
+        np.testing.assert_allclose(logits.softmax(0), row, atol=0.03)  # products in float32, and in bfloat16
+
+
+def test_a_checkpoint_in_bfloat16_is_float32_where_nobody_asks_for_less(tmp_path: Path) -> None:
+    place = folder_of(tmp_path / "llama")
+    network = transformers.AutoModelForCausalLM.from_pretrained(place).bfloat16()
+    network.save_pretrained(place)
+    found = load_backbone(model_of(place))
+    assert {each.dtype for each in found.core.parameters()} == {torch.float32}

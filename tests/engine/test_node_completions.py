@@ -78,3 +78,48 @@ def test_nodes_learn_to_complete_as_clients_in_process_do(stage: dict[str, Any],
             with (tmp_path / name / "clients.csv").open() as file:
                 both.append([float(row["perplexity"]) for row in csv.DictReader(file)])
         assert both[0] == pytest.approx(both[1], rel=1e-4)
+
+
+MEMBERS = {"a": "on", "b": "on", "c": "back", "d": "back"}
+CHOICES = {"on": ("film : {text} :", ["good", "bad"]), "back": ("the {text} very", ["good", "very bad", "very very"])}
+
+
+@pytest.mark.parametrize("secure", [False, True])
+@pytest.mark.parametrize("kind", ["choose", "generate"])
+def test_nodes_of_two_tasks_train_modules_as_clients_in_process_do(kind: str, secure: bool, tmp_path: Path) -> None:
+    folder_of(tmp_path / "model")
+    members = MEMBERS | ({"e": "on", "f": "back"} if secure else {})
+    for split, count in (("train", 24), ("test", 9)):
+        for task in CHOICES:
+            pairs = (PAIRS if task == "on" else [(b, a or "the") for a, b in PAIRS]) * 5
+            rows = [{"prompt": p, "completion": c} for p, c in pairs[:count]]
+            if kind == "choose":
+                classes = len(CHOICES[task][1])
+                rows = [{"text": p or "the", "label": n % classes} for n, (p, _) in enumerate(pairs[:count])]
+            names = [name for name, its in members.items() if its == task]
+            mine = {name: rows[place :: len(names)] for place, name in enumerate(names)}
+            for name, own in mine.items():
+                write_pairs(tmp_path / "silos" / name, split, own)
+            write_pairs(tmp_path / task, split, [row | {"who": name} for name, own in mine.items() for row in own])
+    here, there = [], []
+    for task, (prompt, words) in CHOICES.items():
+        more = {"prompt": prompt, "label_words": words, "classes": [*range(len(words))]} if kind == "choose" else {}
+        data = {"client_column": "who", "partition": {"kind": "natural", "test": "follow"}}
+        here.append({"name": task, "dataset": str(tmp_path / task), **data, **more})
+        there.append({"name": task, "dataset": "x", **more})
+    stage = {"method": "fedyolo", "train": "lora", "rank": 2, "lr": 0.1, "batch_size": 4, "rounds": 2, "secure": secure}
+    table = {
+        "model": {"backbone": str(tmp_path / "model"), "task": kind, "samples": 0},
+        "stages": [stage | ({"hide_task": True} if secure else {})],
+    }
+    run(Recipe.parse(table | {"tasks": here}), tmp_path / "here")
+    names = tuple(sorted(members, key=lambda name: (members[name] != "on", name)))
+    grid = Folders(Recipe.parse(table | {"tasks": there}), tmp_path / "silos", tmp_path / "state", None, names)
+    grid.tasks = members
+    serve(grid, tmp_path / "there")
+    assert_same_models(tmp_path / "here", tmp_path / "there", 1)
+    what = "perplexity" if kind == "generate" else "accuracy"
+    for one, other in zip(lines(tmp_path / "here")[1:], lines(tmp_path / "there"), strict=True):
+        assert other[what] == pytest.approx(one[what], rel=1e-5)
+        for task in CHOICES:
+            assert other["tasks"][task]["loss"] == pytest.approx(one["tasks"][task]["loss"], rel=1e-5)

@@ -111,6 +111,31 @@ def test_directions_are_standard_normal_and_nearly_orthogonal() -> None:
     assert np.abs(np.corrcoef(blocks) - np.eye(3)).max() < 5 / np.sqrt(BLOCK)
 
 
+def signs_by_hand(seed: int, number: int, name: str, size: int) -> np.ndarray:
+    """+1 for a bit that is set, the lowest bit of a word first; Philox with a key for every 2¹⁶ words of 64 bits."""
+    parts, words = [], -(-size // 64)
+    for block in range(-(-words // 65_536)):
+        digest = hashlib.blake2b(f"signs/{seed}/{number}/{name}/{block}".encode(), digest_size=16).digest()
+        generator = np.random.Philox(key=np.frombuffer(digest, "<u8"))
+        parts.append(generator.random_raw(min(65_536, words - block * 65_536)))
+    found = np.concatenate(parts)[:, None] >> np.arange(64, dtype=np.uint64) & np.uint64(1)
+    return np.where(found.reshape(-1)[:size] == 1, np.float32(1), np.float32(-1))
+
+
+@pytest.mark.parametrize("size", [1, 8, 9, 65, 65_536 * 64 + 3])
+def test_signs_are_those_of_philox_and_do_not_depend_on_threads(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    many, more = (directions.signs(5, number, "body.wide", size) for number in (1, 2))
+    with ThreadPoolExecutor(1) as one:
+        monkeypatch.setattr(directions, "_pool", lambda: one)
+        np.testing.assert_array_equal(directions.signs(5, 1, "body.wide", size), many)
+    found = np.unpackbits(many, count=size, bitorder="little").astype(np.float32) * 2 - 1
+    np.testing.assert_array_equal(found, signs_by_hand(5, 1, "body.wide", size))
+    if size > 1000:
+        assert abs(found.mean()) < 5 / np.sqrt(size)
+        other = np.unpackbits(more, count=size, bitorder="little") * 2.0 - 1
+        assert abs(found @ other / size) < 5 / np.sqrt(size)
+
+
 # ---------------------------------------------------------------------------------------------------------- tiny bodies
 
 

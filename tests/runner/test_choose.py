@@ -19,7 +19,7 @@ from headstart.export import Model, export
 from headstart.export.replay import replay
 from headstart.modules import LocalModel
 from headstart.runner import run
-from headstart.solvers.directions import direction
+from headstart.solvers.directions import direction, signs
 from headstart.solvers.objective import learning_rate
 from tests.backbones.test_language import LONG, PROMPT, SHORT, VOCABULARY, folder_of
 from tests.methods.test_bodies import Plain, backbone_of
@@ -111,9 +111,55 @@ def test_fedmezo_is_mezo_on_the_pooled_data(
         assert (found[name] - start[name]).abs().max() > 1e-3
 
 
+def test_signs_are_directions_of_mezo_on_the_pooled_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kept in memory or drawn anew, over one client or four, and beside a loop that moves the whole model at once."""
+    stage: dict[str, Any] = {"perturbation": "rademacher", "rounds": 2, "epsilon": 1e-3, "num_directions": 2}
+    recipe = recipe_of(tmp_path, SHORT, clients=4, **stage)
+    run(recipe, tmp_path / "four")
+    run(recipe_of(tmp_path, SHORT, clients=1, **stage), tmp_path / "one")
+    monkeypatch.setattr("headstart.solvers.zeroth._ROOM", 0)
+    run(recipe, tmp_path / "anew")
+    from safetensors.torch import load_file
+
+    four, one, anew = (load_file(tmp_path / each / "model" / "model.safetensors") for each in ("four", "one", "anew"))
+    dataset = Federation.of(recipe).dataset
+    backbone = ModelStore(recipe.model, dataset).backbone
+    assert backbone is not None
+    names = dict(backbone.core.named_parameters())
+    batch = backbone.transform.collate([backbone.transform(text, "x") for text in dataset.train.raw(0, 1000)])
+    labels = torch.from_numpy(dataset.train.labels)
+    with torch.no_grad():
+        for round in range(2):
+            seed = int(np.random.default_rng([0x5EED, recipe.seed, 0, round]).integers(2**31))
+            slopes, steps = [], []
+            for number in range(2):
+                step = {n: _signs(seed, number, f"body.{n}", p) for n, p in names.items()}
+                losses = []
+                for factor in (1e-3, -2e-3):
+                    for name, parameter in names.items():
+                        parameter.data += factor * step[name]
+                    losses.append(float(torch.nn.functional.cross_entropy(backbone.body(*batch), labels)))
+                for name, parameter in names.items():
+                    parameter.data += 1e-3 * step[name]
+                slopes.append((losses[0] - losses[1]) / 2e-3)
+                steps.append(step)
+            for name, parameter in names.items():
+                parameter.data -= 1e-2 * sum(g * step[name] for g, step in zip(slopes, steps, strict=True)) / 2
+    for name, parameter in names.items():
+        assert torch.equal(four[name], anew[name])
+        assert torch.allclose(four[name], one[name], atol=1e-5)
+        assert torch.allclose(four[name], parameter, atol=2e-4)
+
+
+def _signs(seed: int, number: int, name: str, parameter: torch.Tensor) -> torch.Tensor:
+    bits = np.unpackbits(signs(seed, number, name, parameter.numel()), count=parameter.numel(), bitorder="little")
+    return torch.from_numpy(bits.astype(np.float32) * 2 - 1).view(parameter.shape)
+
+
+@pytest.mark.parametrize("perturbation", ["gaussian", "rademacher"])
 @pytest.mark.parametrize("train", ["all", "norms", "lora", "prefix"])
-def test_a_log_gives_the_model_again_to_the_bit(train: str, tmp_path: Path) -> None:
-    recipe = recipe_of(tmp_path, LONG, train=train, num_directions=2)
+def test_a_log_gives_the_model_again_to_the_bit(train: str, perturbation: str, tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path, LONG, train=train, num_directions=2, perturbation=perturbation)
     run(recipe, tmp_path / "run")
     assert replay(tmp_path / "run", tmp_path / "again") == []
 

@@ -4,7 +4,7 @@ from headstart.backbones.backbone import Backbone, moved, run_body, some, taken,
 from headstart.backbones.extract import embed, embed_rows, extract
 from headstart.backbones.inputs import Inputs
 from headstart.backbones.prefix import Prefix, Prefixed, evaluating
-from headstart.backbones.registry import BACKBONES, load_backbone, register_backbone
+from headstart.backbones.registry import BACKBONES, load_backbone, load_backbones, register_backbone
 
 __all__ = [
     "BACKBONES",
@@ -17,6 +17,7 @@ __all__ = [
     "evaluating",
     "extract",
     "load_backbone",
+    "load_backbones",
     "moved",
     "register_backbone",
     "run_body",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import pickle
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +45,8 @@ class Backbone:
     task: Literal["classify", "choose", "generate"] = "classify"
     """"choose": the classes are words of the model itself, and the head that reads them off is not to be trained.
     "generate": features [B, 2] are the negative log-likelihood of a completion and the number of its tokens."""
+    under: Callable[[Model], Backbone] | None = None
+    """Of a model that chooses: itself under the prompt and the label words of another task, on the same network."""
 
     @property
     def by_batch(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,14 @@ def cloze(place: str, model: Model, name: str) -> Backbone:
         )
     except (OSError, ValueError, ImportError, KeyError, RuntimeError) as error:
         raise cannot_load(name, error) from None
+    return _asking(as_floats(network, how_to_load(model)), network.get_output_embeddings(), tokenizer, name, model)
+
+
+def _asking(network: Any, vocabulary: Any, tokenizer: Any, name: str, model: Model) -> Backbone:
+    """A masked network that is there already, under the prompt and the label words of a model.
+
+    vocabulary: the layer that reads words off its states, which the body goes without.
+    """
     assert model.prompt is not None
     assert model.label_words is not None
     words = [tokenizer(" " + word, add_special_tokens=False)["input_ids"] for word in model.label_words]
@@ -98,15 +107,16 @@ def cloze(place: str, model: Model, name: str) -> Backbone:
         raise HeadstartError(
             f"model.label_words: {', '.join(long)} are not single tokens of {name}'s vocabulary; choose shorter words"
         )
-    vocabulary, ids = network.get_output_embeddings(), [first for (first,) in words]
+    ids = [first for (first,) in words]
     weight = vocabulary.weight.detach()[ids].float().numpy()
     bias = np.zeros(len(ids), np.float32) if vocabulary.bias is None else vocabulary.bias.detach()[ids].float().numpy()
-    body = _Cloze(as_floats(network), tokenizer.mask_token_id)
+    body = _Cloze(network, tokenizer.mask_token_id)
     positions = getattr(network.config, "max_position_embeddings", None) or model.max_tokens
     transform = TextTransform(tokenizer, min(model.max_tokens, tokenizer.model_max_length, positions), model.prompt)
     key = f"cloze {model.prompt} {transform.max_tokens} {hashed(sorted(tokenizer.get_vocab().items()))}"
-    words_head = weight, bias
-    return Backbone(name, "text", weight.shape[1], body, network, transform, key, False, words_head, model.task)
+    under = partial(_asking, network, vocabulary, tokenizer, name)
+    head = weight, bias
+    return Backbone(name, "text", weight.shape[1], body, network, transform, key, False, head, model.task, under)
 
 
 def hugging_face(place: str, model: Model, name: str) -> Backbone:
@@ -136,7 +146,7 @@ def hugging_face(place: str, model: Model, name: str) -> Backbone:
                 raise HeadstartError(f"its weights are of another network: they lack {some(lacking)}")
         if config.is_encoder_decoder:  # what it makes of a text, before it answers
             encoder = encoder.get_encoder()
-        encoder = as_floats(encoder)
+        encoder = as_floats(encoder, how_to_load(model))
         image = encoder.main_input_name == "pixel_values"
         tokenizer = None if image else transformers.AutoTokenizer.from_pretrained(place, trust_remote_code=False)
         settings = _settings(place, "preprocessor_config.json" if image else "1_Pooling/config.json")

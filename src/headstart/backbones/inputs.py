@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -39,9 +39,18 @@ class Inputs:
     With a prefix, batches carry the states behind it. They hold for as long as the body keeps the prefix's weights.
     """
 
-    def __init__(self, backbone: Backbone, examples: Examples, what: str, prefix: Prefix | None = None) -> None:
-        self._backbone, self._examples, self._what = backbone, examples, what
-        self._transform = backbone.transform
+    def __init__(
+        self,
+        backbone: Backbone,
+        examples: Examples,
+        what: str,
+        prefix: Prefix | None = None,
+        others: Sequence[Backbone] = (),
+    ) -> None:
+        """others: the backbone as further tasks see it, where the examples are those of several, one after the
+        other."""
+        self._views = (backbone, *others)
+        self._examples, self._what = examples, what
         self._prepared: dict[int, Any] = {}
         self._room = _ROOM
         self._prefix, self._states = prefix, StateFile()
@@ -67,9 +76,14 @@ class Inputs:
         lengths = [len(value) for row in rows for value in self._prepare([int(row)]).values()]
         return np.argsort(np.array(lengths, np.int64), kind="stable")
 
+    def _view(self, row: int) -> Backbone:
+        """The backbone as it reads this example."""
+        (part,) = self._examples.parts(np.array([row])) if len(self._views) > 1 else (0,)
+        return self._views[part]
+
     def _ready(self, rows: Ints) -> _Ready:
         values = self._prepare([int(row) for row in rows])
-        batch = self._transform.collate([values[int(row)] for row in rows])
+        batch = self._view(int(rows[0])).transform.collate([values[int(row)] for row in rows])
         return _Ready(rows, values, batch, {row: self._states.read(row) for row in values if row in self._states})
 
     def _completed(self, ready: _Ready) -> tuple[Tensor, ...]:
@@ -80,7 +94,8 @@ class Inputs:
             if row not in self._states:
                 # Alone: in a batch, an example's last digits would depend on who comes with it, and a run that was
                 # resumed would differ from one that was not. On a CPU it takes less than twice the time, once.
-                (states,) = self._prefix.states(self._transform.collate([ready.values[row]]))
+                view = self._view(row)
+                (states,) = self._prefix.states(view.transform.collate([ready.values[row]]), view.body)
                 self._states.write(row, states.cpu().numpy())
             ready.states[row] = self._states.read(row)
         each = [ready.states[int(row)] for row in ready.rows]
@@ -96,9 +111,9 @@ class Inputs:
         raw = self._examples.take(np.array(missing, np.int64)).raw(0, len(missing)) if missing else []
         try:
             named = zip(missing, raw, strict=True)
-            new = {row: self._transform(value, f"{self._what}: example {row}") for row, value in named}
+            new = {row: self._view(row).transform(value, f"{self._what}: example {row}") for row, value in named}
         except HeadstartError as error:
-            raise all_unreadable(self._backbone, self._examples, self._what, error) from None
+            raise all_unreadable(self._views[0], self._examples, self._what, error) from None
         for row, value in new.items():
             if value.nbytes <= self._room:
                 self._room -= value.nbytes

@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -172,9 +173,13 @@ def _among(model: Any, tokens: Tensor | None) -> Iterator[Tensor | None]:
 
 def choice(place: str, model: Model, name: str) -> Backbone:
     """A causal or sequence-to-sequence model under a prompt; its features are the candidates' log-likelihoods."""
+    return _choosing(*language_model(place, name, how_to_load(model)), name, model)
+
+
+def _choosing(network: Any, tokenizer: Any, name: str, model: Model) -> Backbone:
+    """A network that is there already, under the prompt and the label words of a model."""
     assert model.prompt is not None
     assert model.label_words is not None
-    network, tokenizer = language_model(place, name, how_to_load(model))
     seq2seq = bool(network.config.is_encoder_decoder)
     candidates = [continuation(tokenizer, model.prompt, word, seq2seq) for word in model.label_words]
     if empty := [word for word, ids in zip(model.label_words, candidates, strict=True) if not ids]:
@@ -188,7 +193,8 @@ def choice(place: str, model: Model, name: str) -> Backbone:
     count = len(candidates)
     head = np.eye(count, dtype=np.float32), np.zeros(count, np.float32)
     key = f"choice {model.prompt} {candidates} {longest} {vocabulary_key(tokenizer)}"
-    return Backbone(name, "text", count, body, network, transform, key, label_words=head, task="choose")
+    under = partial(_choosing, network, tokenizer, name)
+    return Backbone(name, "text", count, body, network, transform, key, False, head, "choose", under)
 
 
 def generator(place: str, model: Model, name: str) -> Backbone:
@@ -226,7 +232,7 @@ def language_model(place: str, name: str, how: Mapping[str, Any]) -> tuple[Any, 
             raise ValueError(f"it has no vocabulary to speak with: {', '.join(sorted(found['missing_keys'])[:3])}")
     except (OSError, ValueError, ImportError, KeyError, RuntimeError) as error:
         raise cannot_load(name, error) from None
-    return as_floats(network), tokenizer
+    return as_floats(network, how), tokenizer
 
 
 def vocabulary_key(tokenizer: Any) -> str:

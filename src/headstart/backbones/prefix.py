@@ -57,9 +57,12 @@ class Prefix:
         self._backbone, self._blocks, self._following = backbone, list(blocks), following
         self._others: int | None = None  # what a block returns beside its states, where it returns a tuple
 
-    def states(self, batch: tuple[Tensor, ...]) -> Tensor:
-        """What the body reads for a batch → the states [B, T, D] that enter the first block that is not skipped."""
-        body = self._backbone.body
+    def states(self, batch: tuple[Tensor, ...], body: nn.Module | None = None) -> Tensor:
+        """What the body reads for a batch → the states [B, T, D] that enter the first block that is not skipped.
+
+        body: another one on the same network.
+        """
+        body = body or self._backbone.body
         device = next(body.parameters()).device
         handles = [block.register_forward_hook(self._learn) for block in self._blocks]
         # Before the hooks of a module on the block: prompts are no part of the prefix.
@@ -133,9 +136,9 @@ class Prefixed(tuple[Tensor, ...]):
         return batch
 
     @classmethod
-    def of(cls, batch: tuple[Tensor, ...], prefix: Prefix) -> Prefixed:
+    def of(cls, batch: tuple[Tensor, ...], prefix: Prefix, body: nn.Module) -> Prefixed:
         """A batch with its states."""
-        return cls(batch, prefix.states(batch), prefix)
+        return cls(batch, prefix.states(batch, body), prefix)
 
 
 class StateFile:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +41,15 @@ class Entry:
     """Whether a user has added it."""
 
 
+def load_backbones(models: Sequence[Model]) -> tuple[Backbone, ...]:
+    """One network, with its weights, in evaluation mode, under the prompt and the words of each of some models."""
+    first = load_backbone(models[0])
+    asked = {"{mask}" in (model.prompt or "") for model in models}
+    if len(asked) > 1 or (len(models) > 1 and first.under is None):
+        raise HeadstartError("tasks: one model answers all prompts: write {mask} in each of them, or in none")
+    return first, *(first.under(model) for model in models[1:] if first.under)
+
+
 def load_backbone(model: Model) -> Backbone:
     """The backbone that a recipe names, with its weights, in evaluation mode."""
     with torch.random.fork_rng():
@@ -48,7 +57,7 @@ def load_backbone(model: Model) -> Backbone:
         backbone = _build(model.backbone, model)
     if model.quantise and not is_quantised(backbone.core):
         raise HeadstartError(
-            f"model.quantise: {model.backbone} is no network of transformers that bitsandbytes rounds; leave it out"
+            f"model.quantise: {model.backbone} is no network of transformers with matrices to be rounded; leave it out"
         )
     if model.prompt and getattr(backbone.transform, "prompt", None) is None:
         raise HeadstartError(f"model.prompt: {model.backbone} is no network of transformers for texts; leave it out")

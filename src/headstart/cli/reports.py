@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,8 +12,8 @@ from headstart.cli.shared import Imports, RecipeFile, Settings, check_new_file, 
 from headstart.errors import HeadstartError
 
 if TYPE_CHECKING:
-    from headstart.config.recipe import Model
-    from headstart.data import Dataset
+    from headstart.config.recipe import Recipe
+    from headstart.data import Federation
 
 
 def report(
@@ -74,7 +74,7 @@ def partition(
     federation = Federation.of(given)
     dataset = federation.dataset
     if show:
-        _show_texts(given.model, dataset, show)
+        _show_texts(given, federation, show)
     if dataset.target != "classes":
         if out is not None:
             raise HeadstartError(f"--out {out}: a heat map is one of classes, and these data have none; leave it out")
@@ -89,17 +89,21 @@ def partition(
         print(f"heat map: {out}")
 
 
-def _show_texts(model: Model, dataset: Dataset, count: int) -> None:
-    """Print some training texts as the model reads them, cut as it cuts them, and what it is to answer."""
-    from headstart.backbones import load_backbone
-    from headstart.backbones.transforms import TextTransform
+def _show_texts(recipe: Recipe, federation: Federation, count: int) -> None:
+    """Print some training texts of each task as the model reads them, cut as it cuts them, and what it is to answer."""
+    from headstart.backbones import load_backbones
 
+    dataset, models = federation.dataset, recipe.models
     if dataset.kind != "text":
         raise HeadstartError(f"--show: it shows texts as the model reads them, and these data are {dataset.kind}s")
-    transform, words = load_backbone(model).transform, model.label_words
-    assert isinstance(transform, TextTransform)
-    values = dataset.train.raw(0, min(count, len(dataset.train)))
-    for number, (value, label) in enumerate(zip(values, dataset.train.labels, strict=False)):
-        read, said = transform.shown(value, f"training example {number}")
-        answer = said or (words or dataset.classes)[label]
-        print(f"{read}\n  → {answer}\n")
+    views, names = load_backbones(models), federation.class_names
+    for task, name in enumerate(federation.tasks):
+        if len(federation.tasks) > 1:
+            print(f"{name}\n")
+        rows = federation.examples_of(task, "train")[:count]
+        labels = dataset.train.labels[rows] - federation.classes_of(task).start
+        transform: Any = views[task if len(views) > 1 else 0].transform
+        words = recipe.model_of(task).label_words or names[task]
+        for number, (value, label) in enumerate(zip(dataset.train.take(rows).raw(0, count), labels, strict=True)):
+            read, said = transform.shown(value, f"training example {number}")
+            print(f"{read}\n  → {said or words[label]}\n")

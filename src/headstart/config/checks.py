@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from headstart.config.recipe import PARTITIONS, WITHOUT_CLASSES, Dirichlet, by_classes
@@ -37,6 +37,7 @@ def contradictions(table: Mapping[str, Any]) -> list[str]:
         problems += [f"{where}.{problem}" for problem in found]
     model = table.get("model")
     problems += _of_model(model, bool(tasks)) if isinstance(model, dict) else []
+    problems += _of_prompts(given, model.get("task") == "choose" if isinstance(model, dict) else False)
     has_body = not isinstance(model, dict) or model.get("backbone") != "features"
     quantised = isinstance(model, dict) and bool(model.get("quantise"))
     data = table.get("data")
@@ -49,9 +50,8 @@ def contradictions(table: Mapping[str, Any]) -> list[str]:
             problems += [f"stages.{number}.{problem}" for problem in _untimed(stage, "clients" in table)]
             problems += [f"stages.{number}{problem}" for problem in _of_stage(number, stage, has_body, bool(tasks))]
             problems += [f"stages.{number}{problem}" for problem in _unrounded(stage)] if quantised else []
-            problems += (
-                [f"stages.{number}{problem}" for problem in _headless(stage, task)] if task != "classify" else []
-            )
+            headless = _headless(stage, task, bool(tasks)) if task != "classify" else []
+            problems += [f"stages.{number}{problem}" for problem in headless]
     return problems
 
 
@@ -61,7 +61,10 @@ def _of_model(model: Mapping[str, Any], tasks: bool) -> list[str]:
     if isinstance(shades := model.get("pixel_range"), list | tuple) and len(set(shades)) == 1:
         problems.append("model.pixel_range: give two values, of black and of white; they are the same")
     if tasks and "label_words" in model:
-        problems.append("model.prompt: a prompt's label words are those of one task; give [data] instead of [[tasks]]")
+        problems.append(
+            "model.label_words: they are those of one task; with task = 'choose', give a prompt and label_words in "
+            "each of the [[tasks]]"
+        )
     if model.get("quantise") and "weights" in model:
         problems.append("model.weights: weights of few bits come with the backbone; leave it out, or quantise")
     if model.get("task", "classify") != "classify" and "weights" in model:
@@ -71,9 +74,9 @@ def _of_model(model: Mapping[str, Any], tasks: bool) -> list[str]:
         problems += [
             f"model.{key}: with task = 'generate', {why}; leave it out" for key, why in generates if key in model
         ]
-        if tasks:
-            problems.append("model.task: to generate is one task; give [data] instead of [[tasks]]")
         return problems
+    if chooses and tasks:
+        return [*problems, *(["model.prompt: with several tasks, give each its own"] if "prompt" in model else [])]
     if chooses and not {"prompt", "label_words"} <= model.keys():
         problems.append("model.task: to choose, a model needs a prompt, and label_words to choose from; give both")
     elif ("prompt" in model) < ("label_words" in model) or ("{mask}" in str(prompt)) > ("label_words" in model):
@@ -90,7 +93,22 @@ def _of_model(model: Mapping[str, Any], tasks: bool) -> list[str]:
     return problems
 
 
-def _headless(stage: Mapping[str, Any], task: Any) -> list[str]:
+def _of_prompts(tasks: Sequence[Any], chooses: bool) -> list[str]:
+    """What is wrong with the prompts of several tasks."""
+    problems = []
+    for number, task in enumerate(tasks):
+        given = {"prompt", "label_words"} & task.keys() if isinstance(task, dict) else set[str]()
+        prompt = task.get("prompt") if isinstance(task, dict) else None
+        if given and not chooses:
+            problems.append(f"tasks.{number}: a prompt and label_words are for model.task = 'choose'; leave them out")
+        elif chooses and len(given) < 2:
+            problems.append(f"tasks.{number}: to choose, a task needs a prompt, and label_words to choose from")
+        elif isinstance(prompt, str) and (prompt.count("{mask}") > 1 or "{text}" not in prompt):
+            problems.append(f"tasks.{number}.prompt: write {{text}} where the text goes, and {{mask}} at most once")
+    return problems
+
+
+def _headless(stage: Mapping[str, Any], task: Any, tasks: bool) -> list[str]:
     """What a stage asks of a head, where the model answers in words; problems begin with the key they are about."""
     problems, kind = [], STAGES.get(str(stage.get("method")))
     key = "update" if stage.get("method") == "personalise" else "train"
@@ -104,6 +122,8 @@ def _headless(stage: Mapping[str, Any], task: Any) -> list[str]:
         problems.append(".method: personalise goes by accuracy, and there is none; use local-only or fedsa-lora")
     if kind and task == "generate" and not kind.trains:
         problems.append(f".method: {stage['method']} computes a head, and a model that generates has none; use fedavg")
+    elif kind and tasks and not kind.trains:
+        problems.append(f".method: {stage['method']} computes heads on what all tasks read alike; use fedyolo")
     if task == "generate" and (stage.get("keep") == "best" or "patience" in stage):
         problems.append(": keep = 'best' and patience go by accuracy, and there is none; leave them out")
     return problems

@@ -162,6 +162,10 @@ class Task(Data):
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
     """Names the task's files and clients."""
+    prompt: str | None = None
+    """With model.task = "choose": the task's own prompt, as model.prompt is that of a single one."""
+    label_words: Annotated[tuple[str, ...], Field(strict=False)] | None = None
+    """With model.task = "choose": the words that stand for the task's classes, in their order."""
 
 
 class Model(Table):
@@ -195,9 +199,10 @@ class Model(Table):
     label_words, features are those of the prompt with its text: of a causal model, the state that it goes on from."""
     label_words: Annotated[tuple[str, ...], Field(strict=False)] | None = None
     """The word, or words, that stand for each class, in the order of the classes."""
-    quantise: Literal["int8", "nf4"] | None = None
-    """Keep the matrices of a network of `transformers` in eight or four bits, where they stay frozen: LLM.int8() or
-    QLoRA's NormalFloat, through `bitsandbytes`. Modules and heads on it train in float32."""
+    quantise: Literal["bfloat16", "int8", "nf4"] | None = None
+    """Keep the matrices of a network of `transformers` in sixteen, eight or four bits, where they stay frozen: as
+    bfloat16, or by LLM.int8() or QLoRA's NormalFloat, through `bitsandbytes`. Modules and heads on it train in
+    float32."""
     samples: NonNegativeInt = 10
     """With task = "generate": test prompts that are completed before and after each stage, for the report and
     `samples.csv`; exact match and ROUGE-L are over them."""
@@ -326,6 +331,18 @@ class Recipe(Table):
     def task_names(self) -> tuple[str, ...]:
         """Of its tasks, in their order."""
         return tuple(task.name for task in self.tasks) or (ONE_TASK,)
+
+    @property
+    def models(self) -> tuple[Model, ...]:
+        """The model of each task: one, which all share, or one under the prompt and the label words of each."""
+        if not self.tasks or self.model.task != "choose":
+            return (self.model,)
+        own = [{"prompt": task.prompt, "label_words": task.label_words} for task in self.tasks]
+        return tuple(self.model.model_copy(update=each) for each in own)
+
+    def model_of(self, task: int) -> Model:
+        """The model of a task, by its number."""
+        return self.models[task if len(self.models) > 1 else 0]
 
     def task_number(self, name: str) -> int:
         """The number of a node's task by its name, which is empty where there is one task."""

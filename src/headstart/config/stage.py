@@ -192,6 +192,9 @@ class ZerothOrderStage(Plain, RoundKeys):
     """How far a probe goes along a direction, both ways."""
     num_directions: PositiveInt = 1
     """Directions, and so scalars, of a step."""
+    perturbation: Literal["gaussian", "rademacher"] = "gaussian"
+    """What directions are drawn from: normal numbers, as in MeZO, or signs, +1 and −1 (Spall's SPSA), a bit for each
+    parameter in the place of four bytes: drawn once a round whatever the model."""
 
 
 class LocalStage(Plain, SGDKeys):

@@ -84,6 +84,11 @@ class Examples:
             return list(batch[self.columns[0]])
         return list(zip(*(batch[column] for column in self.columns), strict=True))
 
+    def parts(self, index: Ints) -> Ints:
+        """Of several splits one after the other: the number of the one that each of these examples [n] is from."""
+        joined = isinstance(self.source, Joined)
+        return self.source.parts_of(self.rows[index]) if joined else np.zeros(len(index), np.int64)
+
     @cached_property
     def digests(self) -> npt.NDArray[np.uint8]:
         """A hash [n, 16] of each input: the same contents have the same features, wherever they lie."""
@@ -106,10 +111,18 @@ class Joined:
 
     parts: tuple[Examples, ...]
 
+    @cached_property
+    def _stops(self) -> Ints:
+        """Behind the last position of each part."""
+        return np.cumsum([len(part) for part in self.parts])
+
+    def parts_of(self, rows: Ints) -> Ints:
+        """The number of the part that each position [n] is in."""
+        return np.searchsorted(self._stops, rows, side="right")
+
     def raw(self, rows: Ints) -> list[Any]:
         """Undecoded inputs at these positions, in their order."""
-        stops = np.cumsum([len(part) for part in self.parts])
-        owners = np.searchsorted(stops, rows, side="right")
+        stops, owners = self._stops, self.parts_of(rows)
         values: list[Any] = [None] * len(rows)
         for number, part in enumerate(self.parts):
             mine = np.flatnonzero(owners == number)

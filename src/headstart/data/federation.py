@@ -44,7 +44,9 @@ class Federation:
             return cls.of_data(recipe.data, recipe.seed, recipe.model.task == "generate", given)
         if given is not None:
             raise HeadstartError("data: several tasks have data each; name them in the recipe's [[tasks]]")
-        return cls._joined([cls.of_data(task, recipe.seed) for task in recipe.tasks], [t.name for t in recipe.tasks])
+        unlabelled = recipe.model.task == "generate"
+        parts = [cls.of_data(task, recipe.seed, unlabelled) for task in recipe.tasks]
+        return cls._joined(parts, [task.name for task in recipe.tasks])
 
     @classmethod
     def of_data(cls, data: Data, seed: int, unlabelled: bool = False, given: Any = None) -> Federation:

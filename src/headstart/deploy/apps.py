@@ -101,7 +101,7 @@ def _known(recipe: Recipe, test: str | None) -> dict[str, Any]:
     if recipe.model.backbone != "features":
         from headstart.backbones import load_backbone
 
-        return {"weights": load_backbone(recipe.model).weights_digest()}
+        return {"weights": load_backbone(recipe.model_of(0)).weights_digest()}
     if test is None:
         return {}
     return {"dim": Federation.apart(recipe, (), np.zeros(0, np.int64), 0, test).dataset.test.dim}

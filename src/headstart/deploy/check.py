@@ -225,7 +225,9 @@ class NodeCheck:
 
     @cached_property
     def _store(self) -> ModelStore:
-        return ModelStore(self.recipe.model, self._silo[0].dataset)
+        federation = self._silo[0]
+        task = self.recipe.task_names.index(federation.tasks[0])
+        return ModelStore(self.recipe.model_of(task), federation.dataset)
 
     def _room(self) -> int:
         """Bytes of the features that are to be computed; 0 where they cannot be."""

@@ -60,8 +60,10 @@ class ModelStore:
         dataset: Dataset | None,
         keep_pretrained: bool = False,
         owners: Mapping[str, Ints | None] | None = None,
+        others: Sequence[Model] = (),
     ) -> None:
-        """owners: by split, who holds each example, where that is known."""
+        """owners: by split, who holds each example, where that is known; others: the same network for further tasks,
+        each under a prompt of its own."""
         self._data, self._owners = dataset, owners or {}
         if dataset is not None and (dataset.kind == "features") != (model.backbone == "features"):
             kind = "already features" if dataset.kind == "features" else f"{dataset.kind}s, not features"
@@ -78,10 +80,11 @@ class ModelStore:
         self._features: dict[str, Features] = {}
         self._inputs: dict[str, Inputs] = {}
         if model.backbone != "features":
-            from headstart.backbones import load_backbone
+            from headstart.backbones import load_backbones
             from headstart.modules import LocalModel
 
-            self.model = LocalModel(load_backbone(model))
+            first, *rest = load_backbones((model, *others))
+            self.model = LocalModel(first, others=rest)
             if keep_pretrained:
                 self._versions[PRETRAINED] = Version(PRETRAINED, "aggregate", self._copied())
 
@@ -94,6 +97,17 @@ class ModelStore:
     def backbone(self) -> Backbone | None:
         """The backbone; None where the data are features."""
         return self.model.backbone if self.model else None
+
+    def view(self, task: int) -> Backbone | None:
+        """The backbone as a task sees it; None where the data are features."""
+        return self.model.view(task) if self.model else None
+
+    def _view_of(self, split: str, rows: Ints | None) -> Backbone:
+        """The backbone as the task of these examples sees it."""
+        examples: Examples = getattr(self._dataset, split)
+        found = self.view(int(examples.parts(rows[:1])[0]) if rows is not None and len(rows) else 0)
+        assert found is not None
+        return found
 
     @property
     def dim(self) -> int:
@@ -124,14 +138,16 @@ class ModelStore:
 
         if not isinstance(self.backbone.transform, TextTransform):
             return 0
-        transform, examples = self.backbone.transform, self._dataset.train
-        return sum(transform.is_cut(each, f"example {n}") for n, each in enumerate(examples.raw(0, len(examples))))
+        examples = self._dataset.train
+        transforms: list[Any] = [view.transform for view in self.model.views] if self.model else []
+        which = examples.parts(np.arange(len(examples))) if len(transforms) > 1 else np.zeros(len(examples), np.int64)
+        given = enumerate(zip(which, examples.raw(0, len(examples)), strict=True))
+        return sum(transforms[part].is_cut(each, f"example {number}") for number, (part, each) in given)
 
-    def label_words(self) -> LinearHead | None:
+    def label_words(self, task: int = 0) -> LinearHead | None:
         """The head that a language model under a prompt has before any training; None for other backbones."""
-        if self.backbone is None or self.backbone.label_words is None:
-            return None
-        return LinearHead(*self.backbone.label_words)
+        view = self.view(task)
+        return None if view is None or view.label_words is None else LinearHead(*view.label_words)
 
     # ------------------------------------------------------------------------------------------- what it makes of data
 
@@ -190,18 +206,18 @@ class ModelStore:
         """Features [n, d] of a split, or of some of its examples, by the backbone as it is now, while it is trained."""
         from headstart.backbones import embed, embed_rows
 
-        assert self.backbone is not None
+        backbone = self._view_of(split, rows)
         examples, what = getattr(self._dataset, split), f"{self._dataset.name} {split}"
         owners = self._by_client(split)
         if rows is None and owners is None and not (self.model and self.model.prefix):
-            return embed(self.backbone, examples, what)
+            return embed(backbone, examples, what)
         rows = np.arange(len(examples)) if rows is None else rows
         if owners is None:
-            return embed_rows(self.backbone, self.inputs(split), rows, what)
+            return embed_rows(backbone, self.inputs(split), rows, what)
         features = np.empty((len(rows), self.dim), np.float32)
         for owner in np.unique(owners[rows]):
             mine = owners[rows] == owner
-            features[mine] = embed_rows(self.backbone, self.inputs(split), rows[mine], what)
+            features[mine] = embed_rows(backbone, self.inputs(split), rows[mine], what)
         return features
 
     @cached_property
@@ -220,11 +236,11 @@ class ModelStore:
         """Batches of a split, for a backbone that trains."""
         from headstart.backbones import Inputs
 
-        assert self.backbone is not None
+        assert self.model is not None
         if split not in self._inputs:
-            examples = getattr(self._dataset, split)
-            prefix = self.model.prefix if self.model else None
-            self._inputs[split] = Inputs(self.backbone, examples, f"{self._dataset.name} {split}", prefix)
+            examples, what = getattr(self._dataset, split), f"{self._dataset.name} {split}"
+            first, *others = self.model.views
+            self._inputs[split] = Inputs(first, examples, what, self.model.prefix, others)
         return self._inputs[split]
 
     def _forget(self) -> None:
@@ -294,8 +310,12 @@ class ModelStore:
 
     def arrays(self) -> Arrays:
         """Parameters and buffers of the backbone as it is now, under the names that its checkpoints use."""
+        import torch
+
         assert self.model is not None
-        return {name: tensor.detach().cpu().contiguous().numpy() for name, tensor in self.model.state().items()}
+        state = {name: tensor.detach().cpu().contiguous() for name, tensor in self.model.state().items()}
+        # Arrays have no bfloat16; back in the tensor, the value is the same.
+        return {n: (each.float() if each.dtype == torch.bfloat16 else each).numpy() for n, each in state.items()}
 
     def _copied(self) -> Arrays:
         return {name: array.copy() for name, array in self.arrays().items()}

@@ -78,7 +78,7 @@ class Node:
             if self.recipe.model.backbone != "features":
                 from headstart.backbones import load_backbone
 
-                found["weights"] = load_backbone(self.recipe.model).weights_digest()
+                found["weights"] = load_backbone(self.recipe.model_of(0)).weights_digest()
             self.limits.check(self.recipe, self.recipe_digest)
             with self.ledger.locked():
                 self.enter("join", **found)

@@ -83,7 +83,7 @@ class NodeStage:
     ) -> NodeStage:
         """A stage by its setup; limited: the recipe within the limits of the node's owner."""
         owners = {"train": federation.owners, "test": federation.test_owners}
-        store = ModelStore(recipe.model, federation.dataset, owners=owners)
+        store = ModelStore(recipe.model_of(setup.task), federation.dataset, owners=owners)
         target, stage = federation.dataset.target, recipe.stages[setup.number]
         method, channel = setup.method(limited, store, None if deployed else (), target)
         figures = FiguresChannel.of(stage, setup.clients, None, setup.tasks[setup.task][1], target)

@@ -151,6 +151,7 @@ class Model:
         if module is not None or file.is_file():
             made, head = _module(file)
             classes = classes if module is None else _classes_beside(file, len(head["bias"]))
+        recipe = recipe.model_copy(update={"model": recipe.model_of(list(named).index(task))})
         store = ModelStore(recipe.model, None)
         if any(name.startswith("body.") for name in own):
             weights = weights or dict(store.arrays())

@@ -91,6 +91,12 @@ class StageContext:
         clients = sum(task.population.clients for task in self.tasks)
         return self.everybody or Population(clients, sum(task.population.examples for task in self.tasks))
 
+    @property
+    def fixed_head(self) -> bool:
+        """Whether heads are the backbone's own: as wide as what it gives a task, and never trained."""
+        backbone = self.model.backbone if self.model else None
+        return backbone is not None and backbone.task != "classify"
+
     def alone(self, number: int) -> StageContext:
         """The context of one of the tasks, by its number."""
         return replace(self, tasks=(self.tasks[number],), number=number, everybody=self.population)

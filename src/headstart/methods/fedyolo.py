@@ -22,7 +22,7 @@ class FedYoloStage(TrainingStage):
     """A module and a head for each task on one frozen transformer, averaged per task (Zhang et al., 2023)."""
 
     method: Literal["fedyolo"]
-    train: Literal["lora", "adapter", "vpt"] = "lora"
+    train: Literal["lora", "adapter", "prefix", "vpt"] = "lora"
     rounds: PositiveInt = 150
     batch_size: PositiveInt | Literal["full"] = 32
     momentum: float = Field(default=0.9, ge=0, lt=1)

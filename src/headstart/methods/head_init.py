@@ -42,7 +42,7 @@ def head_start(stage: Rounds, context: StageContext) -> Params:
             )
         given = previous.parameters()
         arrays = Params({f"head.{n}": np.nan_to_num(a.astype(np.float64), neginf=mask) for n, a in given.items()})
-        if arrays.shapes != shapes:
+        if arrays.shapes != shapes and not context.fixed_head:
             raise HeadstartError(
                 f"stages.{context.seed[1]}.head_init: the earlier stage's head has other layers than this stage's; "
                 "set head_init to random, or start to another stage"

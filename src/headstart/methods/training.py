@@ -70,7 +70,7 @@ class Training(Method[TrainingState], Generic[StageT]):
         if self.plan.changes_features or self.needs_network:
             from headstart.solvers.network import Network, tensors
 
-            self.network = Network(context.model, tensors(head), stage, self.plan)
+            self.network = Network(context.model, tensors(head), stage, self.plan, context.number)
             below = Params({n: p for n, p in _values(self.network.trained).items() if not n.startswith("head.")})
             self._statistics = _values(self.network.statistics)
         given = {f"module.{name}": np.asarray(array, np.float64) for name, array in (context.task.module or {}).items()}

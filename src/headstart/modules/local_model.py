@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,13 +20,20 @@ class LocalModel:
     Nothing else writes their weights, says which of them have gradients, sets their mode, attaches or detaches.
     """
 
-    def __init__(self, backbone: Backbone | None = None, *modules: Attached) -> None:
+    def __init__(self, backbone: Backbone | None = None, *modules: Attached, others: Sequence[Backbone] = ()) -> None:
+        """others: the same network as further tasks see it, where each has a prompt of its own."""
         self.backbone, self.modules = backbone, list(modules)
+        self.views = () if backbone is None else (backbone, *others)
+        """The backbone as each task sees it; one, where all see it alike."""
         self.prefix: Prefix | None = None
         """What comes before all that a stage trains, where it is computed once."""
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         if backbone is not None:
             backbone.body.to(self.device)
+
+    def view(self, task: int) -> Backbone | None:
+        """The backbone as a task sees it."""
+        return self.views[task] if len(self.views) > 1 else self.backbone
 
     # --------------------------------------------------------------------------------------------------------- modules
 

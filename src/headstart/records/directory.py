@@ -394,13 +394,20 @@ class RunDirectory:
         rows = [[stage, label, answer, count] for (label, answer), count in zip(named, found, strict=True)]
         self._write_stage("confusion.csv", ["stage", "class", "predicted as", "examples"], stage, rows)
 
-    def write_samples(self, stage: int, round: int, rows: Sequence[Sequence[str]]) -> None:
-        """Prompts with the completions in the data and the model's after a round, as rows of `samples.csv`."""
+    def write_samples(self, stage: int, round: int, rows: Sequence[Sequence[str]], task: str | None = None) -> None:
+        """Prompts with the completions in the data and the model's after a round, as rows of `samples.csv`; task: whose
+        they are, where there are several."""
         path = self.path / "samples.csv"
         there = read_csv(path)[1:] if path.exists() else []
-        before = [row for row in there if (int(row[0]), int(row[1])) < (stage, round)]
-        columns = ["stage", "round", "prompt", "reference", "completion"]
-        write_text(path, csv_text([columns, *before, *([stage, round, *row] for row in rows)]))
+        about = [] if task is None else [task]
+
+        def stays(row: Sequence[str]) -> bool:
+            where = int(row[0]), int(row[1])
+            return where < (stage, round) or (where == (stage, round) and bool(about) and row[2] != task)
+
+        columns = ["stage", "round", *(["task"] if about else []), "prompt", "reference", "completion"]
+        written = [[stage, round, *about, *row] for row in rows]
+        write_text(path, csv_text([columns, *filter(stays, there), *written]))
 
     def _write_stage(self, name: str, columns: list[str], stage: int, rows: list[list[Any]]) -> None:
         """Put the rows of a stage after those of earlier stages; those that an interrupted run left behind go."""

@@ -356,8 +356,10 @@ def _confusion(confusion: Matrix | None) -> str:
 def _samples(samples: Sequence[Mapping[str, str]]) -> str:
     if not samples:
         return ""
-    rows = [[each[name] for name in ("prompt", "reference", "completion", "after")] for each in samples]
-    return "<h2>Completions</h2>" + html_table(("prompt", "in the data", "before", "after"), rows)
+    columns = {"prompt": "prompt", "reference": "in the data", "completion": "before", "after": "after"}
+    columns = {"task": "task", **columns} if "task" in samples[0] else columns
+    rows = [[each[name] for name in columns] for each in samples]
+    return "<h2>Completions</h2>" + html_table(tuple(columns.values()), rows)
 
 
 def _left_out(records: Sequence[Record]) -> str:

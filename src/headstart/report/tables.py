@@ -106,14 +106,20 @@ def _plain(stage: dict[str, Any], name: str) -> str:
     return f"{stage[f'{name}_mean']:.2f} ± {stage[f'{name}_std']:.2f}"
 
 
+def _of_task(part: dict[str, Any]) -> str:
+    """How good the model is at one of several tasks."""
+    if part["accuracy"] is not None:
+        return f"{100 * part['accuracy']:.2f} %"
+    return f"perplexity {part['perplexity']:.2f}" if part.get("perplexity") else "not tested"
+
+
 def remarks(stage: dict[str, Any]) -> list[str]:
     """What else is to be said of a stage: its tasks, its clients' own models, the round that validation chooses."""
     found = []
     if took := stage.get("simulated_seconds"):
         found.append(f"simulated time: {took:,.0f} s ({took / 3600:,.2f} h)")
     if "tasks" in stage:
-        tasks = ", ".join(f"{name} {100 * part['accuracy']:.2f} %" for name, part in stage["tasks"].items())
-        found.append(f"by task: {tasks}")
+        found.append(f"by task: {', '.join(f'{name} {_of_task(part)}' for name, part in stage['tasks'].items())}")
     if "initial_accuracy_mean" in stage:
         initial, own = _spread(stage, "initial_accuracy"), _spread(stage, "personalised_accuracy")
         found.append(

@@ -54,7 +54,8 @@ def check(path: Path | str, settings: Sequence[str] = ()) -> Checked:
         checked.federations[name] = federation, found
     datasets = [federation.dataset for federation, _ in checked.federations.values()]
     if model is not None:
-        checked.problems += _of_backbone(model, datasets)
+        models = (model,) if recipe is None else recipe.models
+        checked.problems += _of_backbone(models, datasets)
     if recipe is not None and recipe.data is not None and checked.federations:
         try:
             check_federation(recipe, next(iter(checked.federations.values()))[0])
@@ -81,17 +82,20 @@ def _part(kind: type[Part], table: Any) -> Part | None:
         return None
 
 
-def _of_backbone(model: Model, datasets: Sequence[Dataset]) -> Iterator[str]:
-    """What is wrong with the backbone: it does not load, or reads something else than the data are."""
-    kinds = {dataset.kind for dataset in datasets}
+def _of_backbone(models: Sequence[Model], datasets: Sequence[Dataset]) -> Iterator[str]:
+    """What is wrong with the backbone: it does not load, or reads something else than the data are.
+
+    models: that of each task, where each has its own prompt.
+    """
+    kinds, model = {dataset.kind for dataset in datasets}, models[0]
     if model.backbone == "features":
         if kinds - {"features"}:
             yield f"model.backbone: the data are {kinds.pop()}s, not features; see headstart backbones"
         return
-    from headstart.backbones import load_backbone
+    from headstart.backbones import load_backbones
 
     try:
-        backbone = load_backbone(model)
+        backbone = load_backbones(models)[0]
     except HeadstartError as error:
         yield str(error)
         return

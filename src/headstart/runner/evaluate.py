@@ -207,20 +207,25 @@ def evaluate_each(scorers: Iterable[Scorer], labels: Ints, owners: Ints | None, 
 
 
 def combined(parts: list[Evaluation], starts: Sequence[int]) -> Evaluation:
-    """Several tasks as one: the mean of their metrics, all their clients, and answers in the classes of all tasks,
-    where each task's begin at a number of ``starts``."""
+    """Several tasks as one: the mean of their metrics, the perplexity of the mean loss, all their clients, and answers
+    in the classes of all tasks, where each task's begin at a number of ``starts``."""
     accuracies = [part.accuracy for part in parts if part.accuracy is not None]
     losses = [part.loss for part in parts if part.loss is not None]
     clients = [part.client_accuracy for part in parts if part.client_accuracy is not None]
     pairs = [np.stack(part.answers) + start for part, start in zip(parts, starts, strict=True) if part.answers]
     known = {name: [value for part in parts if (value := part.more[name]) is not None] for name in parts[0].more}
     answers = np.concatenate(pairs, axis=1) if pairs else None
+    loss = float(np.mean(losses)) if losses else None
+    speaks = loss is not None and any(part.perplexity is not None for part in parts)
+    perplexities = [part.client_perplexity for part in parts if part.client_perplexity is not None]
     return Evaluation(
         float(np.mean(accuracies)) if accuracies else None,
-        float(np.mean(losses)) if losses else None,
+        loss,
         np.concatenate(clients) if clients else None,
         (answers[0], answers[1]) if answers is not None else None,
         {name: float(np.mean(values)) if values else None for name, values in known.items()},
+        perplexity=float(np.exp(loss)) if speaks and loss is not None else None,
+        client_perplexity=np.concatenate(perplexities) if perplexities else None,
         by_client=lambda: _side_by_side([part.by_client() for part in parts]),
         examples=None if any(part.examples is None for part in parts) else sum(part.examples or 0 for part in parts),
     )
@@ -308,23 +313,26 @@ class NodeEvaluator:
             by_client[client] = right / examples if examples else np.nan
             if self.generates:
                 by_client[client] = np.exp(loss / known) if known else np.nan
-        if self.generates:
-            _, loss, _ = self.clients.metrics_of(0, tested[0].total)
-            perplexity = None if loss is None else float(np.exp(loss))
-            about = Evaluation(None, loss, nbytes=tested[0].nbytes, perplexity=perplexity, client_perplexity=by_client)
-            return about, {self.federation.tasks[0]: about}
         if self.federation.dataset.target == "regression":
             by_client = np.full_like(by_client, np.nan)
         found = {}
         for task, name in enumerate(self.federation.tasks):
             mine = by_client[self.federation.clients_of(task)]
             accuracy, loss, more = self.clients.metrics_of(task, tested[task].total)
+            if self.generates:
+                perplexity = None if loss is None else float(np.exp(loss))
+                found[name] = Evaluation(
+                    None, loss, nbytes=tested[task].nbytes, perplexity=perplexity, client_perplexity=mine
+                )
+                continue
             found[name] = Evaluation(
                 accuracy, loss, mine, None, more, tested[task].nbytes, examples=self._examples(tested[task].total)
             )
         whole = combined(list(found.values()), self.federation.class_starts)
         nbytes = sum(one.nbytes[0] for one in tested), sum(one.nbytes[1] for one in tested)
         each = {client: tally for one in tested for client, tally in one.each.items()}
+        if self.generates:
+            return replace(whole, client_perplexity=by_client, nbytes=nbytes), found
         return replace(whole, client_accuracy=by_client, nbytes=nbytes, by_client=partial(self._by_client, each)), found
 
     def _examples(self, total: Tally) -> int | None:
@@ -376,14 +384,14 @@ class LocalEvaluator:
         for task, name in enumerate(self.federation.tasks):
             labels, owners, counts = self._facts(task, split)
             if self.method.personal and self.store.generates:
-                sums = self._own_completions(state, split, owners)
+                sums = self._own_completions(state, task, split, owners)
                 found[name] = evaluate_completions(sums, np.arange(len(sums)), len(sums))
             elif self.method.personal:
                 found[name] = evaluate_each(self._scorers(state, task, split), labels, owners, counts)
             else:
                 head, features = self._global(state, task, split)
                 if self.store.generates:
-                    found[name] = evaluate_completions(features, owners, self.federation.n_clients)
+                    found[name] = evaluate_completions(features, owners, len(counts))
                     continue
                 known = split == "test" and self.federation.remote_sizes is None
                 found[name] = evaluate(head, features, labels, owners, counts if known else None)
@@ -453,13 +461,15 @@ class LocalEvaluator:
                 shared = self._global(state, task, split)[1] if shared is None else shared
                 yield lambda rows, head=head, shared=shared: head.scores(shared[rows])  # type: ignore[misc]
 
-    def _own_completions(self, state: Any, split: str, owners: Ints | None) -> Features:
-        """Of each client's own model: losses and tokens [K, 2] of its completions, or of all where they are shared."""
-        sums = np.zeros((self.federation.n_clients, 2))
-        for client, _, _ in self._models(state, 0):
-            rows = None if owners is None else np.flatnonzero(owners == client)
+    def _own_completions(self, state: Any, task: int, split: str, owners: Ints | None) -> Features:
+        """Of each of a task's clients' own model: losses and tokens [K, 2] of its completions, or of all where they
+        are shared."""
+        sums, where = np.zeros((len(self.federation.clients_of(task)), 2)), self.federation.examples_of(task, split)
+        whole = where if len(self.federation.tasks) > 1 else None
+        for place, _ in enumerate(self._models(state, task)):
+            rows = whole if owners is None else where[owners == place]
             if rows is None or len(rows):
-                sums[client] = self.store.embedded(split, rows).astype(np.float64).sum(axis=0)
+                sums[place] = self.store.embedded(split, rows).astype(np.float64).sum(axis=0)
         return sums
 
     def _headless(self, state: Any) -> Floats:

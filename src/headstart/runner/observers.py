@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
@@ -87,7 +88,7 @@ class Observers:
             return
         found = self._measure(state)
         if found.perplexity is not None and found.nbytes is None:  # it is here, and so are the prompts
-            self._sample()
+            self._sample(state)
         if self.stage.validates:
             self._validate(state)
         if self._is_last:
@@ -108,20 +109,26 @@ class Observers:
             )
         return found
 
-    def _sample(self) -> None:
-        """What the model, which has just been evaluated, completes some test prompts with: at first and at the end; not
-        where every client has its own."""
+    def _sample(self, state: Any) -> None:
+        """What the model of a state completes some test prompts of each task with: at first and at the end; not where
+        every client has its own."""
         metrics, stage, recipe = self.record.metrics, self.stage, self.stage.run.recipe.model
         for name in ("exact_match", "rouge_l"):
             metrics.pop(name, None)
         if stage.method.personal or not recipe.samples or not (self._is_last or not self.record.done):
             return
-        examples: Examples = getattr(stage.run.federation.dataset, self.settings.eval_split)
-        some = examples.take(np.arange(min(recipe.samples, len(examples))))
-        rows = sampled(stage.run.store, some, recipe.max_new_tokens)
-        self.directory.write_samples(stage.number, self.record.done, rows)
-        metrics["exact_match"] = sum(exact_match(said, meant) for _, meant, said in rows) / len(rows)
-        metrics["rouge_l"] = sum(rouge_l(said, meant) for _, meant, said in rows) / len(rows)
+        federation, split, method = stage.run.federation, self.settings.eval_split, stage.method
+        examples: Examples = getattr(federation.dataset, split)
+        found, several = [], len(federation.tasks) > 1
+        for task, name in enumerate(federation.tasks):
+            method.load(method.model(state, task), task)
+            some = examples.take(federation.examples_of(task, split)[: recipe.samples])
+            rows = sampled(stage.run.store, some, recipe.max_new_tokens)
+            found.append({"exact_match": _mean(exact_match, rows), "rouge_l": _mean(rouge_l, rows)})
+            self.directory.write_samples(stage.number, self.record.done, rows, name if several else None)
+            if several:
+                metrics["tasks"][name] |= found[-1]
+        metrics.update({name: sum(each[name] for each in found) / len(found) for name in found[0]})
 
     def _validate(self, state: Any) -> None:
         """Whether this is the best round so far, on the validation split."""
@@ -187,3 +194,8 @@ class Observers:
         self.record.metrics["validation_accuracy"] = best["best_validation_accuracy"]
         self._conclude(state, found)
         return state
+
+
+def _mean(score: Callable[[str, str], float], rows: Sequence[tuple[str, str, str]]) -> float:
+    """Of the scores of completions against those that were meant."""
+    return sum(score(said, meant) for _, meant, said in rows) / len(rows)

@@ -166,9 +166,13 @@ def check_federation(recipe: Recipe, federation: Federation) -> None:
                     f"stages.{number}: sums of features by label can show single examples, and nodes do not tell them; "
                     "set secure = true, or privacy"
                 )
-    words, classes = recipe.model.label_words, federation.dataset.classes
-    if words is not None and len(words) != len(classes):
-        raise HeadstartError(f"model.label_words: {len(words)} words for {len(classes)} classes; give one for each")
+    for number, model in enumerate(recipe.models):
+        words, classes = model.label_words, federation.classes_of(number)
+        if words is not None and len(words) != classes.stop - classes.start:
+            raise HeadstartError(
+                f"{f'tasks.{number}' if recipe.tasks else 'model'}.label_words: {len(words)} words for "
+                f"{classes.stop - classes.start} classes; give one for each"
+            )
 
 
 def _check_remote(number: int, stage: Stage, clients: int) -> None:
@@ -207,7 +211,8 @@ class Run:
         self.on_metrics: tuple[OnMetrics, ...] = (self.metrics.append, self._log_metrics, on_metrics)
         returns = any(stage.start != "previous" for stage in recipe.stages)
         owners = {"train": federation.owners, "test": federation.test_owners}
-        self.store = ModelStore(recipe.model, federation.dataset, returns, owners)
+        first, *others = recipe.models
+        self.store = ModelStore(first, federation.dataset, returns, owners, others)
         if cut := self.store.cut():
             log.warning(
                 "model.max_tokens: %d of %d training examples have more than %d tokens and are cut",

@@ -113,7 +113,8 @@ class StageRun:
         """The model that the stage starts from."""
         origin = self.run.origin(self.number)
         if origin == PRETRAINED:
-            return StageModel((self.run.store.label_words(),) * len(self.run.federation.tasks), PRETRAINED)
+            tasks = range(len(self.run.federation.tasks))
+            return StageModel(tuple(self.run.store.label_words(task) for task in tasks), PRETRAINED)
         return self.run.models[origin]
 
     @property

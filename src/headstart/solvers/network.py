@@ -28,9 +28,11 @@ from headstart.solvers.objective import LocalResult, Objective, learning_rate
 class Network:
     """What a stage trains of the local model, and a head on it; parameters and running statistics by name."""
 
-    def __init__(self, model: LocalModel | None, head: Mapping[str, Tensor], stage: Rounds, plan: Plan) -> None:
+    def __init__(
+        self, model: LocalModel | None, head: Mapping[str, Tensor], stage: Rounds, plan: Plan, task: int = 0
+    ) -> None:
         self.model = model = model if model and plan.changes_features else LocalModel()
-        self.backbone, self.device, self.stage = model.backbone, model.device, stage
+        self.backbone, self.device, self.stage = model.view(task), model.device, stage
         self.head_layers = layers_of(list(head))
         self.parameters = model.parameters()
         self.parameters |= {name: nn.Parameter(value.to(self.device)) for name, value in head.items()}
@@ -44,7 +46,9 @@ class Network:
             # What the features do not depend on, such as a pooler or what comes before a prefix that is computed once,
             # cannot be trained; it stays frozen.
             batch = self.backbone.sample()
-            frozen = unused(self.backbone, below, Prefixed.of(batch, model.prefix) if model.prefix else batch)
+            if model.prefix:
+                batch = Prefixed.of(batch, model.prefix, self.backbone.body)
+            frozen = unused(self.backbone, below, batch)
             if len(frozen) == len(below):
                 raise HeadstartError(f"no parameter of {self.backbone.name} has a gradient; set train to 'head'")
             self.trained = {name: each for name, each in self.trained.items() if name not in frozen}

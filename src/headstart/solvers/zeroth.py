@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -23,7 +24,7 @@ from headstart.core.params import Params
 from headstart.core.statistics import Ints
 from headstart.errors import HeadstartError
 from headstart.solvers.cohort import Cohort
-from headstart.solvers.directions import direction
+from headstart.solvers.directions import direction, signs
 from headstart.solvers.network import Network
 from headstart.solvers.objective import LocalResult, Objective, learning_rate
 
@@ -58,8 +59,10 @@ class ZerothOrder:
         self._velocity: dict[str, Tensor] = {}
         self._seed, self._drawn = -1, dict[tuple[int, str], Tensor]()
         """The directions of the last seed, by number and name, where there is room for all of them."""
-        size = sum(parameter.numel() for parameter in network.trained.values())
-        self._has_room = 4 * size * network.stage.num_directions <= _ROOM  # type: ignore[union-attr]
+        stage: Any = network.stage
+        self._signs = stage.perturbation == "rademacher"
+        size = sum(parameter.numel() for parameter in network.trained.values()) * stage.num_directions
+        self._has_room = (size // 8 if self._signs else 4 * size) <= _ROOM
         if network.backbone:
             self._check(network.backbone)
 
@@ -121,7 +124,7 @@ class ZerothOrder:
                 )
             for number, slope in enumerate(slopes):
                 factor = np.float32(rate * float(slope) / len(slopes)).item()
-                change = self._direction(seed, number, name, parameter).mul_(factor)
+                change = self._along(seed, number, name, parameter, factor)
                 if velocity is None:
                     self.network.model.subtract(parameter, change)
                 else:
@@ -133,18 +136,26 @@ class ZerothOrder:
         """Forget the velocity of earlier steps."""
         self._velocity.clear()
 
-    def _direction(self, seed: int, number: int, name: str, parameter: Tensor) -> Tensor:
-        """A copy to work with; drawn once for all batches, both signs and the step where there is room."""
+    def _along(self, seed: int, number: int, name: str, parameter: Tensor, factor: float) -> Tensor:
+        """A direction times a factor; drawn once for all batches, both signs and the step where there is room."""
         if seed != self._seed:
             self._seed, self._drawn = seed, {}
-        found = self._drawn.get((number, name))
+        found, size = self._drawn.get((number, name)), parameter.numel()
         if found is None:
-            values = direction(seed, number, name, parameter.numel())
-            found = torch.from_numpy(values).view(parameter.shape).to(parameter.device)
-            if not self._has_room:
-                return found
-            self._drawn[number, name] = found
-        return found.clone()
+            drawn = (signs if self._signs else direction)(seed, number, name, size)
+            found = torch.from_numpy(drawn).to(parameter.device)
+            if self._has_room:
+                self._drawn[number, name] = found
+        if self._signs:
+            return self._signed(found, factor)[:size].view(parameter.shape)
+        scaled = found.mul(factor) if self._has_room else found.mul_(factor)
+        return scaled.view(parameter.shape)
+
+    def _signed(self, packed: Tensor, factor: float) -> Tensor:
+        """Packed signs [n] → plus and minus the factor [8 n], eight of them at a time."""
+        byte = torch.arange(256, device=packed.device)[:, None]
+        table = torch.where(byte >> torch.arange(8, device=packed.device) & 1 == 1, factor, -factor).float()
+        return functional.embedding(packed.int(), table).flatten()
 
     @contextmanager
     def _perturbed(self, seed: int, number: int, epsilon: float) -> Iterator[set[int]]:
@@ -163,8 +174,8 @@ class ZerothOrder:
         def perturb(key: int, pairs: list[tuple[nn.Parameter, str]]) -> None:
             found[key] = [(parameter, parameter.data) for parameter, _ in pairs]
             for parameter, name in pairs:
-                values = self._direction(seed, number, name, parameter).mul_(epsilon).add_(parameter.data)
-                model.substitute(parameter, values)
+                moved = self._along(seed, number, name, parameter, epsilon).add_(parameter.data)
+                model.substitute(parameter, moved)
 
         def restore(key: int) -> None:
             for parameter, original in found.pop(key, []):

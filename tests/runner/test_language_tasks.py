@@ -1,0 +1,224 @@
+"""Several tasks of one language model: each with prompts and words, or completions, and a module of its own; each as if
+it were alone."""
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tomli_w
+from safetensors.numpy import load_file
+
+from headstart.backbones.completions import Sampling
+from headstart.config.recipe import Recipe
+from headstart.core.files import write_text
+from headstart.data import Federation
+from headstart.engine.model_store import ModelStore
+from headstart.errors import HeadstartError, RecipeError
+from headstart.export import Model, export
+from headstart.export.completions import completions
+from headstart.runner import run
+from tests.backbones.test_cloze import folder_of as masked_folder
+from tests.backbones.test_language import LONG, SHORT, folder_of
+from tests.command import Command
+from tests.runner.test_choose import TEXTS, lines
+from tests.runner.test_generate import PAIRS
+
+FULL = {"method": "fedyolo", "rounds": 3, "lr": 0.1, "batch_size": "full", "momentum": 0.0}
+KINDS = {
+    "lora": {"train": "lora", "rank": 2},
+    "last": {"train": "lora", "rank": 2, "blocks": 1},
+    "adapter": {"train": "adapter", "bottleneck": 3},
+    "prefix": {"train": "prefix", "tokens": 2},
+}
+
+
+def choosing(folder: Path, model: str = "llama", **stage: Any) -> dict[str, Any]:
+    """Tasks of two and three classes under prompts of their own; the words of the second are several tokens."""
+    if not (folder / "model").is_dir():
+        folder_of(folder / "model", model, ends=model == "mt5")
+        for name, count in (("short", 2), ("long", 3)):
+            rows = [f"{text},{min(('sat', 'ran', 'bad').index(text.split()[2]), count - 1)}" for text in TEXTS]
+            write_text(folder / f"{name}.csv", "\n".join(["text,label", *rows, *rows]))
+    data = {"test_fraction": 0.5, "partition": {"kind": "iid", "clients": 2}}
+    short = {"prompt": "film : {text} :", "label_words": list(SHORT)}
+    long = {"prompt": "the {text} very", "label_words": list(LONG)}
+    return {
+        "tasks": [
+            {"name": "short", "dataset": str(folder / "short.csv"), **data, **short},
+            {"name": "long", "dataset": str(folder / "long.csv"), **data, **long},
+        ],
+        "model": {"backbone": str(folder / "model"), "task": "choose"},
+        "stages": [FULL | KINDS["lora"] | stage],
+    }
+
+
+def completing(folder: Path, model: str = "llama", **stage: Any) -> dict[str, Any]:
+    """Two tasks of prompts and completions: as they are, and turned round."""
+    if not (folder / "model").is_dir():
+        folder_of(folder / "model", model, ends=model == "mt5")
+        for name, pairs in (("on", PAIRS * 5), ("back", [(b, a or "the") for a, b in PAIRS] * 4)):
+            rows = [{"prompt": p, "completion": c, "who": "abc"[n % 3]} for n, (p, c) in enumerate(pairs)]
+            write_text(folder / f"{name}.jsonl", "\n".join(map(json.dumps, rows)))
+    data = {"client_column": "who", "test_fraction": 0.3, "partition": {"kind": "natural", "test": "follow"}}
+    return {
+        "tasks": [{"name": name, "dataset": str(folder / f"{name}.jsonl"), **data} for name in ("on", "back")],
+        "model": {"backbone": str(folder / "model"), "task": "generate", "samples": 2, "max_new_tokens": 4},
+        "stages": [FULL | KINDS["lora"] | stage],
+    }
+
+
+def alone(table: dict[str, Any], number: int) -> dict[str, Any]:
+    """The recipe of one of the tasks."""
+    task = dict(table["tasks"][number])
+    words = {key: task.pop(key) for key in ("prompt", "label_words") if key in task}
+    task.pop("name")
+    return {"data": task, "model": table["model"] | words, "stages": table["stages"]}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tables", [choosing, completing])
+def test_a_task_does_not_notice_the_others(tables: Any, kind: str, tmp_path: Path) -> None:
+    table = tables(tmp_path, **KINDS[kind])
+    run(Recipe.parse(table), tmp_path / "both")
+    together = lines(tmp_path / "both")
+    for number, name in enumerate(task["name"] for task in table["tasks"]):
+        run(Recipe.parse(alone(table, number)), tmp_path / name)
+        ours = load_file(tmp_path / "both" / "model" / f"module-{name}.safetensors")
+        theirs = load_file(tmp_path / name / "model" / "module-default.safetensors")
+        assert ours.keys() == theirs.keys()
+        for each in ours:
+            np.testing.assert_allclose(ours[each], theirs[each], atol=2e-5, err_msg=each)
+        for both, one in zip(together, lines(tmp_path / name), strict=True):
+            names = ("accuracy", "loss", "perplexity", "rouge_l", "exact_match")
+            what = [key for key in names if one.get(key) is not None]
+            found = {key: both["tasks"][name][key] for key in what}
+            assert found == pytest.approx({key: one[key] for key in what}, rel=1e-5)
+        assert together[-1]["tasks"][name]["loss"] < together[0]["tasks"][name]["loss"] - 1e-3
+    assert [line["round"] for line in together] == [0, 1, 2, 3]  # what it knows before any training, too
+
+
+@pytest.mark.parametrize("tables", [choosing, completing])
+def test_a_sequence_to_sequence_model_learns_two_tasks(tables: Any, tmp_path: Path) -> None:
+    table = tables(tmp_path, "mt5")
+    run(Recipe.parse(table), tmp_path / "both")
+    first, *_, last = lines(tmp_path / "both")
+    for task in table["tasks"]:
+        assert last["tasks"][task["name"]]["loss"] < first["tasks"][task["name"]]["loss"]
+
+
+def test_a_masked_model_chooses_in_two_tasks(tmp_path: Path) -> None:
+    table = choosing(tmp_path)
+    place = masked_folder(tmp_path / "masked")
+    config = json.loads((place / "config.json").read_text())  # dropout is drawn anew for every client's number
+    write_text(place / "config.json", json.dumps(config | {k: 0.0 for k in config if k.endswith("dropout_prob")}))
+    table["model"]["backbone"] = str(place)
+    for task, prompt in zip(table["tasks"], ("{text} {mask} .", "the {text} {mask}"), strict=True):
+        task |= {"prompt": prompt, "label_words": ["sat", "cat", "dog"][: len(task["label_words"])]}
+    run(Recipe.parse(table), tmp_path / "both")
+    for number, name in enumerate(("short", "long")):
+        run(Recipe.parse(alone(table, number)), tmp_path / name)
+        found = [line["tasks"][name]["loss"] for line in lines(tmp_path / "both")]
+        assert found == pytest.approx([line["loss"] for line in lines(tmp_path / name)], rel=1e-5)
+    table["tasks"][1]["prompt"] = "the {text} very"
+    with pytest.raises(HeadstartError, match=r"tasks: one model answers all prompts: write \{mask\} in each of them"):
+        run(Recipe.parse(table))
+
+
+def test_tasks_that_share_a_body_average_it_over_the_clients_of_all(tmp_path: Path) -> None:
+    """Completions of two tasks at six clients are, to a body that all share, those of one task at six clients."""
+    table = completing(tmp_path, method="fedavg", train="all", lr=0.05, weighting="examples")
+    run(Recipe.parse(table), tmp_path / "both")
+    dataset = Federation.of(Recipe.parse(table)).dataset
+    owners = Federation.of(Recipe.parse(table)).owners
+    rows = [
+        {"prompt": p, "completion": c, "who": f"{owner}"}
+        for (p, c), owner in zip(dataset.train.raw(0, 100), owners, strict=True)
+    ]
+    (tmp_path / "pooled").mkdir()
+    write_text(tmp_path / "pooled" / "train.jsonl", "\n".join(map(json.dumps, rows)))
+    write_text(tmp_path / "pooled" / "test.jsonl", "\n".join(map(json.dumps, rows[:3])))
+    one = {"dataset": str(tmp_path / "pooled"), "client_column": "who", "partition": {"kind": "natural"}}
+    run(Recipe.parse({"data": one, "model": table["model"], "stages": table["stages"]}), tmp_path / "one")
+    ours, theirs = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("both", "one"))
+    pretrained = ModelStore(Recipe.parse(table).model, None).arrays()
+    for name in ours:
+        np.testing.assert_allclose(ours[name], theirs[name], atol=1e-6)
+    assert max(np.abs(ours[name] - pretrained[name]).max() for name in ours) > 1e-2
+
+
+def test_samples_of_each_task_are_kept_and_in_the_report(tmp_path: Path) -> None:
+    run(Recipe.parse(completing(tmp_path)), tmp_path / "run")
+    with (tmp_path / "run" / "samples.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    expected = [(round, task) for round in "03" for task in ("on", "on", "back", "back")]
+    assert [(row["round"], row["task"]) for row in rows] == expected
+    for task in ("on", "back"):  # by the task's own module
+        model = Model.load(tmp_path / "run", task)
+        mine = [row for row in rows[4:] if row["task"] == task]
+        write_text(tmp_path / "prompts.txt", "\n".join(row["prompt"] or "the" for row in mine))
+        said = [text.strip() for _, text in completions(model, [tmp_path / "prompts.txt"], Sampling(4))]
+        assert [row["completion"] for row in mine if row["prompt"]] == [
+            text for text, row in zip(said, mine, strict=True) if row["prompt"]
+        ]
+    last = lines(tmp_path / "run")[-1]
+    assert last["rouge_l"] == pytest.approx(np.mean([last["tasks"][task]["rouge_l"] for task in ("on", "back")]))
+    assert last["perplexity"] == pytest.approx(np.exp(last["loss"]))
+    assert last["local_perplexity_mean"] > 1
+    report = (tmp_path / "run" / "report.html").read_text()
+    assert "<th>task</th>" in report.partition("<h2>Completions</h2>")[2]
+
+
+def test_a_task_is_exported_and_asked_by_its_name(tmp_path: Path) -> None:
+    table = choosing(tmp_path)
+    run(Recipe.parse(table), tmp_path / "run")
+    dataset = Federation.of(Recipe.parse(alone(table, 1))).dataset
+    texts, labels = dataset.test.raw(0, 100), dataset.test.labels
+    found = Model.load(tmp_path / "run", "long").predict(list(texts))
+    assert found.probabilities.shape == (len(texts), 3)
+    right = np.mean(found.labels == labels)
+    assert right == pytest.approx(lines(tmp_path / "run")[-1]["tasks"]["long"]["accuracy"])
+    export(tmp_path / "run", tmp_path / "out", task="long")
+    assert "the {text} very" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_prompts_of_every_task_are_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_text(tmp_path / "recipe.toml", tomli_w.dumps(choosing(tmp_path)))
+    done = Command(monkeypatch, capsys)("partition", tmp_path / "recipe.toml", "--show", 1, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    first, second = done.stdout.split("long\n")[:2]
+    assert first.startswith("short\n\n<s> film : ")
+    assert first.split("→ ")[1].split("\n")[0] in SHORT
+    assert second.startswith("\n<s> the ")
+    assert second.split("→ ")[1].split("\n")[0] in LONG
+
+
+@pytest.mark.parametrize(
+    ("model", "task", "stage", "sentence"),
+    [
+        ({}, {"prompt": None}, {}, "tasks.1: to choose, a task needs a prompt, and label_words to choose from"),
+        ({}, {"prompt": "film"}, {}, "tasks.1.prompt: write {text} where the text goes"),
+        ({"prompt": "{text}"}, {}, {}, "model.prompt: with several tasks, give each its own"),
+        ({"label_words": ["a", "b"]}, {}, {}, "model.label_words: they are those of one task"),
+        ({"task": "classify"}, {}, {}, "tasks.1: a prompt and label_words are for model.task = 'choose'"),
+        ({}, {}, {"method": "fedncm"}, "stages.0.method: fedncm computes heads on what all tasks read alike"),
+    ],
+)
+def test_what_several_prompts_need(model: Any, task: Any, stage: Any, sentence: str, tmp_path: Path) -> None:
+    table = choosing(tmp_path)
+    table["model"] |= model
+    table["tasks"][1] = {k: v for k, v in (table["tasks"][1] | task).items() if v is not None}
+    table["stages"] = [stage] if stage else table["stages"]
+    with pytest.raises(RecipeError, match=sentence):
+        Recipe.parse(table)
+
+
+def test_words_and_classes_of_a_task_are_as_many(tmp_path: Path) -> None:
+    table = choosing(tmp_path)
+    table["tasks"][1]["label_words"] = list(SHORT)
+    with pytest.raises(HeadstartError, match=r"tasks\.1\.label_words: 2 words for 3 classes; give one for each"):
+        run(Recipe.parse(table))
