@@ -57,19 +57,23 @@ def per_round(times: list[float]) -> float:
 # ------------------------------------------------------------------------------------------------------------ the sides
 
 
-def headstart() -> dict[str, Any]:
-    from headstart.runner import run
-
+def table_of() -> dict[str, Any]:
+    """The same as what `headstart.runner.run` is given."""
     X, y, T, t = data()
-    given = {
+    return {
         "X": np.concatenate([X, T]), "y": np.concatenate([y, t]),
         "split": np.repeat(["train", "test"], [len(y), len(t)]),
         "client": np.concatenate([np.arange(len(y)) // EXAMPLES, np.zeros(len(t), np.int64)]),
     }  # fmt: skip
+
+
+def headstart() -> dict[str, Any]:
+    from headstart.runner import run
+
     stage = {"method": "fedavg", "train": "head", "rounds": 2 * ROUNDS, "clients_per_round": SAMPLED, "lr": RATE}
     stage |= {"batch_size": BATCH, "head_init": "zeros", "evaluate_every": ROUNDS}
     found: list[dict[str, Any]] = []
-    run({"model": {"backbone": "features"}, "stages": [stage]}, data=given, on_metrics=found.append)
+    run({"model": {"backbone": "features"}, "stages": [stage]}, data=table_of(), on_metrics=found.append)
     half, whole = found
     return {"seconds": (whole["seconds"] - half["seconds"]) / ROUNDS, "accuracy": half["accuracy"]}
 
@@ -228,22 +232,32 @@ def pooled() -> dict[str, Any]:
 
 
 def limit() -> dict[str, Any]:
-    """A round's rows read once at the speed that memory is read in order, and its products at the fastest speed."""
+    """A round's rows read once at the speed that memory is read in order, and its two products of every batch, at the
+    very shapes and by the faster of NumPy's and torch's library."""
     import torch
 
-    big, side = torch.zeros(64 << 20), torch.ones(1024, 1024)
-    reads, products = list[float](), list[float]()
+    big = torch.zeros(64 << 20)
+    head, rows = torch.ones(CLASSES, DIM), torch.ones(BATCH, DIM)
+    sides: dict[str, Any] = {"torch": (head, rows, rows.T), "numpy": (head.numpy(), rows.numpy(), rows.numpy().T)}
+    reads, products = list[float](), {side: list[float]() for side in sides}
     for _ in range(9):
-        start = time.perf_counter()
-        big.sum()
-        middle = time.perf_counter()
-        side @ side
-        reads.append(middle - start)
-        products.append(time.perf_counter() - middle)
-    bandwidth, flops = 4 * big.numel() / min(reads), 2 * 1024**3 / min(products)
-    rows = SAMPLED * EXAMPLES * DIM
-    seconds = 4 * rows / bandwidth + 4 * rows * CLASSES / flops
-    return {"seconds": seconds, "gigabytes_per_second": bandwidth / 1e9, "gigaflops": flops / 1e9}
+        reads.append(seconds_of(big.sum))
+        for side, (left, batch, turned) in sides.items():
+            products[side].append(seconds_of(lambda a=left, b=batch, c=turned: [(a @ c) @ b for _ in range(1000)]))
+    bandwidth, pair = 4 * big.numel() / min(reads), min(min(each) for each in products.values()) / 1000
+    reading = 4 * SAMPLED * EXAMPLES * DIM / bandwidth
+    of_products = SAMPLED * EXAMPLES / BATCH * pair
+    return {
+        "seconds": reading + of_products, "reading": reading, "products": of_products,
+        "gigabytes_per_second": bandwidth / 1e9, "gigaflops": 4 * BATCH * DIM * CLASSES / pair / 1e9,
+    }  # fmt: skip
+
+
+def seconds_of(work: Any) -> float:
+    """How long a call takes."""
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
 
 
 # ------------------------------------------------------------------------------------------------------------ the turns
