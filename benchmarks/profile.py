@@ -1,6 +1,6 @@
 """Where the time of a round goes, part by part, and how far each part is from what the machine allows.
 
-    python -m benchmarks.profile [heads | personal | workers]
+    python -m benchmarks.profile [heads | personal]
 
 `heads`: the round of `benchmarks.peers` on one thread. `personal`: an epoch of personalising over features, of
 `benchmarks.personal`. Every function named here is wrapped by a clock of the thread's CPU time; the time of a part is
@@ -113,9 +113,7 @@ def heads(rounds: str = "200") -> None:
 
     run({"model": {"backbone": "features"}, "stages": [stage]}, data=given, on_metrics=half)
     whole = (marks[1] - marks[0]) / count
-    rows = [(part, clocks.seconds[part] / count, clocks.calls[part] / count) for part in HEADS if clocks.calls[part]]
-    rows.append(("the rest", whole - sum(each for _, each, _ in rows), 0))
-    table(f"A round of heads, one thread, mean of {count} rounds with a clock on every part", rows, whole)
+    table(f"A round of heads, one thread, mean of {count} rounds with a clock on every part", clocks, count, whole)
     bound = limit()
     print(
         f"\nThe limit: {1e3 * bound['seconds']:.2f} ms = rows read once in order {1e3 * bound['reading']:.2f} "
@@ -126,10 +124,31 @@ def heads(rounds: str = "200") -> None:
     )
 
 
-def table(title: str, rows: list[tuple[str, float, float]], whole: float) -> None:
+def personal(turns: str = "3") -> None:
+    """Five epochs of personalising over features, beside the same steps in a plain loop."""
+    from benchmarks.personal import sides
+
+    found = sides("features")
+    tune, plain = found["kept"], found["plain"]
+    clocks, whole, loop, count = Clocks(HEADS), 0.0, 0.0, int(turns)
+    tune()
+    clocks.reset()
+    for _ in range(count):
+        start = time.thread_time()
+        tune()
+        middle = time.thread_time()
+        plain()
+        whole, loop = whole + (middle - start) / count, loop + (time.thread_time() - middle) / count
+    table(f"Personalising 100 clients over features, five epochs, one thread, mean of {count}", clocks, count, whole)
+    print(f"\nThe plain loop: {1e3 * loop:.0f} ms; with clocks, {whole / loop:.2f} times that.")
+
+
+def table(title: str, clocks: Clocks, count: int, whole: float) -> None:
     """Parts with their time, share and calls."""
-    cells = [(part, f"{1e3 * s:.2f}", f"{100 * s / whole:.0f}", f"{calls:.0f}" if calls else "")
-             for part, s, calls in [*rows, ("all", whole, 0)]]  # fmt: skip
+    rows = [(part, clocks.seconds[part] / count, clocks.calls[part] / count) for part in HEADS if clocks.calls[part]]
+    rows += [("the rest", whole - sum(each for _, each, _ in rows), 0), ("all", whole, 0)]
+    cells = [(part, f"{1e3 * each:.2f}", f"{100 * each / whole:.0f}", f"{calls:.0f}" if calls else "")
+             for part, each, calls in rows]  # fmt: skip
     show(title, ("part", "CPU ms", "%", "calls"), cells)
 
 

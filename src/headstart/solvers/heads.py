@@ -59,7 +59,8 @@ class HeadSolver:
     def __call__(self, start: Params, cohort: Cohort, round: int, objective: Objective) -> LocalResult:
         """start: stacked parameters [M, …] of the heads."""
         plans = batches(cohort, self.stage, round, self.seed, objective)
-        params = {name: value.numpy().copy() for name, value in start.items()}
+        own = frozenset[str]() if np.any(objective.proximal) else objective.in_place
+        params = {name: value.numpy() if name in own else value.numpy().copy() for name, value in start.items()}
         given = objective.velocity or {}
         velocity = {n: given[n].numpy() if n in given else np.zeros(v.shape, np.float32) for n, v in params.items()}
         moves = self.trained if objective.trains is None else objective.trains & self.trained
