@@ -30,7 +30,8 @@ from benchmarks.peers import BATCH, CLASSES, DIM, EXAMPLES, RATE, SAMPLED, limit
 HEADS = {
     "draw the batches": ["headstart.solvers.heads:batches"],
     "put clients into stacks": ["headstart.solvers.heads:_stacks"],
-    "read rows into batches": ["headstart.solvers.heads:_gather"],
+    "read rows in order": ["headstart.solvers.heads:_read_in_order"],
+    "gather rows into batches": ["headstart.solvers.heads:_gather"],
     "look up labels and shares": ["headstart.solvers.heads:_read"],
     "products forward, bias": ["headstart.solvers.heads:_Heads._forward"],
     "softmax gradient": ["headstart.solvers.heads:_errors"],

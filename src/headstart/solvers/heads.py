@@ -20,10 +20,12 @@ import torch
 from threadpoolctl import ThreadpoolController
 
 from headstart.config.stage import Training
+from headstart.core.device import accelerator
 from headstart.core.params import Params
 from headstart.core.statistics import Features, Ints
 from headstart.solvers.adam import Moments
 from headstart.solvers.cohort import Cohort
+from headstart.solvers.device_heads import DeviceHeads
 from headstart.solvers.objective import LocalResult, Objective, learning_rate
 
 # What a stack reads and writes in a step: about the second cache of a core.
@@ -59,12 +61,16 @@ class HeadSolver:
     def __call__(self, start: Params, cohort: Cohort, round: int, objective: Objective) -> LocalResult:
         """start: stacked parameters [M, …] of the heads."""
         plans = batches(cohort, self.stage, round, self.seed, objective)
+        moves = self.trained if objective.trains is None else objective.trains & self.trained
+        rate = learning_rate(self.stage, round)
+        if (device := accelerator()) is not None:
+            there = DeviceHeads(self.stage, objective, device, layers_of(list(start)), start, moves)
+            return there.result(there.descend(cohort, plans, rate))
         own = frozenset[str]() if np.any(objective.proximal) else objective.in_place
         params = {name: value.numpy() if name in own else value.numpy().copy() for name, value in start.items()}
         given = objective.velocity or {}
         velocity = {n: given[n].numpy() if n in given else np.zeros(v.shape, np.float32) for n, v in params.items()}
-        moves = self.trained if objective.trains is None else objective.trains & self.trained
-        steps, rate = np.zeros(len(plans), np.int64), learning_rate(self.stage, round)
+        steps = np.zeros(len(plans), np.int64)
         classes = params["head.bias"].shape[1]
 
         def train(stack: Stack) -> None:
