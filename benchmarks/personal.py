@@ -156,7 +156,7 @@ def cost(*chosen: str) -> None:
 
 
 def sides(net: str) -> dict[str, Callable[[], None]]:
-    """The stage as in a run without a directory and with one, and the same steps in a loop that forgets every client."""
+    """The stage as in a run without a directory and with one, and its steps in a loop that forgets every client."""
     os.environ.setdefault("HEADSTART_DATA", str(SHARED / "data"))
     made, changes = NETS[net], net == "conv4"
     data = {**made["data"], "train_examples": 5_000, "test_examples": 1_000}

@@ -12,20 +12,16 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-import os
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
-for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
-    os.environ.setdefault(_name, "1")
-
-import numpy as np
+from threadpoolctl import threadpool_limits
 
 from benchmarks.common import show
-from benchmarks.peers import BATCH, CLASSES, DIM, EXAMPLES, RATE, SAMPLED, limit, table_of
+from benchmarks.peers import BATCH, RATE, SAMPLED, limit, table_of
 
 HEADS = {
     "draw the batches": ["headstart.solvers.heads:batches"],
@@ -115,7 +111,7 @@ def heads(rounds: str = "200") -> None:
     run({"model": {"backbone": "features"}, "stages": [stage]}, data=given, on_metrics=half)
     whole = (marks[1] - marks[0]) / count
     table(f"A round of heads, one thread, mean of {count} rounds with a clock on every part", clocks, count, whole)
-    bound = limit()
+    bound = limit(time.thread_time)
     print(
         f"\nThe limit: {1e3 * bound['seconds']:.2f} ms = rows read once in order {1e3 * bound['reading']:.2f} "
         f"({bound['gigabytes_per_second']:.1f} GB/s) + products {1e3 * bound['products']:.2f} "
@@ -154,4 +150,5 @@ def table(title: str, clocks: Clocks, count: int, whole: float) -> None:
 
 
 if __name__ == "__main__":
+    threadpool_limits(1)
     globals()[sys.argv[1] if sys.argv[1:] else "heads"](*sys.argv[2:])

@@ -46,7 +46,9 @@ def start_of(hidden: bool, masked: bool = False) -> Params:
 
 def like(start: Params, seed: int) -> Params:
     rng = np.random.default_rng(seed)
-    return Params({n: torch.from_numpy(0.1 * rng.standard_normal(v.shape).astype(np.float32)) for n, v in start.items()})
+    return Params(
+        {n: torch.from_numpy(0.1 * rng.standard_normal(v.shape).astype(np.float32)) for n, v in start.items()}
+    )
 
 
 START, MLP = start_of(False), start_of(True)
@@ -86,9 +88,7 @@ def test_the_same_as_with_numpy(monkeypatch: pytest.MonkeyPatch, case: str) -> N
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_no_step_reads_anything_on_the_host_or_sends_anything_there(
-    monkeypatch: pytest.MonkeyPatch, case: str
-) -> None:
+def test_no_step_reads_anything_on_the_host_or_sends_anything_there(monkeypatch: pytest.MonkeyPatch, case: str) -> None:
     keys, start, objective = CASES[case]
     sent, real = list[int](), device_heads.to_device
     monkeypatch.setattr(device_heads, "to_device", lambda *given: (sent.append(1), real(*given))[1])

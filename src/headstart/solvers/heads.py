@@ -32,7 +32,7 @@ from headstart.solvers.objective import LocalResult, Objective, learning_rate
 _STACK_BYTES = 1 << 20
 # Where several heads fit, batches are padded to a multiple of so many examples: clients of like sizes share a stack.
 _PADDING = 8
-# A client's rows that are this much of a range are read in order first, unless they are so few that a call takes as long.
+# A client's rows that are this much of a range are read in order first, unless that takes longer than a call.
 _DENSE, _MUCH_BYTES = 0.75, 64 << 10
 # Bytes that memory gives at once.
 _LINE = 64

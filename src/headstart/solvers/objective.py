@@ -29,7 +29,7 @@ class Objective:
     velocity: Mapping[str, Any] | None = None
     """The velocity to start with, which may be moved in place; zero where it is None."""
     in_place: frozenset[str] = frozenset()
-    """Parameters of the start that nobody needs any more, where there is no proximal term: they may be moved in place."""
+    """Parameters of the start that may be moved in place, where there is no proximal term."""
     centre: Mapping[str, Any] | None = None
     """The centre of the proximal term; the start where it is None."""
     trains: frozenset[str] | None = None

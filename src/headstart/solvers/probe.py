@@ -34,7 +34,7 @@ def choose(network: Network, batch: tuple[Tensor, ...], labels: Tensor) -> None:
     formats = _FORMATS if network.memory_format == "auto" else (network.memory_format,)
     if network.backbone.kind != "image":
         formats = formats[:1]
-    buffers = {name: buffer for name, buffer in network.backbone.body.named_buffers()}
+    buffers = dict(network.backbone.body.named_buffers())
     before = {name: buffer.clone() for name, buffer in buffers.items()}
     seconds = dict[tuple[str, str], float]()
     with torch.random.fork_rng():
