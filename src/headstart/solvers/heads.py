@@ -38,6 +38,8 @@ _DENSE, _MUCH_BYTES = 0.75, 64 << 10
 _LINE = 64
 # How often one and several threads are measured.
 _TRIALS = 2
+# Several threads are to take this share of one thread's time at most: on a busy machine a trial may be lucky.
+_CLEARLY = 0.85
 
 Values = npt.NDArray[np.float32]
 Stacked = dict[str, Values]
@@ -98,10 +100,12 @@ class Pace:
         self._seconds: dict[int, list[float]] = {}
 
     def threads(self, most: int) -> int:
-        """One or ``most``: each of them for its trials at first, in turns, then the one with the fastest trial."""
+        """One or ``most``: each for its trials at first, in turns, then one unless several were clearly faster."""
         tried = {count: self._seconds.get(count, []) for count in {1, most}}
         fewest = min(tried, key=lambda count: (len(tried[count]), count))
-        return fewest if len(tried[fewest]) < _TRIALS else min(tried, key=lambda count: min(tried[count]))
+        if len(tried[fewest]) < _TRIALS:
+            return fewest
+        return most if min(tried[most]) < _CLEARLY * min(tried[1]) else 1
 
     def note(self, threads: int, seconds: float) -> None:
         """How long a piece of work took."""

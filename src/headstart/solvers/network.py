@@ -32,7 +32,8 @@ class Network:
     def __init__(self, model: LocalModel | None, head: Mapping[str, Tensor], stage: Rounds, plan: Plan) -> None:
         self.model = model = model if model and plan.changes_features else LocalModel()
         self.backbone, self.device, self.stage = model.backbone, model.device, stage
-        self.precision, self.memory_format = stage.precision, stage.memory_format
+        self.precision: str = stage.precision
+        self.memory_format: str = stage.memory_format
         model.arrange(self.memory_format)
         self.head_layers = layers_of(list(head))
         self.parameters = model.parameters()

@@ -30,8 +30,8 @@ def choose(network: Network, batch: tuple[Tensor, ...], labels: Tensor) -> None:
     """Measure the loss of a batch, and its gradient where there are any, in each way that the stage leaves open, and
     go on with the fastest."""
     assert network.backbone is not None
-    precisions = _PRECISIONS if network.precision == "auto" else (network.precision,)
-    formats = _FORMATS if network.memory_format == "auto" else (network.memory_format,)
+    precisions: tuple[str, ...] = _PRECISIONS if network.precision == "auto" else (network.precision,)
+    formats: tuple[str, ...] = _FORMATS if network.memory_format == "auto" else (network.memory_format,)
     if network.backbone.kind != "image":
         formats = formats[:1]
     buffers = dict(network.backbone.body.named_buffers())
