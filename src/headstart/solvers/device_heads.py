@@ -68,7 +68,8 @@ class DeviceHeads:
             self.params = origin
             for name, gradient in gradients.items():
                 moving = _wide(going[step], gradient)
-                self.params[name].sub_(self._change(name, gradient, moving) * moving, alpha=rate)
+                change = self._change(name, gradient, moving) * moving
+                self.params[name] = self.params[name].sub(change, alpha=rate)
         return taken
 
     def _batches(self, cohort: Cohort, plans: Sequence[Ints], taken: Ints) -> tuple[Tensor, Tensor, Tensor, Tensor]:
