@@ -1,10 +1,13 @@
 """Rounds of FedAvg on a head beside other libraries and the machine's limit, each peer in an environment of its own.
 
-    make bench-peers                    (python -m benchmarks.peers [TURNS])
+    make bench-peers                    (python -m benchmarks.peers [TURNS [SIDE …]])
 
-30 of 100 clients of 500 examples, 512 features, 10 classes, one epoch of batches of 64. An environment sees the torch
-and NumPy of this one, so that all sides compute with the same libraries. The sides take turns; a figure is the median
-over the turns of the median round. Writes benchmarks/peers.json and docs/peers.md.
+Of the sides that are named, or of all. 30 of 100 clients of 500 examples, 512 features, 10 classes, one epoch of
+batches of 64. An environment sees the torch and NumPy of this one, so that all sides compute with the same libraries.
+The sides take turns; a figure is the median
+over the turns of the median round. A side whose environment cannot be made is left out, and the page says so. Then
+what headstart does beside such rounds, next to its limits (`benchmarks.limits`). Writes benchmarks/peers.json and
+docs/peers.md.
 """
 
 from __future__ import annotations
@@ -17,12 +20,15 @@ import subprocess
 import sys
 import time
 import venv
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
+
+from benchmarks import limits
 
 ROOT = Path(__file__).parents[1]
 CLIENTS, SAMPLED, EXAMPLES, DIM, CLASSES, BATCH, RATE, ROUNDS = 100, 30, 500, 512, 10, 64, 0.01, 20
@@ -35,6 +41,14 @@ PEERS = {
     "pooled": (None, (1,)),
     "limit": (None, (1, 2)),
 }
+NOTES = (
+    "What bounds a round of heads: `python -m benchmarks.profile`, and the text beside its table in the "
+    "[measurements](measurements.md).",
+    "",
+    "NVFlare's simulator is not among the sides: it has a process for a client at a time, which it starts anew when "
+    "another client's turn comes; see the [measurements](measurements.md).",
+)
+OWN = ("mezo", "raw", "lora", "startup")
 TITLES = {
     "headstart": "headstart", "plain": "a plain PyTorch loop", "pfl": "pfl-research", "flower": "Flower's simulation",
 }  # fmt: skip
@@ -49,29 +63,45 @@ def data() -> tuple[np.ndarray, ...]:
     return X[:-10_000], y[:-10_000], X[-10_000:], y[-10_000:]
 
 
-def per_round(times: list[float]) -> float:
-    """The median time between two rounds; the first is for warming up."""
-    return float(np.median(np.diff(times)[1:]))
+def now() -> tuple[float, float]:
+    """The wall clock, and the CPU time of this process, which others on the machine disturb less."""
+    return time.perf_counter(), time.process_time()
+
+
+def per_round(times: list[tuple[float, float]]) -> dict[str, float]:
+    """The median wall and CPU seconds between two rounds; the first is for warming up."""
+    seconds, cpu = np.median(np.diff(times, axis=0)[1:], axis=0).tolist()
+    return {"seconds": seconds, "cpu": cpu}
 
 
 # ------------------------------------------------------------------------------------------------------------ the sides
 
 
-def headstart() -> dict[str, Any]:
-    from headstart.runner import run
-
+def table_of() -> dict[str, Any]:
+    """The same as what `headstart.runner.run` is given."""
     X, y, T, t = data()
-    given = {
+    return {
         "X": np.concatenate([X, T]), "y": np.concatenate([y, t]),
         "split": np.repeat(["train", "test"], [len(y), len(t)]),
         "client": np.concatenate([np.arange(len(y)) // EXAMPLES, np.zeros(len(t), np.int64)]),
     }  # fmt: skip
+
+
+def headstart() -> dict[str, Any]:
+    from headstart.runner import run
+
     stage = {"method": "fedavg", "train": "head", "rounds": 2 * ROUNDS, "clients_per_round": SAMPLED, "lr": RATE}
     stage |= {"batch_size": BATCH, "head_init": "zeros", "evaluate_every": ROUNDS}
-    found: list[dict[str, Any]] = []
-    run({"model": {"backbone": "features"}, "stages": [stage]}, data=given, on_metrics=found.append)
+    found, times = list[dict[str, Any]](), list[float]()
+
+    def note(metrics: dict[str, Any]) -> None:
+        found.append(metrics)
+        times.append(time.process_time())
+
+    run({"model": {"backbone": "features"}, "stages": [stage]}, data=table_of(), on_metrics=note)
     half, whole = found
-    return {"seconds": (whole["seconds"] - half["seconds"]) / ROUNDS, "accuracy": half["accuracy"]}
+    seconds, cpu = whole["seconds"] - half["seconds"], times[1] - times[0]
+    return {"seconds": seconds / ROUNDS, "cpu": cpu / ROUNDS, "accuracy": half["accuracy"]}
 
 
 def plain() -> dict[str, Any]:
@@ -80,15 +110,15 @@ def plain() -> dict[str, Any]:
     X, y, T, t = (torch.from_numpy(each) for each in data())
     rng = np.random.default_rng(0)
     weights = [torch.zeros(CLASSES, DIM), torch.zeros(CLASSES)]
-    times = [time.perf_counter()]
+    times = [now()]
     for _ in range(ROUNDS):
         totals = [torch.zeros_like(each) for each in weights]
         for client in rng.choice(CLIENTS, SAMPLED, replace=False):
             totals = [a + b for a, b in zip(totals, trained(X, y, int(client), weights), strict=True)]
         weights = [each / SAMPLED for each in totals]
-        times.append(time.perf_counter())
+        times.append(now())
     accuracy = float(((T @ weights[0].T + weights[1]).argmax(1) == t).float().mean())
-    return {"seconds": per_round(times), "accuracy": accuracy}
+    return {**per_round(times), "accuracy": accuracy}
 
 
 def trained(X: Any, y: Any, client: int, weights: list[Any]) -> list[Any]:
@@ -130,11 +160,11 @@ def pfl() -> dict[str, Any]:
         def metrics(self, inputs: Any, labels: Any, eval: bool = True) -> dict[str, Any]:
             return {}
 
-    times = [time.perf_counter()]
+    times = [now()]
 
     class Clock(TrainingProcessCallback):  # type: ignore[misc]
         def after_central_iteration(self, metrics: Any, model: Any, *, central_iteration: int) -> tuple[bool, Any]:
-            times.append(time.perf_counter())
+            times.append(now())
             return False, Metrics()
 
     def client(number: int) -> Any:
@@ -157,7 +187,7 @@ def pfl() -> dict[str, Any]:
         callbacks=[Clock()],
     )
     accuracy = float((head(T).argmax(1) == t).float().mean())
-    return {"seconds": per_round(times), "accuracy": accuracy}
+    return {**per_round(times), "accuracy": accuracy}
 
 
 def flower() -> dict[str, Any]:
@@ -179,17 +209,17 @@ def flower() -> dict[str, Any]:
 
     @server.main()
     def main(grid: Any, context: Any) -> None:
-        times = list[float]()
+        times = list[tuple[float, float]]()
 
         def tick(number: int, arrays: Any) -> Any:
-            times.append(time.perf_counter())
+            times.append(now())
             found["last"] = arrays.to_numpy_ndarrays()
             return MetricRecord({"round": number})
 
         strategy = FedAvg(fraction_train=SAMPLED / CLIENTS, fraction_evaluate=0.0, min_available_nodes=CLIENTS)
         start = ArrayRecord([np.zeros((CLASSES, DIM), np.float32), np.zeros(CLASSES, np.float32)])
         strategy.start(grid, start, num_rounds=ROUNDS, evaluate_fn=tick)
-        found["seconds"] = per_round(times)
+        found["seconds"] = per_round(times)["seconds"]
 
     config: Any = {"client_resources": {"num_cpus": 1, "num_gpus": 0.0}}
     run_simulation(server, client, CLIENTS, backend_config=config)
@@ -227,30 +257,44 @@ def pooled() -> dict[str, Any]:
     return {"seconds": time.perf_counter() - start, "accuracy": float(model.score(T, t))}
 
 
-def limit() -> dict[str, Any]:
-    """A round's rows read once at the speed that memory is read in order, and its products at the fastest speed."""
+def limit(clock: Any = time.perf_counter) -> dict[str, Any]:
+    """A round's rows read once at the speed that memory is read in order, and its two products of every batch, at the
+    very shapes and by the faster of NumPy's and torch's library."""
     import torch
 
-    big, side = torch.zeros(64 << 20), torch.ones(1024, 1024)
+    big = torch.ones(64 << 20)  # zeros would be one page of memory, read again and again
+    head, rows = torch.ones(CLASSES, DIM), torch.ones(BATCH, DIM)
+    sides: Any = ((head, rows, rows.T), (head.numpy(), rows.numpy(), rows.numpy().T))
     reads, products = list[float](), list[float]()
+
+    def pairs(left: Any, batch: Any, turned: Any) -> None:
+        for _ in range(1000):
+            (left @ turned) @ batch
+
     for _ in range(9):
-        start = time.perf_counter()
-        big.sum()
-        middle = time.perf_counter()
-        side @ side
-        reads.append(middle - start)
-        products.append(time.perf_counter() - middle)
-    bandwidth, flops = 4 * big.numel() / min(reads), 2 * 1024**3 / min(products)
-    rows = SAMPLED * EXAMPLES * DIM
-    seconds = 4 * rows / bandwidth + 4 * rows * CLASSES / flops
-    return {"seconds": seconds, "gigabytes_per_second": bandwidth / 1e9, "gigaflops": flops / 1e9}
+        reads.append(seconds_of(big.sum, clock))
+        products.append(min(seconds_of(partial(pairs, *side), clock) for side in sides))
+    bandwidth, pair = 4 * big.numel() / min(reads), min(products) / 1000
+    reading = 4 * SAMPLED * EXAMPLES * DIM / bandwidth
+    of_products = SAMPLED * EXAMPLES / BATCH * pair
+    return {
+        "seconds": reading + of_products, "reading": reading, "products": of_products,
+        "gigabytes_per_second": bandwidth / 1e9, "gigaflops": 4 * BATCH * DIM * CLASSES / pair / 1e9,
+    }  # fmt: skip
+
+
+def seconds_of(work: Any, clock: Any) -> float:
+    """How long a call takes."""
+    start = clock()
+    work()
+    return float(clock() - start)
 
 
 # ------------------------------------------------------------------------------------------------------------ the turns
 
 
-def environment(folder: Path, packages: list[str] | None) -> Path:
-    """The interpreter of a side; a new environment has what this one lacks."""
+def environment(folder: Path, packages: list[str] | None) -> Path | None:
+    """The interpreter of a side; a new environment has what this one lacks. None where it cannot be had."""
     if packages is None:
         return Path(sys.executable)
     venv.create(folder, symlinks=True)
@@ -258,18 +302,22 @@ def environment(folder: Path, packages: list[str] | None) -> Path:
     site = folder / "lib" / f"python3.{sys.version_info.minor}" / "site-packages"
     mine = [path for path in sys.path if Path(path).name == "site-packages"]
     (site / "parent.pth").write_text("\n".join(mine) + "\n", encoding="utf-8")
-    subprocess.run(
-        [python, "-m", "pip", "install", "--quiet", "--prefix", folder, *packages], check=True, capture_output=True
+    done = subprocess.run(
+        [python, "-m", "pip", "install", "--quiet", "--prefix", folder, *packages], capture_output=True, text=True
     )
+    if done.returncode:
+        reason = (done.stderr.strip().splitlines() or ["pip failed"])[-1]
+        print(f"{', '.join(packages)}: left out: {reason}", flush=True)
+        return None
     return python
 
 
-def measured(python: Path, side: str, threads: int) -> dict[str, Any]:
+def measured(python: Path | None, side: str, threads: int) -> dict[str, Any]:
     """One turn of a side, in a process of its own."""
     pinned = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), str(threads))
     environ = {**os.environ, **pinned}
     done = subprocess.run(
-        [python, "-m", "benchmarks.peers", "side", side], cwd=ROOT, env=environ, capture_output=True, text=True
+        [str(python), "-m", "benchmarks.peers", "side", side], cwd=ROOT, env=environ, capture_output=True, text=True
     )
     if done.returncode:
         raise SystemExit(f"{side}: {done.stderr[-2000:]}")
@@ -295,71 +343,118 @@ def machine() -> dict[str, Any]:
 
 def page(report: dict[str, Any]) -> str:
     """The page of the docs."""
-    facts, rows = report["machine"], report["rows"]
+    rows, turns = report["rows"], f"{report['turns']} turn{'s' if report['turns'] > 1 else ''}"
     lines = [
         "# Beside other libraries",
         "",
         f"`make bench-peers`: {SAMPLED} of {CLIENTS} clients of {EXAMPLES} examples in a round, {DIM} features, "
         f"{CLASSES} classes, one epoch of batches of {BATCH}, FedAvg of a linear head at rate {RATE}; the median of "
-        f"{ROUNDS} rounds, and of {report['turns']} turn{'s' if report['turns'] > 1 else ''}. Every side computes with "
-        "the same torch and NumPy. The limit is the machine's: the rows of a round read once in order, and its "
-        "products at the speed of a large one, both measured in the same run. The accuracy is after as many rounds.",
+        f"{ROUNDS} rounds, and of {turns}. Every side computes with the same torch and NumPy. The limit is the "
+        "machine's: the rows of a round read once in order, and the two products of every batch at these shapes, both "
+        "measured in the same run. The accuracy is after as many rounds.",
         "",
-        "| | threads | a round, ms | of headstart's | of the limit | accuracy, % |",
-        "|---|---|---|---|---|---|",
+        "| | threads | a round, ms | its CPU, ms | of headstart's | of the limit | accuracy, % |",
+        "|---|---|---|---|---|---|---|",
     ]
     for side, title in TITLES.items():
-        for threads, row in rows[side].items():
+        for threads, row in rows.get(side, {}).items():
             mine, bound = rows["headstart"][threads]["seconds"], rows["limit"][threads]["seconds"]
+            cpu = f"{1e3 * row['cpu']:.1f}" if "cpu" in row else ""
             lines.append(
-                f"| {title} | {threads} | {1e3 * row['seconds']:.1f} | {row['seconds'] / mine:.2f} | "
+                f"| {title} | {threads} | {1e3 * row['seconds']:.1f} | "
+                f"{cpu} | {row['seconds'] / mine:.2f} | "
                 f"{row['seconds'] / bound:.2f} | {100 * row['accuracy']:.2f} |"
             )
     for threads, row in rows["limit"].items():
         lines.append(
             f"| the limit: {row['gigabytes_per_second']:.1f} GB/s, {row['gigaflops']:.0f} GFLOP/s | {threads} | "
-            f"{1e3 * row['seconds']:.1f} | {row['seconds'] / rows['headstart'][threads]['seconds']:.2f} | 1.00 | |"
+            f"{1e3 * row['seconds']:.1f} | | {row['seconds'] / rows['headstart'][threads]['seconds']:.2f} | 1.00 | |"
         )
-    whole = rows["pooled"]["1"]
-    lines += [
-        "",
-        "Flower's actors, one per core, have a thread each.",
-        "",
-        f"Logistic regression of scikit-learn on the pooled examples: {100 * whole['accuracy']:.2f} % in "
-        f"{whole['seconds']:.1f} s.",
-        "",
-        f"The machine: {', '.join(f'{name} {value}' for name, value in facts.items())}.",
-        "",
-    ]
+    lines += ["", *notes(report), "", *beside_limits(report), "", *facts(report), ""]
     return "\n".join(lines)
 
 
-def main(turns: int = 3) -> None:
+def notes(report: dict[str, Any]) -> list[str]:
+    """What is to be said of the sides."""
+    rows = report["rows"]
+    missing = [title for side, title in TITLES.items() if side not in rows]
+    left_out = [f"Not in this run, since its environment could not be made: {', '.join(missing)}.", ""]
+    found = [*(left_out if missing else []), "Flower's actors, one per core, have a thread each, and keep the data."]
+    if "pooled" in rows:
+        whole = rows["pooled"]["1"]
+        found += ["", f"Logistic regression of scikit-learn on the pooled examples: {100 * whole['accuracy']:.2f} % in "
+                  f"{whole['seconds']:.1f} s, {whole['seconds'] / rows['limit']['1']['seconds']:.0f} times the limit "
+                  "of a round."]  # fmt: skip
+    return [*found, "", *NOTES]
+
+
+def beside_limits(report: dict[str, Any]) -> list[str]:
+    """A table of what headstart does beside rounds of heads."""
+    lines = [
+        "## Beside its limits",
+        "",
+        "Two threads; what cannot be done without is measured in the same process, the fastest of three.",
+        "",
+        "| | s | what it cannot do without | s | times that |",
+        "|---|---|---|---|---|",
+    ]
+    for name, each in report["own"].items():
+        title, bound = limits.TITLES[name]
+        cpu = f" ({each['cpu']:.2f} of CPU)" if "cpu" in each else ""
+        ratio = each["seconds"] / each["limit"]
+        lines.append(f"| {title} | {each['seconds']:.2f}{cpu} | {bound} | {each['limit']:.2f} | {ratio:.2f} |")
+    return lines
+
+
+def facts(report: dict[str, Any]) -> list[str]:
+    """What figures depend on."""
+    machine = ", ".join(f"{name} {value}" for name, value in report["machine"].items())
+    return [f"The machine: {machine}. Its load over the last quarter of an hour, these runs among it: "
+            f"{report['load']:.1f}."]  # fmt: skip
+
+
+def main(turns: str = "3", *chosen: str) -> None:
     """All sides, turn by turn."""
     found: dict[str, dict[str, list[dict[str, Any]]]] = {
-        side: {str(threads): [] for threads in each[1]} for side, each in PEERS.items()
+        side: {str(threads): [] for threads in each[1]} for side, each in PEERS.items() if side in (chosen or PEERS)
     }
     with TemporaryDirectory() as temporary:
-        pythons = {side: environment(Path(temporary) / side, packages) for side, (packages, _) in PEERS.items()}
-        for turn in range(turns):
+        pythons = {side: environment(Path(temporary) / side, PEERS[side][0]) for side in found}
+        found = {side: each for side, each in found.items() if pythons[side] is not None}
+        for turn in range(int(turns)):
             for side, by_threads in found.items():
                 for threads, turned in by_threads.items():
                     turned.append(measured(pythons[side], side, int(threads)))
                     print(f"turn {turn + 1}: {side}, {threads} thread(s): {turned[-1]}", flush=True)
     rows = {
-        side: {
-            threads: {name: statistics.median(each[name] for each in given) for name in given[0]}
-            for threads, given in by_threads.items()
-        }
-        for side, by_threads in found.items()
+        side: {threads: medians(given) for threads, given in by_threads.items()} for side, by_threads in found.items()
     }
-    report = {"machine": machine(), "turns": turns, "rows": rows}
+    own: dict[str, list[dict[str, float]]] = {}
+    for turn in range(int(turns)):
+        for side in OWN:
+            for name, each in measured(Path(sys.executable), side, 2).items():
+                own.setdefault(name, []).append(each)
+                print(f"turn {turn + 1}: {name}: {each}", flush=True)
+    beside = {name: medians(each) for name, each in own.items()}
+    report = {"machine": machine(), "turns": int(turns), "load": os.getloadavg()[2], "rows": rows, "own": beside}
     (ROOT / "benchmarks" / "peers.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     (ROOT / "docs" / "peers.md").write_text(page(report), encoding="utf-8")
 
 
+def medians(turns: list[dict[str, Any]]) -> dict[str, float]:
+    """Of every figure, over the turns."""
+    return {name: statistics.median(each[name] for each in turns) for name in turns[0]}
+
+
+def of_headstart(side: str) -> dict[str, Any]:
+    """One turn of what headstart does beside rounds of heads: figures by name."""
+    found = getattr(limits, side)()
+    return dict(found) if side == "startup" else {side: found}
+
+
 if __name__ == "__main__":
     if sys.argv[1:2] == ["side"]:
-        print(json.dumps(globals()[sys.argv[2]]()))
+        side = sys.argv[2]
+        print(json.dumps(of_headstart(side) if side in OWN else globals()[side]()))
     else:
-        main(*map(int, sys.argv[1:]))
+        main(*sys.argv[1:])

@@ -1,6 +1,6 @@
 """Clients that train a backbone one after the other, and several at once in processes (`HEADSTART_WORKERS`).
 
-    python -m benchmarks.workers
+    python -m benchmarks.workers [NETWORK …]
 
 FedAvg of all of a network with random weights, 8 clients of 32 images of 32 or 64 pixels, batches of 16; seconds of the
 rounds after the first, the median of three turns. Every turn is a process of its own.
@@ -45,10 +45,10 @@ def measure(net: str, threads: int) -> dict[str, Any]:
     return {"seconds": float(np.median(seconds)), "loss": found[-1]["loss"]}
 
 
-def main() -> None:
+def main(*chosen: str) -> None:
     """A row for each network and way."""
     rows = []
-    for net in NETS:
+    for net in chosen or NETS:
         found: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
         for _ in range(TURNS):
             for way, (workers, threads) in WAYS.items():
@@ -66,4 +66,4 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["side"]:
         print(json.dumps(measure(sys.argv[2], int(sys.argv[3]))))
     else:
-        main()
+        main(*sys.argv[1:])

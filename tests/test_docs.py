@@ -758,9 +758,9 @@ def test_the_docs_say_what_a_gpu_does() -> None:
         for path in (ROOT / "src/headstart").rglob("*.py")
         if "cuda" in path.read_text("utf-8")
     }
-    assert asks == {"backbones/extract.py", "modules/local_model.py", "engine/workers.py"}
+    assert asks == {"backbones/extract.py", "modules/local_model.py", "engine/workers.py", "core/device.py"}
     where = (ROOT / "docs/index.md").read_text("utf-8").partition("### Where it runs")[2].partition("\n## ")[0]
     words = ["CUDA", "MPS", "closed forms", "cached features", "macOS", "Windows", "CUDA_VISIBLE_DEVICES="]
-    for word in (*words, "HEADSTART_WORKERS"):
+    for word in (*words, "HEADSTART_WORKERS", "heads come back once", "totals come back once", "`meta`"):
         assert word in where
     assert "GPU" in (ROOT / "README.md").read_text("utf-8")

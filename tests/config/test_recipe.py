@@ -242,6 +242,7 @@ def test_defaults_of_stages_are_written_out_and_read_back(tmp_path: Path) -> Non
         "norm_statistics": "aggregate",
         "augment": "flip",
         "precision": "float32",
+        "memory_format": "channels-last",
         "momentum": 0.0,
         "warmup_rounds": 0,
     }

@@ -5,7 +5,9 @@ import pytest
 from headstart.solvers.heads import Pace
 
 
-@pytest.mark.parametrize(("one", "four", "chosen"), [([3.0, 2.0], [2.5, 9.0], 1), ([3.0, 2.0], [9.0, 1.5], 4)])
+@pytest.mark.parametrize(
+    ("one", "four", "chosen"), [([3.0, 2.0], [2.5, 9.0], 1), ([3.0, 2.0], [9.0, 1.5], 4), ([3.0, 2.0], [9.0, 1.9], 1)]
+)
 def test_each_is_tried_twice_in_turns_and_the_faster_one_stays(
     one: list[float], four: list[float], chosen: int
 ) -> None:

@@ -104,6 +104,7 @@ class ImageInput(nn.Module):
         super().__init__()
         self.network = network
         self.bgr = normalisation.bgr
+        self.memory_format = torch.channels_last
         mean, std = (torch.tensor(values).view(1, 3, 1, 1) for values in (normalisation.mean, normalisation.std))
         # Plain attributes, not buffers: they are part of the transform, not of the weights.
         self.factor, self.shift = normalisation.scale / std, mean / std
@@ -113,7 +114,7 @@ class ImageInput(nn.Module):
         pixels = images.permute(0, 3, 1, 2).to(torch.float32)
         pixels = pixels.flip(1) if self.bgr else pixels
         factor, shift = self.factor.to(pixels.device), self.shift.to(pixels.device)
-        features: Tensor = self.network((pixels * factor - shift).contiguous(memory_format=torch.channels_last))
+        features: Tensor = self.network((pixels * factor - shift).contiguous(memory_format=self.memory_format))
         return features
 
 

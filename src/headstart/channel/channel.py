@@ -94,10 +94,14 @@ class UpdateChannel:
         """What each client of a cohort sends, and what stays with it."""
         names = _errors(self.method.expected(cohort.task)) if self._feeds_back else {}
         errors, replies = {name: cohort.state(name, None) for name in names}, []
+        stacks = {
+            array_name(block, name): np.asarray(values)
+            for block, each in result.blocks.items()
+            for name, values in each.items()
+        }
         for row, client in enumerate(cohort.clients.tolist()):
-            sender, arrays = Sender(client, round, cohort.task), dict[str, Any]()
-            for block, each in result.blocks.items():
-                arrays |= {array_name(block, name): np.asarray(array[row]) for name, array in each.items()}
+            sender = Sender(client, round, cohort.task)
+            arrays = {name: np.asarray(values[row]) for name, values in stacks.items()}
             meant = Message(arrays, scalars_of(result.scalars, row))
             sent, error = meant, {name: values[row] for name, values in errors.items()}
             for link in self.links:

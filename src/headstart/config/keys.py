@@ -214,8 +214,12 @@ class OptimiserKeys(StageKeys):
     temperature: PositiveFloat | Auto = 1.0
     """Scores are divided by it: heads with rows of length one need less than 1. "auto": the temperature of the head
     that the stage starts from."""
-    precision: Literal["float32", "bfloat16"] = "float32"
-    """Arithmetic of the backbone where it trains; parameters stay in float32."""
+    precision: Literal["float32", "bfloat16"] | Auto = "float32"
+    """Arithmetic of the backbone where it trains; parameters stay in float32. "auto": the one that the first batch is
+    faster in, on this machine."""
+    memory_format: Literal["channels-last", "contiguous"] | Auto = "channels-last"
+    """How a backbone of images that trains has its numbers in memory. "auto": as the first batch is faster, on this
+    machine."""
 
     def rounds_for(self, n_clients: int) -> int:
         """As many as the recipe says, however many clients there are."""

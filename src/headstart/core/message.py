@@ -25,6 +25,7 @@ _DTYPE_NAMES = {
 }  # fmt: skip
 _DTYPES = {short: np.dtype(name) for name, short in _DTYPE_NAMES.items()}
 _NAMED = {name: np.dtype(name) for name in _DTYPE_NAMES}
+_to_json = json.JSONEncoder(allow_nan=False).encode
 _METADATA = "__metadata__"
 _SCALARS = "scalars"
 
@@ -86,7 +87,9 @@ class Message:
             raise MessageError(f"array {name!r} is missing")
         if array.dtype != _NAMED[dtype]:
             raise MessageError(f"array {name!r} is {array.dtype}, not {dtype}")
-        if len(array.shape) != len(shape) or any(b not in (None, a) for a, b in zip(array.shape, shape, strict=True)):
+        if array.shape != shape and (
+            len(array.shape) != len(shape) or any(b not in (None, a) for a, b in zip(array.shape, shape, strict=True))
+        ):
             wanted = "[" + ", ".join("any" if size is None else str(size) for size in shape) + "]"
             raise MessageError(f"array {name!r} has shape {list(array.shape)}, not {wanted}")
         if array.dtype.kind == "f" and not np.isfinite(array).all():
@@ -101,7 +104,7 @@ class Message:
         return value
 
     def _scalars_text(self) -> str | None:
-        return json.dumps(dict(self.scalars), allow_nan=False) if self.scalars else None
+        return _to_json(dict(self.scalars)) if self.scalars else None
 
 
 @lru_cache(maxsize=4096)

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy import sparse
 
+from headstart.core.device import accelerator
 from headstart.core.directions import sketching_basis
 
 Floats = npt.NDArray[np.float64]
@@ -37,6 +38,10 @@ def segment_sums(
     Each segment is added up in the order of its rows, whatever the blocks: a client alone and the same client among
     thousands give the same bits.
     """
+    if (device := accelerator()) is not None:
+        from headstart.core.device_moments import device_sums
+
+        return device_sums(features, rows, segments, n_segments, moments, transform, sketch, device)
     transform = transform or (lambda values: values)
     dim = transform(features[:1]).shape[1]
     sums = np.zeros((n_segments, dim))

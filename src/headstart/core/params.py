@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -54,8 +55,11 @@ class Params(dict[str, Any]):
 
 def norm(arrays: Mapping[str, Any]) -> float:
     """Euclidean norm over all names."""
-    flat = (np.ravel(array).astype(np.float64, copy=False) for array in arrays.values())
-    return float(np.sqrt(sum(float(values @ values) for values in flat)))
+    total = 0.0
+    for array in arrays.values():
+        values = np.ravel(array).astype(np.float64, copy=False)
+        total += float(values @ values)
+    return math.sqrt(total)
 
 
 def clipped(arrays: Mapping[str, Any], longest: float) -> dict[str, Any]:

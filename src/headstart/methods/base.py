@@ -140,6 +140,12 @@ class Method(ABC, Generic[State]):
     """Kinds of client state that add up what was sent of a block."""
     folds: bool = False
     """Whether weights of the backbone change that no client trains."""
+
+    @property
+    def measures(self) -> bool:
+        """Whether the next reply finds out how all others compute."""
+        return False
+
     memory_per_client: int = 0
     """Bytes that one more client of a cohort takes, beyond its features."""
 

@@ -47,7 +47,7 @@ class LocalOnly(Training[StageT]):
         """SGD goes on where the client's last round stopped."""
         velocity = self.kept("velocity", cohort) if self.keeps else None
         trains = frozenset(name for name in received.model if self.plan.trains(name)) if self.plan.still else None
-        objective = Objective(velocity=velocity, trains=trains)
+        objective = Objective(velocity=velocity, trains=trains, in_place=frozenset(self.personal_shapes))
         local = self.solve(received.model, cohort, received.round, objective)
         return self.result(cohort, local, {"velocity": velocity | local.velocity} if velocity else {})
 

@@ -94,6 +94,11 @@ class Training(Method[TrainingState], Generic[StageT]):
         trained = [name for name in self.start if self.plan.role(name) != "frozen"]
         return HeadSolver(stage, seed, trained)  # type: ignore[arg-type]
 
+    @property
+    def measures(self) -> bool:
+        """Whether the first batch has yet to say how the backbone computes."""
+        return self.network is not None and self.network.undecided
+
     def combiner(self) -> Combiner:
         """How the server steps along the mean update."""
         return Average(self.stage.server_step)

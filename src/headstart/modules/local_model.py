@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from headstart.backbones import Backbone, Prefix
+from headstart.backbones.transforms import ImageInput
 from headstart.errors import HeadstartError
 from headstart.modules.attach import Attached, attach, plain_parameters, plain_state
 
@@ -95,6 +96,15 @@ class LocalModel:
             core.gradient_checkpointing_enable({"use_reentrant": False})
         elif can and any(getattr(module, "gradient_checkpointing", False) for module in core.modules()):
             core.gradient_checkpointing_disable()
+
+    def arrange(self, memory_format: str) -> None:
+        """How a backbone of images has its numbers in memory: "contiguous", or channels last."""
+        body = self.backbone.body if self.backbone else None
+        wanted = torch.contiguous_format if memory_format == "contiguous" else torch.channels_last
+        if isinstance(body, ImageInput) and body.memory_format != wanted:
+            body.memory_format = wanted
+            with torch.inference_mode(False):  # parameters that are made in it never have gradients
+                body.to(memory_format=wanted)  # type: ignore[call-overload]
 
     # ------------------------------------------------------------------------------------------------------------ mode
 

@@ -23,6 +23,7 @@ from headstart.solvers.adam import Moments
 from headstart.solvers.cohort import Cohort
 from headstart.solvers.heads import batches, layers_of
 from headstart.solvers.objective import LocalResult, Objective, learning_rate
+from headstart.solvers.probe import choose
 
 
 class Network:
@@ -33,6 +34,9 @@ class Network:
     ) -> None:
         self.model = model = model if model and plan.changes_features else LocalModel()
         self.backbone, self.device, self.stage = model.view(task), model.device, stage
+        self.precision: str = stage.precision
+        self.memory_format: str = stage.memory_format
+        model.arrange(self.memory_format)
         self.head_layers = layers_of(list(head))
         self.parameters = model.parameters()
         self.parameters |= {name: nn.Parameter(value.to(self.device)) for name, value in head.items()}
@@ -74,6 +78,11 @@ class Network:
         self.model.write(self.parameters | self.statistics, arrays)
 
     @property
+    def undecided(self) -> bool:
+        """Whether the first batch has yet to say how the backbone computes."""
+        return self.backbone is not None and "auto" in (self.precision, self.memory_format)
+
+    @property
     def generates(self) -> bool:
         """Whether the backbone completes prompts, and is no classifier."""
         return self.backbone is not None and self.backbone.task == "generate"
@@ -81,7 +90,7 @@ class Network:
     def features(self, batch: tuple[Tensor, ...]) -> Tensor:
         """The inputs of a batch, or its features where there is no backbone → features [B, d]."""
         device = self.device.type
-        with torch.autocast(device, torch.bfloat16, enabled=self.stage.precision == "bfloat16"):
+        with torch.autocast(device, torch.bfloat16, enabled=self.precision == "bfloat16"):
             values: Tensor = batch[0].to(self.device)
             if self.backbone is not None:
                 values = run_body(self.backbone.body, moved(batch, self.device))
@@ -97,6 +106,8 @@ class Network:
 
     def losses(self, batch: tuple[Tensor, ...], labels: Tensor, reduction: str = "none") -> Tensor:
         """The loss of each example [B], or their mean: cross-entropy, or that of a completion's tokens, on average."""
+        if self.undecided:
+            choose(self, batch, labels)
         values = self.scores(batch) if not self.generates else self.features(batch)
         if self.generates:
             each = values[:, 0] / values[:, 1].clamp(min=1)

@@ -28,6 +28,8 @@ class Objective:
     """Added to the gradient at every step [M, …]."""
     velocity: Mapping[str, Any] | None = None
     """The velocity to start with, which may be moved in place; zero where it is None."""
+    in_place: frozenset[str] = frozenset()
+    """Parameters of the start that may be moved in place, where there is no proximal term."""
     centre: Mapping[str, Any] | None = None
     """The centre of the proximal term; the start where it is None."""
     trains: frozenset[str] | None = None
