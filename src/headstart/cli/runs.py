@@ -21,7 +21,7 @@ from headstart.cli.shared import (
     require_flower,
     show_table,
 )
-from headstart.errors import HeadstartError
+from headstart.errors import HeadstartError, similar_path
 
 if TYPE_CHECKING:
     from headstart.config.recipe import Recipe
@@ -54,7 +54,7 @@ def run(
     recipe: Annotated[Path | None, typer.Argument(help="A recipe (TOML); with --resume, the one in --out.")] = None,
     settings: Settings = None,
     out: Annotated[Path | None, typer.Option(help="Run directory; by default the first free runs/NAME.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the interrupted run in --out.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the interrupted run in --out.")] = False,
     engine: Annotated[
         Engine, typer.Option(help="local: all clients in this process; flower: a node each on Flower's simulation.")
     ] = Engine.local,
@@ -75,7 +75,7 @@ def run(
     if recipe is None and out is not None:
         recipe = out / "recipe.toml"
         if not recipe.is_file():
-            raise HeadstartError(f"--resume: {out} holds no run")
+            raise HeadstartError(f"--resume: {out} holds no run{similar_path(out)}")
     loaded = Recipe.load(recipe or "", settings or ())
     _run_and_show(loaded, out or free_path(loaded.name), resume, engine, log or (), quiet)
 

@@ -173,7 +173,7 @@ def hover_texts(curves: Sequence[Curve], against: str) -> dict[str, list[str]]:
 
 
 def partition_figure(counts: npt.NDArray[np.int64], classes: Sequence[str], clients: Sequence[str] = ()) -> Figure:
-    """Who holds which class, as a heat map of counts [K, C]: one column per client, one row per class."""
+    """Data distribution across clients, as a heat map of counts [K, C]: one column per client, one row per class."""
     from matplotlib.ticker import MaxNLocator
 
     wide, high = min(len(counts), _MANY), min(len(classes), _MANY)

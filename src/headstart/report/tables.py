@@ -22,7 +22,7 @@ _SYMBOLS = {"ridge": "λ", "shrinkage": "γ", "means_share": "a", "temperature":
 _METRICS = {
     "accuracy": "accuracy, %", "r2": "R²", "mae": "mean absolute error", "macro_f1": "macro-F1, %",
     "balanced_accuracy": "balanced accuracy, %", "roc_auc": "ROC AUC", "average_precision": "average precision",
-    "calibration_error": "calibration error", "local_accuracy_worst_tenth": "worst tenth of clients, %",
+    "calibration_error": "calibration error", "local_accuracy_worst_tenth": "lowest-accuracy tenth of clients, %",
 }  # fmt: skip
 _NOISE = {"server": "by the server", "client": "by the client", "shared": "shared by the clients"}
 
@@ -272,7 +272,7 @@ def summary_table(summary: dict[str, Any]) -> Table:
 
 
 def partition_table(names: tuple[str, ...], classes: tuple[str, ...], counts: npt.NDArray[np.int64]) -> Table:
-    """Who holds which class: clients by class, the first 20 of each."""
+    """Data distribution across clients: clients by class, the first 20 of each."""
     clients, shown = min(len(names), 20), min(len(classes), 20)
     table = Table(title=f"{len(names)} clients, {len(classes)} classes, {counts.sum():,} training examples")
     table.add_column("client")

@@ -105,7 +105,7 @@ class Advice:
 
 _BESIDE = ("macro_f1", "balanced_accuracy", "calibration_error", "local_accuracy_worst_tenth")
 COLUMNS = (
-    "candidate", "held out", "macro-F1", "balanced", "calibration error", "worst tenth", "a client sends",
+    "candidate", "held out", "macro-F1", "balanced", "calibration error", "lowest tenth", "a client sends",
     "all clients send", "forward passes", "why",
 )  # fmt: skip
 
