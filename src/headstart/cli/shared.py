@@ -117,7 +117,7 @@ def show_table(columns: Sequence[str], rows: Iterable[Sequence[str]], title: str
     table, rows = Table(title=title), [*rows]
     for place, column in enumerate(columns):
         numeric = all(_NUMBER.fullmatch(row[place]) for row in rows)
-        table.add_column(column, justify="right" if numeric else "left")
+        table.add_column(column, justify="right" if numeric else "left", overflow="fold")
     for row in rows:
         table.add_row(*map(escape, row))
     console().print(table)

@@ -76,8 +76,11 @@ def metric_cell(name: str, stages: Sequence[Mapping[str, Any]]) -> str:
     known = [value for stage in stages if (value := stage.get(name)) is not None]
     if not known:
         return percent(None) if name == "accuracy" else ""
-    scale, form = (100, ".2f") if _METRICS[name].endswith("%") else (1, ".4g")
-    return f"{scale * mean(known):{form}}" + (f" ± {scale * stdev(known):{form}}" if len(known) > 1 else "")
+    percents = _METRICS[name].endswith("%")
+    shown = f"{100 * mean(known):.2f}" if percents else f"{mean(known):.4g}"
+    if len(known) == 1:
+        return shown
+    return f"{shown} ± " + (f"{100 * stdev(known):.2f}" if percents else f"{round(stdev(known), 6):.2g}")
 
 
 def quality(stage: Mapping[str, Any]) -> str | None:
