@@ -35,6 +35,9 @@ DEMO = {
 }
 
 
+_TESTS = 10  # paired tests that are printed
+
+
 class Engine(StrEnum):
     """Who runs the rounds."""
 
@@ -111,8 +114,11 @@ def compare(
     if quiet:
         return
     show_table(*found.table())
-    for test in found.tests():
+    tests = found.tests()
+    for test in tests[:_TESTS]:
         print(_tested(test))
+    if len(tests) > _TESTS:
+        print(f"and {len(tests) - _TESTS} more tests, in {where / 'compare-tests.csv'}")
     print(f"tables: {', '.join(str(where / f'compare.{ending}') for ending in ('csv', 'md', 'tex'))}")
     print(f"open {where / 'report.html'}")
 

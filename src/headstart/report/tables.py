@@ -187,11 +187,21 @@ def cost_table(groups: Sequence[Group]) -> tuple[list[str], list[list[str]]]:
                     group.label,
                     stages[0]["method"] + chosen,
                     *(metric_cell(name, stages) for name in shown),
+                    *_tested(stages),
                     str(len(stages)),
                     *(_count(means[name], name) for name in _COUNTED),
                 ]
             )
-    return ["run", "method", *map(metric_heading, shown), "runs", *_COUNTED.values()], rows
+    tested = ("95 % confidence interval", "test examples")
+    return ["run", "method", *map(metric_heading, shown), *tested, "runs", *_COUNTED.values()], rows
+
+
+def _tested(stages: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
+    """The confidence interval of the accuracy of one run, and of how many examples it is."""
+    interval = stages[0].get("accuracy_interval") if len(stages) == 1 else None
+    count = _mean([stage.get("test_examples") for stage in stages])
+    shown = "" if interval is None else f"{100 * interval[0]:.1f} to {100 * interval[1]:.1f}"
+    return shown, "" if count is None else f"{count:,.0f}"
 
 
 _COUNTED = {
