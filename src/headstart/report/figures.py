@@ -235,6 +235,8 @@ def clients_figure(
     accuracies: Mapping[str, Sequence[float]], methods: Sequence[str] = (), legend: bool = True
 ) -> Figure:
     """How many clients have which accuracy, by the name of the run; methods: of each, for its colour."""
+    from matplotlib.ticker import MaxNLocator
+
     figure, axes = _axes()
     bins = np.linspace(0, 100, 21)
     for look, (label, values) in zip(looks(list(methods) or list(accuracies)), accuracies.items(), strict=True):
@@ -242,6 +244,7 @@ def clients_figure(
         style |= {"linestyle": look.line} if len(accuracies) > 1 else {}
         axes.hist(100 * np.array(values), bins=bins, color=look.colour, label=label, **style)  # type: ignore[arg-type]
     axes.set(xlabel="a client's accuracy (%)", ylabel="clients")
+    axes.yaxis.set_major_locator(MaxNLocator(6, integer=True))
     axes.grid(alpha=0.25)
     if legend and len(accuracies) > 1:
         _legend(figure, axes)
