@@ -54,6 +54,12 @@ def nearest_path(path: str) -> str:
     place = Path(os.path.expanduser(path))
     while place.parent != place and not os.path.isdir(place.parent):
         place = place.parent
-    close = difflib.get_close_matches(place.name, os.listdir(place.parent) if os.path.isdir(place.parent) else [], n=1)
-    here = f"there is no {place}" if str(place) != path else "it is not there"
-    return here + (f"; did you mean {str(place.parent / close[0])!r}?" if close else "")
+    here = f"there is no {place}" if place != Path(path) else "it is not there"
+    return here + similar_path(place)
+
+
+def similar_path(place: Path) -> str:
+    """A clause that names what lies beside a path that is not there, under the most similar name; or nothing."""
+    there = os.listdir(place.parent) if os.path.isdir(place.parent) else []
+    close = [] if os.path.exists(place) else difflib.get_close_matches(place.name, there, n=1)
+    return f"; did you mean {str(place.parent / close[0])!r}?" if close else ""

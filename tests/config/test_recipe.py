@@ -264,6 +264,8 @@ def test_unreadable_and_invalid_files(tmp_path: Path) -> None:
         Recipe.load(tmp_path / "absent.toml")
     broken = tmp_path / "broken.toml"
     broken.write_text("name = [")
+    with pytest.raises(RecipeError, match=r"No such file or directory; did you mean '.*broken\.toml'\?"):
+        Recipe.load(tmp_path / "brokn.toml")
     with pytest.raises(RecipeError, match="not valid TOML"):
         Recipe.load(broken)
 

@@ -249,6 +249,13 @@ def test_one_class_left_over_in_training_is_refused(tmp_path: Path, seed: int) -
         load(save(tmp_path, X=X, y=Y, split=np.repeat([0, 2], 10)), seed, train_examples=1)
 
 
+def test_a_misspelt_folder_is_answered_with_the_nearest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "hospitals").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(HeadstartError, match=r"did you mean 'hospitals'\?"):
+        load("hospitls")
+
+
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [

@@ -108,7 +108,7 @@ def test_what_a_folder_of_images_leaves_out_is_said(tmp_path: Path) -> None:
     heic = root / "cat" / "a.heic"
     assert found.notes[:3] == (
         f"2 files are not read as images (1 .heic, 1 .txt), the first {heic}; save them as JPEG or PNG",
-        "bird: no image in this folder: no class",
+        "1 folder holds no images, and is no class: bird",
         f"images lie at several depths, and the folder that an image lies in is its class: {Path('dog/old')} (2)",
     )
 
@@ -187,6 +187,9 @@ def test_paths_that_are_not_there_are_all_listed(tmp_path: Path) -> None:
     kept = load(path, skip_unreadable=True)
     assert len(kept.train) + len(kept.test) == 18
     assert "2 of 20 files are not there" in kept.notes[0]
+    path.write_text(path.read_text().replace("images/3", "imges/3"))
+    with pytest.raises(HeadstartError, match=r"3 of 20 files .*; there is no .*imges; did you mean '.*images'\?"):
+        load(path)
 
 
 def test_unreadable_images_are_left_out_on_request(tmp_path: Path) -> None:
@@ -251,7 +254,7 @@ def test_rows_without_a_value_are_left_out_on_request(tmp_path: Path) -> None:
     with pytest.raises(HeadstartError, match=r"train: 1 examples have no 'label', in row 10; data\.skip_unreadable"):
         load(path)
     kept = load(path, skip_unreadable=True)
-    assert kept.notes == ("train: 2 of 12 rows lack one of text, label, and are left out: 10, 11",)
+    assert kept.notes == ("train: 2 of 12 rows lack one of text, label, and are left out: 10, 11 (from 0)",)
     assert per_class(kept, kept.train) == {"a": 4, "b": 4}
 
 

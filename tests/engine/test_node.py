@@ -799,7 +799,7 @@ def test_without_a_majority_nobody_is_believed_and_what_the_server_knows_decides
         nodes().agree({})
     (told := nodes()).agree({"dim": 65})
     assert told.ids == {1: 11}
-    with pytest.raises(HeadstartError, match=r"no node can take part: a: .* is 64, and the federation's is 66; b: "):
+    with pytest.raises(HeadstartError, match=r"no node can participate: a: .* is 64, and the federation's is 66; b: "):
         nodes().agree({"dim": 66})
 
 

@@ -7,6 +7,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import chdir
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -240,6 +241,8 @@ def test_images_through_a_trained_body(tmp_path: Path) -> None:
     (folder / "000.png").write_bytes(b"damaged")
     with pytest.raises(HeadstartError, match=r"000\.png.* is not a readable image"):
         model.predict([folder])
+    skipping = replace(model, data=model.data.model_copy(update={"skip_unreadable": True}))
+    assert [Path(each).name for each in skipping.predict([folder]).inputs] == [f"{n:03}.png" for n in range(1, 40)]
 
 
 def test_texts_from_lines_and_tables(lora: Path, texts: Path, tmp_path: Path) -> None:
@@ -254,6 +257,12 @@ def test_texts_from_lines_and_tables(lora: Path, texts: Path, tmp_path: Path) ->
     assert found.inputs == given * 3
     assert (found.labels == np.tile(test.labels, 3)).mean() == pytest.approx(summary["accuracy"])
     assert {name for _, name, _ in found.best()} <= {"food", "sport"}
+    # As spreadsheets write them.
+    rows = "".join(f"{n};{each} – gewiß\r\n" for n, each in enumerate(given))
+    (tmp_path / "d.csv").write_bytes(f"id;text\r\n{rows}".encode("cp1252"))
+    (tmp_path / "e.tsv").write_text("id\ttext\n" + "".join(f"{n}\t{each}\n" for n, each in enumerate(given)))
+    assert model.predict([tmp_path / "d.csv"]).inputs == [f"{each} – gewiß" for each in given]
+    assert model.predict([tmp_path / "e.tsv"]).inputs == given
     # Many inputs go through the cache, and nothing else changes.
     (tmp_path / "many.txt").write_text("\n".join(given * 80))
     many = model.predict([tmp_path / "many.txt"]).probabilities
@@ -397,6 +406,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("arguments", "why"),
     [
         (["absent", "x.npz"], "holds no run"),
+        (["rum", "x.npz"], "did you mean 'run'?"),
         (["run", "absent.npz"], "no such file or folder"),
         (["run", "image.png"], "the model reads features"),
         (["run", "junk.npz"], "cannot read features"),

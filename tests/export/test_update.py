@@ -223,7 +223,7 @@ def test_numbers_and_labels_come_and_go_too(tmp_path: Path, command: Command) ->
     [
         ({"method": "fedncm", "secure": True}, "hidden, and cannot be kept"),
         ({"method": "fedncm", "privacy": {"epsilon": 1.0}}, "hidden, and cannot be kept"),
-        ({"method": "fedncm", "centres": 2}, "take part again"),
+        ({"method": "fedncm", "centres": 2}, "participate again"),
         ({"method": "fed3r", "temperature": "auto"}, "fitted again"),
     ],
 )

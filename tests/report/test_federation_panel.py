@@ -177,9 +177,9 @@ def test_a_panel_tells_of_a_server_that_waits_is_killed_and_fails(server: Server
     killed = gallery.panels(["run"])
     assert "headstart server has not written since" in killed
     assert "was present at last" in killed
-    note(server, now, phase="failed", run="run", reason=f"no node can take part: b: {ATTACK}")
+    note(server, now, phase="failed", run="run", reason=f"no node can participate: b: {ATTACK}")
     failed = gallery.panels([])
-    assert "<p class='warning'>no node can take part: b: &lt;script&gt;document" in failed
+    assert "<p class='warning'>no node can participate: b: &lt;script&gt;document" in failed
     assert "<script" not in failed
     assert "<img" not in failed
     ends = {"ca": (now + timedelta(days=500)).isoformat(), "server": (now + timedelta(days=9, hours=1)).isoformat()}

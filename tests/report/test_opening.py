@@ -15,9 +15,10 @@ from scipy.stats import binomtest
 import headstart
 from headstart.core.metrics import wilson_interval
 from headstart.records import Record
-from headstart.records.record import Curve
+from headstart.records.record import Curve, grouped
 from headstart.report import report_body
 from headstart.report.figures import curve_figure, hover_texts, looks, partition_figure, svg
+from headstart.report.panels import accuracy_figure, all_clients_figure
 
 TABLE: dict[str, Any] = {
     "name": "digits",
@@ -62,7 +63,7 @@ def test_several_runs_open_with_the_best(tmp_path: Path) -> None:
     scores = {record.recipe.name: (record.summary or {})["accuracy"] for record in records}
     best, other = sorted(scores, key=lambda name: -scores[name])
     body = report_body(records)
-    assert f"<b>{100 * scores[best]:.2f} %</b>: {best}, one run" in body
+    assert f"<b>{100 * scores[best]:.2f} %</b> of 359 test examples: {best}, one run" in body
     assert f"next is {other} with {100 * scores[other]:.2f} %" in body
     assert "What the recipes differ in" in body
     assert "stages.0.method" in body
@@ -110,3 +111,61 @@ def test_clients_are_named_and_counted_in_the_heat_map() -> None:
     axes = figure.axes[0]
     assert [label.get_text() for label in axes.get_xticklabels()] == ["north", "south"]
     assert sorted(text.get_text() for text in axes.texts) == ["1", "3", "41"]
+
+
+def test_many_series_are_in_panels_that_say_what_they_show() -> None:
+    costs = {name: np.arange(1.0, 5.0) for name in ("round", "bytes", "forward_passes")}
+    accuracy = np.linspace(0.2, 0.8, 4)
+    methods = ["fedavg", "fedprox", "fedadam", "scaffold", "feddyn"]
+    drawn = [
+        Curve(f"{method}, alpha {alpha}", costs, accuracy, accuracy / 10, method=method)
+        for alpha in (0.1, 1.0)
+        for method in methods
+    ]
+    figure = accuracy_figure(drawn, "round", 2)
+    figure.canvas.draw()
+    panels = [axes for axes in figure.axes if axes.get_legend() is not None]
+    said = [[text.get_text() for text in axes.get_legend().get_texts()] for axes in panels]
+    assert said == [[f"{method}, alpha 0.1", f"{method}, alpha 1.0"] for method in methods]
+    for axes, method in zip(panels, methods, strict=True):
+        mine = [line for line in axes.lines if line.get_gid()]
+        assert {line.get_color() for line in mine} == {looks([method])[0].colour}  # as in every other picture
+        assert len({line.get_linestyle() for line in mine}) == 2
+        assert axes.get_legend().get_window_extent().y0 >= axes.get_window_extent().y1 - 1  # above the data
+    text = svg(figure, "curves", hover_texts(drawn, "round"))
+    assert len(re.findall(r"<title>.*?</title></use>", text)) == 4 * len(drawn)
+    # A dozen values of one key are of one method: a few of them in each panel.
+    several = [Curve(f"lr {n}", costs, accuracy, 0 * accuracy, method="fedavg") for n in range(12)]
+    panels = [axes for axes in accuracy_figure(several, "round").figure.axes if axes.get_legend() is not None]
+    assert [len(axes.get_legend().get_texts()) for axes in panels] == [4, 4, 4]
+
+
+def test_clients_of_many_runs_are_boxes_under_the_names_of_the_runs() -> None:
+    accuracies = {f"fedavg, lr {n}": [0.1 * n, 0.5, 0.9] for n in range(9)}
+    axes = all_clients_figure(accuracies, ["fedavg"] * 9).axes[0]
+    assert [label.get_text() for label in axes.get_yticklabels()] == list(accuracies)
+    assert len(axes.patches) == 9
+
+
+def test_names_say_what_differs_and_no_defaults_of_a_method(tmp_path: Path) -> None:
+    train = {"train": "head", "rounds": 1, "lr": 0.01}
+    tables: list[dict[str, Any]] = [
+        {**TABLE, "data": {**TABLE["data"], "partition": {"kind": "iid", "clients": clients}}, "stages": [stage]}
+        for clients in (4, 5)
+        for stage in ({**train, "method": "fedadam"}, {**train, "method": "fedavgm"})
+    ]
+    records = [Record(tmp_path, headstart.Recipe.parse(table), [], None) for table in tables]
+    assert [group.label for group in grouped(records)] == [
+        "fedadam, clients 4", "fedavgm, clients 4", "fedadam, clients 5", "fedavgm, clients 5",
+    ]  # fmt: skip
+
+
+def test_classes_without_test_examples_are_named_on_the_page(tmp_path: Path) -> None:
+    split = np.repeat([0, 0, 2], 10)
+    labels = np.arange(30) % 3
+    X = np.random.default_rng(0).normal(size=(30, 4))
+    kept = (split == 0) | (labels < 2)
+    recipe = {"model": {"backbone": "features"}, "stages": [{"method": "fedncm"}]}
+    data = {"X": X[kept], "y": labels[kept], "split": split[kept], "client": np.arange(30)[kept] % 2}
+    headstart.run(recipe, tmp_path / "run", data=data)
+    assert "No test examples: 2; accuracy says nothing" in (tmp_path / "run" / "report.html").read_text()

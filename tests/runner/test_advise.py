@@ -150,6 +150,8 @@ def test_the_command_prints_a_recipe_that_runs(tmp_path: Path, command: Command)
     recipe = Recipe.load(tmp_path / "advised.toml")
     assert recipe.data is not None
     assert (recipe.name, recipe.seed, recipe.data.partition.clients) == ("mine", 3, 8)  # type: ignore[union-attr]
+    assert (tmp_path / "advised.toml").read_text().startswith("#:schema recipe.schema.json\n")
+    assert (tmp_path / "recipe.schema.json").is_file()
     ran = command("run", "advised.toml", "--out", "run", cwd=tmp_path)
     assert ran.returncode == 0, ran.stderr
 

@@ -13,6 +13,7 @@ from PIL import Image
 from headstart.config.recipe import Recipe
 from headstart.data import Federation
 from headstart.data.describe import describe
+from headstart.errors import HeadstartError
 from headstart.runner import run
 from headstart.runner.check import check
 from tests.command import Command
@@ -150,6 +151,28 @@ def test_copies_of_images_are_named_by_their_files(tmp_path: Path) -> None:
     assert said == f"1 test example is also in the training split, the first: {same}; accuracy is too high"
 
 
+def test_a_run_lists_what_cannot_be_read_in_all_splits_and_logs_what_is_odd(tmp_path: Path) -> None:
+    for split, each in (("train", 6), ("test", 2)):
+        for number in range(each):
+            place = tmp_path / "photos" / split / "ab"[number % 2]
+            place.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(np.full((8, 8), 30 * number, np.uint8)).save(place / f"{number}.png")
+        (tmp_path / "photos" / split / "a" / "bad.png").write_bytes(b"junk")
+    (tmp_path / "photos" / "train" / "a" / "x.txt").write_text("x")
+    table = {
+        "data": {"dataset": str(tmp_path / "photos"), "partition": {"kind": "iid", "clients": 2}},
+        "model": {"backbone": "conv4", "weights": "random"},
+        "stages": [{"method": "fedncm"}],
+    }
+    with pytest.raises(HeadstartError, match=r"(?s)2 of 10 images cannot be read.*train: .*bad.*test: .*bad"):
+        run(Recipe.parse(table), tmp_path / "run")
+    table["data"]["skip_unreadable"] = True
+    run(Recipe.parse(table), tmp_path / "run")
+    log = (tmp_path / "run" / "run.log").read_text()
+    assert "WARNING" in log
+    assert "1 file is not read as images (1 .txt)" in log
+
+
 def test_images_that_are_nearly_black(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for number in range(8):
         (tmp_path / "scans" / "ab"[number % 2]).mkdir(parents=True, exist_ok=True)
@@ -168,6 +191,7 @@ def test_images_that_are_nearly_black(tmp_path: Path, caplog: pytest.LogCaptureF
         keys["model"] |= {"pixel_range": range_} if range_ else {}
         run(Recipe.parse(keys), tmp_path / str(times))
         assert len([line for line in caplog.messages if said.partition(" of ")[0] in line]) == times
+        assert (tmp_path / str(times) / "run.log").read_text().count(said.partition(" of ")[0]) == times
 
 
 # --------------------------------------------------------------------------------------------------------------- new
@@ -229,6 +253,25 @@ def test_new_refuses(tmp_path: Path, command: Command) -> None:
     (tmp_path / "c.csv").write_text("a,b\n" + "\n".join(f"{n}.5,{n}" for n in range(9)))
     said = command("new", "c.csv", "--out", "c.toml", cwd=tmp_path)
     assert (said.returncode, "which column is the input, and which the label?" in said.stderr) == (2, True)
+
+
+def test_a_recipe_for_a_table_says_which_columns_it_reads(tmp_path: Path, command: Command) -> None:
+    rows = [f"Wort {n};{'ab'[n % 2]};{'xyz'[n % 3]};{n}" for n in range(30)]
+    (tmp_path / "a.csv").write_text("\n".join(["Kommentar;Klasse;Klinik;Nr", *rows]))
+    said = command("new", "a.csv", cwd=tmp_path)
+    told = "columns: input Kommentar, label Klasse, client none; not read: Klinik, Nr"
+    assert told in said.stdout
+    assert f"# {told}; input_column" in (tmp_path / "recipe.toml").read_text()
+
+
+def test_a_recipe_for_labels_from_1_names_the_classes_that_there_are(tmp_path: Path, command: Command) -> None:
+    rows = [f"word {n},{1 + n % 4}" for n in range(40)]
+    (tmp_path / "a.csv").write_text("\n".join(["text,label", *rows]))
+    said = command("new", "a.csv", "--out", "a.toml", cwd=tmp_path)
+    assert "40 texts, 4 classes" in said.stdout
+    table = made(command, Path("a.csv"), tmp_path)
+    assert table["data"]["classes"] == [1, 2, 3, 4]
+    assert Federation.of(Recipe.load(tmp_path / "a.toml", [f"data.dataset={tmp_path / 'a.csv'}"])).counts.shape[1] == 4
 
 
 def test_a_recipe_for_a_table_with_broken_rows_leaves_them_out(tmp_path: Path, command: Command) -> None:

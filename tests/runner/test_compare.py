@@ -40,14 +40,14 @@ def test_the_table_is_numbers_and_no_two_columns_have_one_name(compared: tuple[C
     found, out = compared
     columns, *rows = list(csv.reader(io.StringIO((out / "compare.csv").read_text())))
     assert len(set(columns)) == len(columns)
-    assert columns[:6] == ["recipe", "alpha", "stage", "method", "runs", "accuracy_mean"]
+    assert columns[:7] == ["recipe", "alpha", "stage", "method", "runs", "test_examples", "accuracy_mean"]
     assert len(rows) == 4
     for row in rows:
         line = dict(zip(columns, row, strict=True))
         values = accuracies(found, line["recipe"], float(line["alpha"]))
         assert float(line["accuracy_mean"]) == pytest.approx(mean(values), rel=1e-9)
         assert float(line["accuracy_std"]) == pytest.approx(stdev(values), rel=1e-9)
-        assert line["runs"] == "3"
+        assert (line["runs"], line["test_examples"]) == ("3", "359")
         for name in ("bytes_up", "bytes_down", "forward_passes", "seconds", "rounds"):
             float(line[name])
     table = found.to_frame()
@@ -66,7 +66,7 @@ def test_methods_that_are_listed_are_one_column(no_report: None) -> None:
     recipes = [headstart.Recipe.parse({**table, "seed": 0, "stages": [stage]}) for stage in stages]
     records = [Record(Path(), recipe, [], None) for recipe in recipes]
     assert [group.label for group in grouped(records)] == [
-        "run: method fedncm", "run: method fedcof, rank 0", "run: method fedcof, rank 4",
+        "fedncm", "fedcof, rank 0", "fedcof, rank 4",
     ]  # fmt: skip
     # Of several stages, which one a method is of has to be said.
     two = {**table, "seed": 0, "stages": [{"method": ["fedncm", "fedcof"]}, {"method": "fed3r"}]}

@@ -49,6 +49,11 @@ class Backbone:
     """Of a model that chooses: itself under the prompt and the label words of another task, on the same network."""
 
     @property
+    def pixel_range(self) -> tuple[float, float] | None:
+        """The values of grey that are black and white, where they are given."""
+        return self.transform.pixel_range if isinstance(self.transform, ImageTransform) else None
+
+    @property
     def by_batch(self) -> bool:
         """Whether batch norm goes by each batch's own statistics: a feature depends on the rest of its batch then."""
         norms = [each for each in self.body.modules() if isinstance(each, _BatchNorm)]

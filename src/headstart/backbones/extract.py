@@ -19,11 +19,10 @@ from torch import Tensor
 
 from headstart.backbones.backbone import Backbone, moved, run_body
 from headstart.backbones.cache import BLOCK, FeatureFile, Lenders
-from headstart.backbones.inputs import Inputs, all_unreadable
+from headstart.backbones.inputs import Inputs
 from headstart.core.progress import progress
 from headstart.data import Examples
-from headstart.data.describe import darkness
-from headstart.data.examples import Ints
+from headstart.data.examples import Ints, UnreadableError, all_unreadable
 from headstart.errors import HeadstartError
 
 log = logging.getLogger("headstart")
@@ -76,8 +75,6 @@ def _compute(
         new = lenders.source < 0
         file.note_examples(weights, examples.digests)
     rest = examples.take(rows[new])
-    for warning in darkness(rest) if getattr(backbone.transform, "pixel_range", ...) is None else ():
-        log.warning(f"warning: {what}: {warning}")
     spans = _spans(len(rest), file.block)
     with progress(f"{what} through {backbone.name}", len(examples), len(examples) - len(rest)) as advance:
         computed = _blocks(backbone, rest, spans, advance, what, numbers=rows[new])
@@ -164,7 +161,9 @@ def _blocks(
                 inputs = [value for future in waiting for value in future.result()]
             except HeadstartError as error:
                 pool.shutdown(cancel_futures=True)
-                raise all_unreadable(backbone, examples, what, error) from None
+                if isinstance(error, UnreadableError):
+                    raise all_unreadable(what, {"": examples}, backbone.pixel_range, error) from None
+                raise
             if position + 1 < len(spans):
                 waiting = prepare(spans[position + 1])
             # Texts of like length share a batch, so that little is padded; images are all of one length.

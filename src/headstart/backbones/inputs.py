@@ -14,10 +14,8 @@ from torch import Tensor
 
 from headstart.backbones.backbone import Backbone
 from headstart.backbones.prefix import Prefix, Prefixed, StateFile
-from headstart.backbones.transforms import ImageTransform
 from headstart.data import Examples
-from headstart.data.examples import Ints, unreadable
-from headstart.errors import HeadstartError
+from headstart.data.examples import Ints, UnreadableError, all_unreadable
 
 # Prepared examples are kept up to so many bytes; the others are prepared again whenever they are asked for.
 _ROOM = 1 << 30
@@ -112,22 +110,10 @@ class Inputs:
         try:
             named = zip(missing, raw, strict=True)
             new = {row: self._view(row).transform(value, f"{self._what}: example {row}") for row, value in named}
-        except HeadstartError as error:
-            raise all_unreadable(self._views[0], self._examples, self._what, error) from None
+        except UnreadableError as error:
+            raise all_unreadable(self._what, {"": self._examples}, self._views[0].pixel_range, error) from None
         for row, value in new.items():
             if value.nbytes <= self._room:
                 self._room -= value.nbytes
                 self._prepared[row] = value
         return {row: new[row] if row in new else self._prepared[row] for row in rows}
-
-
-def all_unreadable(backbone: Backbone, examples: Examples, what: str, error: HeadstartError) -> HeadstartError:
-    """What is wrong with every image of a split, once one of them cannot be read."""
-    if not isinstance(backbone.transform, ImageTransform):
-        return error
-    bad = unreadable(examples, backbone.transform.pixel_range)
-    if len(bad) < 2:
-        return error
-    told = "\n".join(f"  - {sentence}" for sentence in bad.values())
-    fix = "data.skip_unreadable = true leaves them out"
-    return HeadstartError(f"{what}: {len(bad)} of {len(examples)} images cannot be read; {fix}:\n{told}")

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from headstart.cli.shared import check_new_file, show_table
+from headstart.cli.shared import check_new_file, show_table, write_recipe
 from headstart.errors import HeadstartError
 
 _UNITS = {"": 1.0, "b": 1.0, "kb": 1e3, "mb": 1e6, "gb": 1e9}
@@ -31,7 +31,6 @@ def advise(
     """Which head to compute, and which stage to train after it: candidates measured on a sample, and a recipe."""
     import tomli_w
 
-    from headstart.core.files import write_text
     from headstart.runner.advise import advise
 
     check_new_file(out)
@@ -46,7 +45,7 @@ def advise(
     text = tomli_w.dumps(found.recipe)
     print(f"\n# the advised recipe; headstart run FILE.toml runs it\n{text}")
     if out is not None:
-        write_text(out, text)
+        write_recipe(out, text)
         print(f"recipe: {out}")
 
 

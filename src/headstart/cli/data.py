@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from headstart.cli.shared import RecipeFile, Settings, check_new_file, show_table
+from headstart.cli.shared import RecipeFile, Settings, check_new_file, show_table, write_recipe
 from headstart.errors import HeadstartError
 
 _SHOWN = 50  # classes in the table
@@ -62,17 +62,13 @@ def new(
     out: Annotated[Path, typer.Option(help="The new recipe.")] = Path("recipe.toml"),
 ) -> None:
     """Look at data and write a commented recipe for them, and beside it the schema that editors check it by."""
-    from headstart.config.describe import schema
-    from headstart.core.files import write_text
-    from headstart.runner.new_recipe import SCHEMA, new_recipe
+    from headstart.runner.new_recipe import new_recipe
 
     check_new_file(out)
     data = data.expanduser()
     shown = str(data) if out.resolve().parent == Path.cwd().resolve() else os.path.abspath(data)
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", data.resolve().stem).strip("-._") or "new"
     found = new_recipe(data, shown, name)
-    if not (beside := out.with_name(SCHEMA)).exists():
-        write_text(beside, schema())
-    write_text(out, found.text)
+    write_recipe(out, found.text)
     print(f"{data}: {found.seen}")
     print(f"recipe: {out}; look at it, then headstart check {out}, then headstart run {out}")

@@ -83,7 +83,7 @@ def add(
 
 @deploy.command()
 def revoke(folder: Folder, name: Annotated[str, typer.Argument(help="Of the node.")]) -> None:
-    """Let a node's keys no longer take part, ever."""
+    """Let a node's keys no longer participate, ever."""
     require_flower()
     from headstart.deploy.admit import Server, revoke
     from headstart.deploy.control import admit_at
@@ -234,7 +234,7 @@ def run_node(
     unit: Unit = False,
     container: Container = None,
 ) -> None:
-    """Take part in the federation of a kit, until Ctrl-C."""
+    """Participate in the federation of a kit, until Ctrl-C."""
     require_forks()
     require_flower()
     from headstart.deploy.attend import attend
@@ -266,7 +266,7 @@ def check(kit: KitFile, data: NodeData, task: NodeTask = "", folder: NodeFolder 
         wrong += found.level == "wrong"
         _say(f"{found.level:<8} {found.about}: {found.text}")
     if wrong:
-        _say(f"{wrong} of these are wrong: the node cannot take part like this")
+        _say(f"{wrong} of these are wrong: the node cannot participate like this")
         raise typer.Exit(2)
     _say("nothing is wrong")
 

@@ -21,7 +21,7 @@ from headstart.cli.shared import (
     require_flower,
     show_table,
 )
-from headstart.errors import HeadstartError
+from headstart.errors import HeadstartError, similar_path
 
 if TYPE_CHECKING:
     from headstart.config.recipe import Recipe
@@ -33,6 +33,9 @@ DEMO = {
     "model": {"backbone": "efficientnet-lite0"},
     "stages": [{"method": "fedncm"}, {"method": "fed3r"}, {"method": "fedcof"}],
 }
+
+
+_TESTS = 10  # paired tests that are printed
 
 
 class Engine(StrEnum):
@@ -54,7 +57,7 @@ def run(
     recipe: Annotated[Path | None, typer.Argument(help="A recipe (TOML); with --resume, the one in --out.")] = None,
     settings: Settings = None,
     out: Annotated[Path | None, typer.Option(help="Run directory; by default the first free runs/NAME.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the interrupted run in --out.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the interrupted run in --out.")] = False,
     engine: Annotated[
         Engine, typer.Option(help="local: all clients in this process; flower: a node each on Flower's simulation.")
     ] = Engine.local,
@@ -75,7 +78,7 @@ def run(
     if recipe is None and out is not None:
         recipe = out / "recipe.toml"
         if not recipe.is_file():
-            raise HeadstartError(f"--resume: {out} holds no run")
+            raise HeadstartError(f"--resume: {out} holds no run{similar_path(out)}")
     loaded = Recipe.load(recipe or "", settings or ())
     _run_and_show(loaded, out or free_path(loaded.name), resume, engine, log or (), quiet)
 
@@ -111,8 +114,11 @@ def compare(
     if quiet:
         return
     show_table(*found.table())
-    for test in found.tests():
+    tests = found.tests()
+    for test in tests[:_TESTS]:
         print(_tested(test))
+    if len(tests) > _TESTS:
+        print(f"and {len(tests) - _TESTS} more tests, in {where / 'compare-tests.csv'}")
     print(f"tables: {', '.join(str(where / f'compare.{ending}') for ending in ('csv', 'md', 'tex'))}")
     print(f"open {where / 'report.html'}")
 

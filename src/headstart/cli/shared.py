@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +21,9 @@ from rich.table import Table
 
 from headstart.core.progress import hide_progress
 from headstart.errors import HeadstartError, first_line
+
+_SCHEMA = "recipe.schema.json"
+_NUMBER = re.compile(r"([-−]?[\d.,]+(e[-+]?\d+)?( (%|[kMGT]?B|s))?( ± [\d.,]+)?)?")
 
 RecipeFile = Annotated[Path, typer.Argument(help="A recipe (TOML).")]
 Settings = Annotated[
@@ -109,8 +113,11 @@ def console() -> Console:
 
 
 def show_table(columns: Sequence[str], rows: Iterable[Sequence[str]], title: str | None = None) -> None:
-    """Print a table; brackets in it are text."""
-    table = Table(*columns, title=title)
+    """Print a table, numbers to the right; brackets in it are text."""
+    table, rows = Table(title=title), [*rows]
+    for place, column in enumerate(columns):
+        numeric = all(_NUMBER.fullmatch(row[place]) for row in rows)
+        table.add_column(column, justify="right" if numeric else "left", overflow="fold")
     for row in rows:
         table.add_row(*map(escape, row))
     console().print(table)
@@ -123,6 +130,16 @@ def free_path(name: str) -> Path:
         number += 1
         path = Path("runs") / f"{name}-{number}"
     return path
+
+
+def write_recipe(out: Path, text: str) -> None:
+    """Write a recipe, and beside it the schema that editors check it by, which its first line names."""
+    from headstart.config.describe import schema
+    from headstart.core.files import write_text
+
+    if not (beside := out.with_name(_SCHEMA)).exists():
+        write_text(beside, schema())
+    write_text(out, f"#:schema {_SCHEMA}\n{text}")
 
 
 def check_new_file(out: Path | None) -> None:

@@ -317,7 +317,7 @@ def _unhidden(stage: Mapping[str, Any], tasks: bool) -> list[str]:
         hidden = stage.get("secure") or "privacy" in stage
         reasons = {
             "what single clients send is hidden, and cannot be kept or taken out again": hidden,
-            "with several centres every client would have to take part again": stage.get("centres", 1) != 1,
+            "with several centres every client would have to participate again": stage.get("centres", 1) != 1,
             "the temperature would have to be fitted again; set it to a number": isinstance(
                 stage.get("temperature"), str
             ),

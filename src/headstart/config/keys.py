@@ -50,7 +50,7 @@ class Named:
 
 
 class Privacy(Table):
-    """Differential privacy of a stage: what is released hides whether any one unit took part."""
+    """Differential privacy of a stage: what is released hides whether any one unit participated."""
 
     epsilon: PositiveFloat
     """ε: the smaller, the more private."""
@@ -191,7 +191,8 @@ class SamplingKeys(StageKeys):
         return min(ceil(round((1 + more) * self.sampled(n_clients), 6)), n_clients)
 
     def survivors(self, clients: int) -> int:
-        """How many clients of a secure sum have to stay to the end; of fewer than three, each would know too much."""
+        """How many clients have to stay to the end of a secure aggregation; of fewer than three, each would know too
+        much."""
         return max(3, ceil(self.secure_threshold * clients))
 
 

@@ -14,7 +14,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from headstart.config.stage import STAGES, Stage, Table, load_plugins, of_family
 from headstart.core.target import Target
-from headstart.errors import HeadstartError, RecipeError, nearest
+from headstart.errors import HeadstartError, RecipeError, nearest, similar_path
 
 ONE_TASK = "default"
 """The name of the task where a recipe has one."""
@@ -363,7 +363,7 @@ def read_table(path: Path | str, settings: Sequence[str] = ()) -> dict[str, Any]
     try:
         table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
-        raise RecipeError([f"cannot read {path}: {error.strerror or error}"]) from None
+        raise RecipeError([f"cannot read {path}: {error.strerror or error}{similar_path(Path(path))}"]) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise RecipeError([f"{path} is not valid TOML: {error}"]) from None
     problems = [problem for setting in settings if (problem := _apply(table, setting))]

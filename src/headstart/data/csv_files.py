@@ -36,11 +36,14 @@ def csv_settings(files: Sequence[Path], data: Data, notes: list[str]) -> dict[st
         raise HeadstartError(
             f"{told}; quote texts that hold a {separator!r}, or set data.skip_unreadable = true to leave them out"
         )
-    told = "; ".join(f"{file}: more fields than columns in line {listed(rows.values())}" for file, rows in long.items())
+    more = "more fields than columns in line"
     if len(files) > 1:
+        told = "; ".join(f"{file}: {more} {listed(rows.values())}" for file, rows in long.items())
         raise HeadstartError(f"{told}; of several files, none can be skipped: mend them")
-    notes.append(f"{told}; they are left out")
-    return {**extra, "skiprows": list(long[files[0]])}
+    lines = long[files[0]]
+    left = "it is left out" if len(lines) == 1 else "they are left out"
+    notes.append(f"{more} {listed(lines.values())}; {left}")
+    return {**extra, "skiprows": list(lines)}
 
 
 def guess_csv(file: Path) -> dict[str, str]:

@@ -37,8 +37,7 @@ def describe(dataset: Dataset, pixel_range: tuple[float, float] | None = None) -
     facts, problems = Counter[str](), list[str]()
     sizes: list[tuple[int, ...]] = []
     brightest: float | None = None  # of grey of more than 8 bits
-    splits = {split: getattr(dataset, split) for split in ("train", "validation", "test")}
-    splits = {split: examples for split, examples in splits.items() if examples is not None}
+    splits = dataset.splits
     with progress(f"examples of {dataset.name}", sum(map(len, splits.values()))) as advance:
         for split, examples in splits.items():
             for place, value in _values(examples):

@@ -19,6 +19,7 @@ from headstart.errors import HeadstartError, listed
 
 Ints = npt.NDArray[np.int64]
 Kind = Literal["image", "text", "features"]
+_REPLACE = "; replace it or remove it"
 _ANY_RANGE = (0.0, 1.0)  # which values are black and white is the model's to say, and does not make a file unreadable
 
 
@@ -156,6 +157,16 @@ class Dataset:
         """What the examples are."""
         return self.train.kind
 
+    @property
+    def splits(self) -> dict[str, Examples]:
+        """The splits that there are, by name."""
+        found = {"train": self.train, "validation": self.validation, "test": self.test}
+        return {split: examples for split, examples in found.items() if examples is not None}
+
+
+class UnreadableError(HeadstartError):
+    """An image that cannot be read, or several of them."""
+
 
 def in_dicom(value: Any) -> bool:
     """Whether an image record, or an array, is a DICOM file."""
@@ -176,30 +187,58 @@ def decode_image(value: Any, where: str, pixel_range: tuple[float, float] | None
     except Exception as error:  # every format's decoder raises what it likes
         name = f" ({value['path']})" if value.get("path") else ""
         reason = "no known format" if isinstance(error, UnidentifiedImageError) else error
-        raise HeadstartError(f"{where}{name} is not a readable image: {reason}; replace it or remove it") from None
+        raise UnreadableError(f"{where}{name} is not a readable image: {reason}{_REPLACE}") from None
 
 
-def unreadable(examples: Examples, pixel_range: tuple[float, float] | None) -> dict[int, str]:
-    """Images that cannot be read: their positions, and why."""
+def unreadable(examples: Examples, pixel_range: tuple[float, float] | None, what: str = "") -> dict[int, str]:
+    """Images that cannot be read: their positions, and why; what: what is said before the number of an example."""
     found: dict[int, str] = {}
     for start in range(0, len(examples), 256):
         for place, value in enumerate(examples.raw(start, start + 256), start):
             try:
-                decode_image(value, f"example {place}", pixel_range)
-            except HeadstartError as error:
+                decode_image(value, f"{what}example {place}", pixel_range)
+            except UnreadableError as error:
                 found[place] = str(error)
     return found
 
 
+def all_unreadable(
+    what: str, splits: Mapping[str, Examples], pixel_range: tuple[float, float] | None, error: UnreadableError
+) -> UnreadableError:
+    """What is wrong with every image of some splits, once one of them cannot be read."""
+    bad = [
+        problem
+        for split, examples in splits.items()
+        for problem in unreadable(examples, pixel_range, f"{split}: " if split else "").values()
+    ]
+    if len(bad) < 2:
+        return error
+    told = "\n".join(f"  - {problem}" for problem in bad)
+    count = sum(map(len, splits.values()))
+    fix = "data.skip_unreadable = true leaves them out"
+    return UnreadableError(f"{what}: {len(bad)} of {count} images cannot be read; {fix}:\n{told}")
+
+
 def readable(dataset: Dataset) -> Dataset:
     """The data set without the images that cannot be read, and a note of them."""
-    notes, parts = [], {}
-    for split in ("train", "validation", "test"):
-        examples = getattr(dataset, split)
-        if examples is not None and (bad := unreadable(examples, _ANY_RANGE)):
-            parts[split] = examples.take(np.setdiff1d(np.arange(len(examples)), list(bad)))
-            notes.append(f"{split}: {len(bad)} images cannot be read, and are left out: {listed(bad.values())}")
+    notes: list[str] = []
+    parts: dict[str, Any] = {}
+    for split, examples in dataset.splits.items():
+        kept, note = only_readable(examples)
+        if note:
+            parts[split] = kept
+            notes.append(f"{split}: {note}")
     return replace(dataset, notes=(*dataset.notes, *notes), **parts)
+
+
+def only_readable(examples: Examples) -> tuple[Examples, str]:
+    """The examples without the images that cannot be read, and a note of them; empty where all can."""
+    bad = unreadable(examples, _ANY_RANGE)
+    if not bad:
+        return examples, ""
+    kept = examples.take(np.setdiff1d(np.arange(len(examples)), list(bad)))
+    names = listed(problem.removesuffix(_REPLACE) for problem in bad.values())
+    return kept, f"{len(bad)} images cannot be read, and are left out: {names}"
 
 
 # Exports show this function as it is written here: it must not need anything but numpy and Pillow.

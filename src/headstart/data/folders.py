@@ -13,7 +13,7 @@ from typing import Any
 import datasets
 from datasets.packaged_modules.imagefolder.imagefolder import IMAGE_EXTENSIONS
 
-from headstart.errors import HeadstartError, listed
+from headstart.errors import HeadstartError, listed, nearest_path
 
 IMAGE_SUFFIXES = frozenset(IMAGE_EXTENSIONS) | ({".dcm"} if find_spec("pydicom") else frozenset())
 _SPLIT_NAMES = {
@@ -92,9 +92,12 @@ def described(table: Any, column: str, folder: Path, skip: bool, notes: list[str
     if absent:
         names = listed(table[row][column] for row in absent)
         told = f"{column!r}: {len(absent)} of {len(paths)} files are not there: {names}"
+        lost = [path for path in map(paths.__getitem__, absent) if not os.path.isdir(os.path.dirname(path))]
+        hint = f"; {nearest_path(lost[0])}" if lost else ""
         if not skip:
-            raise HeadstartError(f"{told}; paths are relative to {folder}. data.skip_unreadable = true leaves them out")
-        notes.append(f"{told}; they are left out")
+            where = f"paths are relative to {folder}{hint}"
+            raise HeadstartError(f"{told}; {where}. data.skip_unreadable = true leaves them out")
+        notes.append(f"{told}{hint}; they are left out")
         kept = sorted(set(range(len(paths))) - set(absent))
         table, paths = table.select(kept), [paths[row] for row in kept]
     table = table.remove_columns([column])
@@ -116,7 +119,8 @@ def _note_skipped(files: Iterable[Path], notes: list[str]) -> None:
     if counts:
         kinds = listed(f"{count} {suffix or 'without an ending'}" for suffix, count in sorted(counts.items()))
         fixes = "".join(f"; {fix}" for fix in dict.fromkeys(_MISSED[each] for each in counts if each in _MISSED))
-        notes.append(f"{len(others)} files are not read as images ({kinds}), the first {others[0]}{fixes}")
+        read = "file is" if len(others) == 1 else "files are"
+        notes.append(f"{len(others)} {read} not read as images ({kinds}), the first {others[0]}{fixes}")
 
 
 def _note_folders(roots: Iterable[Path], images: Sequence[tuple[Path, Path]], notes: list[str]) -> None:
@@ -126,9 +130,8 @@ def _note_folders(roots: Iterable[Path], images: Sequence[tuple[Path, Path]], no
     for root in sorted(roots):
         empty = [folder.name for folder in sorted(root.iterdir()) if folder.is_dir() and folder not in within | above]
         if empty := [name for name in empty if not name.startswith((".", "__"))]:
-            notes.append(
-                f"{listed(empty)}: no image in {'this folder' if len(empty) == 1 else 'these folders'}: no class"
-            )
+            one, many = "folder holds no images, and is no class", "folders hold no images, and are no classes"
+            notes.append(f"{len(empty)} {one if len(empty) == 1 else many}: {listed(empty)}")
     depth: Callable[[tuple[Path, Path]], int] = lambda pair: len(pair[1].relative_to(pair[0]).parts)  # noqa: E731
     depths = Counter(map(depth, images))
     if len(depths) > 1:

@@ -28,7 +28,7 @@ from headstart.data.examples import (
     readable,
 )
 from headstart.data.memory import from_memory
-from headstart.errors import HeadstartError, listed, nearest, nearest_path
+from headstart.errors import HeadstartError, listed, nearest, nearest_path, similar_path
 
 log = logging.getLogger("headstart")
 
@@ -167,7 +167,8 @@ def absent(dataset: str) -> str:
     """What is wrong with a `data.dataset` that is nowhere, and what is there instead."""
     if dataset == MEMORY:
         return "data.dataset: the data of this run were in memory; give them as data=… in Python"
-    hint = nearest_path(dataset) if "/" in dataset or Path(dataset).suffix else nearest(dataset, KNOWN)
+    named = "/" in dataset or Path(dataset).suffix or similar_path(Path(dataset))
+    hint = nearest_path(dataset) if named else nearest(dataset, KNOWN)
     return f"data.dataset: {dataset!r} is neither a known name nor an existing path; {hint}"
 
 

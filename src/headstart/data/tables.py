@@ -330,11 +330,10 @@ def _complete(table: Any, columns: Iterable[str | None], split: str, notes: list
     if not len(missing):
         return table
     names = ", ".join(map(str, there))
-    notes.append(
-        f"{split}: {len(missing)} of {len(table)} rows lack one of {names}, and are left out: {listed(missing)}"
-    )
-    # Flat, since a selection's own table still has the rows that were left out.
-    return table.select(np.setdiff1d(np.arange(len(table)), missing)).flatten_indices()
+    lack = f"{len(missing)} of {len(table)} rows lack one of {names}"
+    notes.append(f"{split}: {lack}, and are left out: {listed(missing)} (from 0)")
+    with _quiet():  # flat, since a selection's own table still has the rows that were left out
+        return table.select(np.setdiff1d(np.arange(len(table)), missing)).flatten_indices()
 
 
 def _keep(examples: Examples, classes: tuple[str, ...], only: tuple[str, ...]) -> Examples:

@@ -212,7 +212,7 @@ def _admit(server: Server, members: list[Member], node: PublicKeys) -> bool:
 
 
 def revoke(server: Server, name: str) -> None:
-    """The keys of a node no longer take part, and are never admitted again."""
+    """The keys of a node no longer participate, and are never admitted again."""
     members = server.members
     if name not in [node.name for node in server.admitted]:
         names = ", ".join(node.name for node in server.admitted) or "nobody"
@@ -249,7 +249,7 @@ _README = """\
 | `headstart deploy add FOLDER NAME.request` | admits a node, and writes `kits/NAME.kit` for every node |
 | `headstart server FOLDER` | runs `recipe.toml` as soon as all nodes are there; the result is in `run/` |
 | `headstart deploy status FOLDER` | nodes, certificates, and whether the server listens |
-| `headstart deploy revoke FOLDER NAME` | the keys of this node no longer take part |
+| `headstart deploy revoke FOLDER NAME` | the keys of this node no longer participate |
 | `headstart deploy renew FOLDER` | a new certificate of the server, by the same authority |
 
 A node makes its keys with `headstart node init`, sends its request, gets its kit, and starts with

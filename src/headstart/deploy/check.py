@@ -180,7 +180,7 @@ class NodeCheck:
         federation, unread = self._silo
         classes, counts = federation.dataset.classes, federation.counts[0]
         if unread:
-            yield "warning", "labels", f"{unread}; if they are to take part, label them as the recipe does"
+            yield "warning", "labels", f"{unread}; if they are to participate, label them as the recipe does"
         if not counts.sum():
             raise HeadstartError(
                 f"{self.data}: there are no training examples of the recipe's classes, which are {_some(classes)}"

@@ -123,7 +123,7 @@ def _write(folder: Path, recipe: Recipe, nodes: Sequence[str], host: str, port: 
         {
             "host": (local, "of the SuperLink, which takes this from its own machine only"),
             "port": (str(port), ""),
-            "nodes": (",".join(nodes), "that take part"),
+            "nodes": (",".join(nodes), "that participate"),
             "wait": ("", "seconds after which the run starts without the missing ones; empty: for ever"),
             "test": ("", "the server's own data to test on; empty: nodes test on theirs"),
             "out": ("$here/run", "the run directory, on the server's disk"),

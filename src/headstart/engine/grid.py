@@ -98,7 +98,7 @@ class Nodes:
             time.sleep(_LONGEST)
 
     def _no_participants(self) -> HeadstartError:
-        return HeadstartError("no node can take part: " + "; ".join(self.refusals.values()))
+        return HeadstartError("no node can participate: " + "; ".join(self.refusals.values()))
 
     def _refresh(self, wait_for: int) -> set[int]:
         """Clients whose node is connected now; unknown nodes are sent a join request, read where more are needed."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -14,6 +15,7 @@ from headstart.config.stage import MODULES, Stage
 from headstart.core.plan import Plan
 from headstart.core.statistics import Features
 from headstart.data import Dataset
+from headstart.data.describe import darkness
 from headstart.data.examples import Examples, Ints, Joined
 from headstart.errors import HeadstartError
 from headstart.heads import LinearHead
@@ -23,6 +25,8 @@ if TYPE_CHECKING:  # torch is not needed where the data are features
 
     from headstart.backbones import Backbone, Inputs
     from headstart.modules import LocalModel
+
+log = logging.getLogger("headstart")
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -85,6 +89,9 @@ class ModelStore:
 
             first, *rest = load_backbones((model, *others))
             self.model = LocalModel(first, others=rest)
+            if dataset is not None and dataset.kind == "image" and model.pixel_range is None:
+                for warning in darkness(dataset.train):
+                    log.warning(f"warning: {dataset.name}: {warning}")
             if keep_pretrained:
                 self._versions[PRETRAINED] = Version(PRETRAINED, "aggregate", self._copied())
 

@@ -100,7 +100,8 @@ def _save_body(model: Model, merge: bool, folder: Path) -> str:
     if merge:
         _merge(core)
         module = None
-    table = model.recipe.model.model_dump(mode="json", exclude_none=True)
+    changed = model.recipe.model.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
+    table = {"backbone": model.recipe.model.backbone, **changed}
     files, code, use, whole, encoder = [], [], [], list[str](), ""
     # What `transformers` alone would not do: round the weights, or put texts into a prompt.
     ours = not model.speaks and bool(model.recipe.model.quantise or model.recipe.model.prompt)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import logging
 import zipfile
 import zlib
 from collections.abc import Mapping, Sequence
@@ -14,15 +15,18 @@ import numpy.typing as npt
 
 from headstart.config.recipe import Data
 from headstart.data import KNOWN
-from headstart.data.examples import Examples, Kind
+from headstart.data.csv_files import guess_csv
+from headstart.data.examples import Examples, Kind, only_readable
 from headstart.data.folders import image_files
 from headstart.data.memory import inputs
-from headstart.errors import HeadstartError
+from headstart.errors import HeadstartError, similar_path
 
-_KINDS: Mapping[str, Kind] = {".txt": "text", ".csv": "text", ".npz": "features"}
+log = logging.getLogger("headstart")
+
+_KINDS: Mapping[str, Kind] = {".txt": "text", ".csv": "text", ".tsv": "text", ".npz": "features"}
 _READS = {
     "image": "images; give image files, or folders of them",
-    "text": "texts; give .txt files with a text on every line, or .csv files",
+    "text": "texts; give .txt files with a text on every line, or .csv or .tsv files",
     "features": "features; give .npz files with X [N, d]",
 }
 _HELD: Mapping[Kind, str] = {"image": "images", "text": "texts", "features": "features [n, d]"}
@@ -31,13 +35,14 @@ _HELD: Mapping[Kind, str] = {"image": "images", "text": "texts", "features": "fe
 def read(paths: Sequence[Path], kind: Kind, data: Data, width: int) -> tuple[list[str], Examples]:
     """Inputs of a kind from files and folders, in their order: how each is to be shown, and all as examples.
 
-    data: says which columns texts are in; width: of feature vectors.
+    data: says which columns texts are in, and whether images that cannot be read are left out; width: of feature
+    vectors.
     """
     names: list[str] = []
     values: list[Any] = []
     for path in paths:
         if not path.exists():
-            raise HeadstartError(f"{path}: there is no such file or folder")
+            raise HeadstartError(f"{path}: there is no such file or folder{similar_path(path)}")
         if kind != ("image" if path.is_dir() else _KINDS.get(path.suffix.lower(), "image")):
             raise HeadstartError(f"{path}: the model reads {_READS[kind]}")
         if kind == "image":
@@ -56,7 +61,12 @@ def read(paths: Sequence[Path], kind: Kind, data: Data, width: int) -> tuple[lis
         raise HeadstartError(f"{', '.join(map(str, paths))}: there is nothing to predict for")
     count = len(values)
     source = np.stack(values) if kind == "features" else np.fromiter(values, object, count)
-    return names, Examples(kind, source, (), np.arange(count), np.zeros(count, np.int64))
+    examples = Examples(kind, source, (), np.arange(count), np.zeros(count, np.int64))
+    if kind == "image" and data.skip_unreadable:
+        examples, note = only_readable(examples)
+        if note:
+            log.warning(f"warning: {note}")
+    return [names[row] for row in examples.rows], examples
 
 
 def held(given: Any, kind: Kind, width: int) -> tuple[list[str], Examples]:
@@ -85,9 +95,12 @@ def _texts(path: Path, data: Data) -> list[Any]:
     wanted = [names if isinstance(names, tuple) else (names,) for names in usual if names]
     wanted = [names for names in wanted if len(names) == len(wanted[0])]
     try:
-        if path.suffix.lower() == ".csv":
-            with path.open(newline="", encoding="utf-8-sig") as file:
-                return _columns(path, list(csv.reader(file, strict=True)), wanted)
+        if path.suffix.lower() != ".txt":
+            how = guess_csv(path)
+            separator = how.get("separator", "\t" if path.suffix.lower() == ".tsv" else ",")
+            encoding = (data.encoding or how["encoding"]) if "encoding" in how else "utf-8-sig"
+            with path.open(newline="", encoding=encoding) as file:
+                return _columns(path, list(csv.reader(file, delimiter=separator, strict=True)), wanted)
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise HeadstartError(f"cannot read texts from {path}: {error}") from None

@@ -23,7 +23,7 @@ from headstart.core.statistics import Ints
 from headstart.core.target import Target
 from headstart.data.examples import Examples, Kind, numbered
 from headstart.engine.model_store import PRETRAINED, ModelStore, Module, Version
-from headstart.errors import HeadstartError, nearest
+from headstart.errors import HeadstartError, nearest, similar_path
 from headstart.export.inputs import held, read
 from headstart.heads import LinearHead
 from headstart.records import RunDirectory, StageModel
@@ -234,7 +234,7 @@ def _are_paths(inputs: Any) -> bool:
 def _finished(run: Path) -> tuple[Recipe, dict[str, list[str]]]:
     """The recipe of a finished run, and the classes of each of its tasks."""
     if not (run / "recipe.toml").is_file():
-        raise HeadstartError(f"{run} holds no run: there is no recipe.toml")
+        raise HeadstartError(f"{run} holds no run: there is no recipe.toml{similar_path(run)}")
     if not (run / "summary.json").is_file():
         raise HeadstartError(f"the run in {run} is not finished; continue it with headstart run --resume --out {run}")
     return Recipe.load(run / "recipe.toml"), _json(run / "model" / "classes.json")

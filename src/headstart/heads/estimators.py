@@ -196,7 +196,7 @@ class FedNCM(_ClosedFormClassifier):
     def _merged(self, statistics: ClientStatistics) -> ClientStatistics:
         if self.centres > 1:
             raise HeadstartError(
-                "partial_fit: with several centres every client would have to take part again; use fit"
+                "partial_fit: with several centres every client would have to participate again; use fit"
             )
         return super()._merged(statistics)
 

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from headstart.config.recipe import Recipe
 from headstart.core.files import read_csv
 from headstart.core.statistics import Floats, Ints
-from headstart.errors import HeadstartError
+from headstart.errors import HeadstartError, similar_path
 from headstart.records import RunDirectory
 from headstart.records.federation import FILE
 
@@ -55,7 +55,7 @@ class Record:
         """The run in a directory; ``summary`` where it is not written yet."""
         directory = RunDirectory(path)
         if not (path / "recipe.toml").is_file():
-            raise HeadstartError(f"{path} holds no run: there is no recipe.toml")
+            raise HeadstartError(f"{path} holds no run: there is no recipe.toml{similar_path(path)}")
         return cls(path, Recipe.read(path / "recipe.toml"), directory.metrics(), summary or directory.summary())
 
     @property
@@ -253,25 +253,34 @@ def grouped(records: Sequence[Record]) -> list[Group]:
     for name, table in zip(names, tables, strict=True):
         peers.setdefault(name, []).append(table)
     changed = [runs[0].recipe.settings(defaults=False) for runs in several]
-    labels = [_label(name, t, own, peers[name]) for name, t, own in zip(names, tables, changed, strict=True)]
+    said = [_apart(t, own, peers[name]) for name, t, own in zip(names, tables, changed, strict=True)]
+    one = len(peers) == 1  # then the name of the recipe sets nothing apart
+    labels = [(told if one else f"{name}: {told}") if told else name for name, told in zip(names, said, strict=True)]
     twice = {label for label in labels if labels.count(label) > 1}  # what differs is long: its beginning does not tell
     labels = [f"{label} ({place})" if label in twice else label for place, label in enumerate(labels, 1)]
     return [Group(label, runs) for label, runs in zip(labels, several, strict=True)]
 
 
-def _label(name: str, table: Mapping[str, Any], changed: Mapping[str, Any], peers: Sequence[Mapping[str, Any]]) -> str:
-    """What a group of runs is called: its recipe, and what sets it apart from others of that name; never a seed, nor
-    defaults that others lack because their method has no such key."""
+def _apart(table: Mapping[str, Any], changed: Mapping[str, Any], peers: Sequence[Mapping[str, Any]]) -> str:
+    """What sets a recipe apart from others of its name, methods first; never a seed, nor defaults of its method."""
     keys = [key for key in dict.fromkeys(key for peer in peers for key in peer) if key != "seed"]
     apart = [key for key in keys if len({json.dumps(peer.get(key)) for peer in peers}) > 1]
     ends = [key.rpartition(".")[2] for key in apart]
     called = {key: end if ends.count(end) == 1 else key for key, end in zip(apart, ends, strict=True)}
-    varied = [key for key in apart if len({json.dumps(peer[key]) for peer in peers if key in peer}) > 1]
-    said = ", ".join(
-        f"{called[key]} {table[key]}" for key in apart if key in changed or (key in varied and key in table)
-    )
-    said = said if len(said) <= _LONGEST else f"{said[:_LONGEST]}…"
-    return f"{name}: {said}" if said else name
+    told = [key for key in apart if key in table and _tells(key, table, changed, peers)]
+    told.sort(key=lambda key: not key.endswith(".method"))
+    said = ", ".join(str(table[key]) if called[key] == "method" else f"{called[key]} {table[key]}" for key in told)
+    return said if len(said) <= _LONGEST else f"{said[:_LONGEST]}…"
+
+
+def _tells(key: str, table: Mapping[str, Any], changed: Mapping[str, Any], peers: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a key is worth naming: recipes with the same method in that stage have other values, or somebody has
+    given this one and another method has another."""
+    method = f"{key.rpartition('.')[0]}.method"
+    alike = peers if key == method else [peer for peer in peers if peer.get(method) == table.get(method)]
+    if len({json.dumps(peer.get(key)) for peer in alike}) > 1:
+        return True
+    return key in changed and len({json.dumps(peer[key]) for peer in peers if key in peer}) > 1
 
 
 @dataclass(frozen=True, eq=False)

@@ -125,24 +125,40 @@ def curve_figure(curves: Sequence[Curve], against: str, legend: bool = True) -> 
 
     Where a curve begins is a point, and so is a stage of one evaluation. Costs are on a logarithmic scale.
     """
-    from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullFormatter
-
     figure, axes = _axes()
     for number, (look, curve) in enumerate(zip(looks([curve.method for curve in curves]), curves, strict=True)):
-        colour, x, y = look.colour, curve.costs[against], 100 * curve.accuracy
-        marker, band = "." if len(x) < _POINTS else "", 100 * curve.deviation
-        marker = look.marker if len(x) == 1 else marker
-        (line,) = axes.plot(x, y, color=colour, marker=marker, label=curve.label, linewidth=1.6, linestyle=look.line)
-        line.set_gid(f"series-{number}")
-        if len(x) > 1 and "→" in curve.label:  # where the stage begins
-            axes.axvline(x[0], color="#888888", linewidth=0.8, linestyle=":")
-        axes.plot(x[:1], y[:1], color=colour, marker=look.marker, zorder=3)
-        if band.any() and len(x) == 1:
-            axes.errorbar(x, y, band, color=colour, capsize=3)
-        elif band.any():
-            axes.fill_between(x, y - band, y + band, color=colour, alpha=0.2, linewidth=0)
+        draw_curve(axes, curve, against, look, number)
+    scale_axes(axes, curves, against)
+    axes.set(xlabel=AXES[against], ylabel=accuracy_label(curves))
+    if legend and curves:
+        _legend(figure, axes)
+    return figure
+
+
+def draw_curve(axes: Axes, curve: Curve, against: str, look: Look, number: int) -> None:
+    """A line with its band; number: of the series, which `hover_texts` knows it by."""
+    colour, x, y = look.colour, curve.costs[against], 100 * curve.accuracy
+    marker, band = "." if len(x) < _POINTS else "", 100 * curve.deviation
+    marker = look.marker if len(x) == 1 else marker
+    (line,) = axes.plot(x, y, color=colour, marker=marker, label=curve.label, linewidth=1.6, linestyle=look.line)
+    line.set_gid(f"series-{number}")
+    if len(x) > 1 and "→" in curve.label:  # where the stage begins
+        axes.axvline(x[0], color="#888888", linewidth=0.8, linestyle=":")
+    axes.plot(x[:1], y[:1], color=colour, marker=look.marker, zorder=3)
+    if band.any() and len(x) == 1:
+        axes.errorbar(x, y, band, color=colour, capsize=3)
+    elif band.any():
+        axes.fill_between(x, y - band, y + band, color=colour, alpha=0.2, linewidth=0)
+
+
+def scale_axes(axes: Axes, curves: Sequence[Curve], against: str) -> None:
+    """Rounds from 0 on, costs on a logarithmic scale with their units."""
+    from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullFormatter
+
     drawn = np.concatenate([curve.costs[against] for curve in curves]) if curves else np.zeros(0)
-    if against != "round" and len(drawn) and drawn.min() > 0:
+    if against != "round" and len(drawn) and drawn.min() > 0 and drawn.max() < 4 * drawn.min():
+        axes.xaxis.set_major_locator(MaxNLocator(4))  # a logarithmic scale would have no round numbers
+    elif against != "round" and len(drawn) and drawn.min() > 0:
         axes.set_xscale("log")
         axes.xaxis.set_major_locator(LogLocator(subs=(1,) if drawn.max() > 50 * drawn.min() else (1, 2, 5)))
         axes.xaxis.set_minor_formatter(NullFormatter())
@@ -151,13 +167,13 @@ def curve_figure(curves: Sequence[Curve], against: str, legend: bool = True) -> 
         axes.set_xlim(left=0, right=None if drawn.size and drawn.max() > 1 else 2)
     else:
         axes.xaxis.set_major_formatter(EngFormatter("B" if against == "bytes" else "", sep=" "))
-    what = "test accuracy (%)" if all(curve.has_classes for curve in curves) else "variance explained, R² (%)"
-    axes.set(xlabel=AXES[against], ylabel=what)
     axes.margins(x=0.08, y=0.12)
     axes.grid(alpha=0.25)
-    if legend and curves:
-        _legend(figure, axes)
-    return figure
+
+
+def accuracy_label(curves: Sequence[Curve]) -> str:
+    """What is drawn upwards."""
+    return "test accuracy (%)" if all(curve.has_classes for curve in curves) else "variance explained, R² (%)"
 
 
 def hover_texts(curves: Sequence[Curve], against: str) -> dict[str, list[str]]:
@@ -173,7 +189,7 @@ def hover_texts(curves: Sequence[Curve], against: str) -> dict[str, list[str]]:
 
 
 def partition_figure(counts: npt.NDArray[np.int64], classes: Sequence[str], clients: Sequence[str] = ()) -> Figure:
-    """Who holds which class, as a heat map of counts [K, C]: one column per client, one row per class."""
+    """Data distribution across clients, as a heat map of counts [K, C]: one column per client, one row per class."""
     from matplotlib.ticker import MaxNLocator
 
     wide, high = min(len(counts), _MANY), min(len(classes), _MANY)
@@ -219,6 +235,8 @@ def clients_figure(
     accuracies: Mapping[str, Sequence[float]], methods: Sequence[str] = (), legend: bool = True
 ) -> Figure:
     """How many clients have which accuracy, by the name of the run; methods: of each, for its colour."""
+    from matplotlib.ticker import MaxNLocator
+
     figure, axes = _axes()
     bins = np.linspace(0, 100, 21)
     for look, (label, values) in zip(looks(list(methods) or list(accuracies)), accuracies.items(), strict=True):
@@ -226,6 +244,7 @@ def clients_figure(
         style |= {"linestyle": look.line} if len(accuracies) > 1 else {}
         axes.hist(100 * np.array(values), bins=bins, color=look.colour, label=label, **style)  # type: ignore[arg-type]
     axes.set(xlabel="a client's accuracy (%)", ylabel="clients")
+    axes.yaxis.set_major_locator(MaxNLocator(6, integer=True))
     axes.grid(alpha=0.25)
     if legend and len(accuracies) > 1:
         _legend(figure, axes)

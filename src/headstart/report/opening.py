@@ -23,7 +23,7 @@ def opening(groups: Sequence[Group]) -> str:
         return f'<p class="lead">{_of_one(groups[0].runs[0])}</p>'
     scored.sort(key=lambda each: -each[1])
     best = scored[0][0]
-    told = f"<b>{_cell(best)}</b>: {escape(best.label)}, {_runs(best)}, {_sent(best)}"
+    told = f"<b>{_cell(best)}</b>{_tested(best)}: {escape(best.label)}, {_runs(best)}, {_sent(best)}"
     if len(scored) > 1:
         told += f"; next is {escape(scored[1][0].label)} with {_cell(scored[1][0])}, {_sent(scored[1][0])}"
     return f'<p class="lead">{told}.</p>'
@@ -72,6 +72,12 @@ def _cell(group: Group) -> str:
     if any(stage.get("r2") is not None for stage in stages):
         return f"R² {metric_cell('r2', stages)}"
     return f"{metric_cell('accuracy', stages)} %"
+
+
+def _tested(group: Group) -> str:
+    """Of how many examples an accuracy is."""
+    counts = [count for record in group.runs if (count := record.stages[-1].get("test_examples"))]
+    return f" of {round(mean(counts)):,} test examples" if counts else ""
 
 
 def _runs(group: Group) -> str:

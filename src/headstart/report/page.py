@@ -11,11 +11,10 @@ import numpy as np
 
 from headstart.core.files import write_text
 from headstart.core.metrics import SHOWN
+from headstart.errors import listed
 from headstart.records.record import AXES, Curve, Group, Matrix, Record, curves, grouped
 from headstart.report.figures import (
-    clients_figure,
     confusion_figure,
-    curve_figure,
     heat_map,
     hover_texts,
     looks,
@@ -24,6 +23,7 @@ from headstart.report.figures import (
     svg,
 )
 from headstart.report.opening import opening
+from headstart.report.panels import MANY, accuracy_figure, all_clients_figure
 from headstart.report.tables import cost_table, human_bytes, metric_cell, metric_heading, remarks, write_tables
 
 STYLE = """
@@ -42,7 +42,7 @@ th { opacity: .75; font-weight: 600; white-space: normal; vertical-align: bottom
 th:first-child, td:first-child, .text { text-align: left; }
 td.text { white-space: normal; min-width: 14rem; }
 .figures { display: grid; gap: 1rem; grid-template-columns: repeat(auto-fit, minmax(min(19rem, 100%), 1fr));
-  align-items: start; }
+  align-items: start; } .panels { grid-template-columns: repeat(auto-fit, minmax(min(30rem, 100%), 1fr)); }
 figure { margin: 0; border: 1px solid var(--line); border-radius: .6rem; padding: .6rem; break-inside: avoid; }
 figure.half, .figures > figure:only-child { max-width: 40rem; }
 figure .scroll { margin: 0; } figcaption { font-size: .85rem; opacity: .75; }
@@ -103,10 +103,10 @@ def write_figures(folder: Path, records: Sequence[Record]) -> list[str]:
     groups = grouped(records)
     drawn = curves(groups)
     written = {
-        f"accuracy-by-{name.replace('_', '-')}": curve_figure(drawn, name) for name in AXES if _spent(drawn, name)
+        f"accuracy-by-{name.replace('_', '-')}": accuracy_figure(drawn, name) for name in AXES if _spent(drawn, name)
     }
     if accuracies := _accuracies(groups):
-        written["clients"] = clients_figure(accuracies, _methods(groups, accuracies))
+        written["clients"] = all_clients_figure(accuracies, _methods(groups, accuracies))
     if len(records) == 1 and (held := records[0].holdings()) is not None:
         written["who-holds-what"] = partition_figure(held.counts, held.columns, held.rows)
     if len(records) == 1 and (confusion := records[0].confusion()) is not None:
@@ -138,15 +138,19 @@ def report_body(records: Sequence[Record]) -> str:
     if rows:
         parts.append("<h2>Accuracy and cost</h2>")
         if any(_varies(drawn, name) for name in AXES):
-            parts += [_legend({curve.label: curve.method for curve in drawn}), _curves(drawn)]
+            # Many series are in panels, which say themselves what is drawn in them.
+            legend = _legend({curve.label: curve.method for curve in drawn}) if len(drawn) <= MANY else ""
+            parts += [legend, _curves(drawn)]
         alone = {*(["run"] if len(groups) == 1 else ()), *(["runs"] if len(records) == 1 else ())}
-        shown = [place for place, column in enumerate(columns) if column not in alone]
+        there = [any(row[place] for row in rows) for place in range(len(columns))]
+        shown = [place for place, column in enumerate(columns) if there[place] and column not in alone]
         parts.append(html_table([columns[place] for place in shown], [[row[place] for place in shown] for row in rows]))
         parts.append(_formulas(records))
     parts += [_differences(groups), _remarks(groups), _privacy(records), _clients(groups)]
     if len(records) == 1:
         confusion = records[0].confusion()
-        parts += [_holdings(records[0].holdings()), _confusion(confusion), _by_class(confusion)]
+        held = records[0].holdings()
+        parts += [_holdings(held), _confusion(confusion), _by_class(confusion, held)]
         parts.append(_samples(records[0].samples()))
     parts += [_left_out(records), *map(_recipe, (group.runs[0] for group in groups)), _versions(records)]
     return "\n".join(part for part in parts if part)
@@ -184,10 +188,11 @@ def _legend(methods: Mapping[str, str]) -> str:
 def _curves(drawn: Sequence[Curve]) -> str:
     shown = {name: said for name, said in AXES.items() if _varies(drawn, name)}
     pictures = [
-        svg(curve_figure(drawn, name, legend=False), f"accuracy against {said}", hover_texts(drawn, name))
+        svg(accuracy_figure(drawn, name, 2, legend=False), f"accuracy against {said}", hover_texts(drawn, name))
         for name, said in shown.items()
     ]
-    return f'<div class="figures">{"".join(f"<figure>{picture}</figure>" for picture in pictures)}</div>'
+    kind = "figures panels" if len(drawn) > MANY else "figures"
+    return f'<div class="{kind}">{"".join(f"<figure>{picture}</figure>" for picture in pictures)}</div>'
 
 
 def _spent(drawn: Sequence[Curve], against: str) -> bool:
@@ -200,8 +205,8 @@ def _varies(drawn: Sequence[Curve], against: str) -> bool:
     return len({float(cost) for curve in drawn for cost in curve.costs[against]}) > 1
 
 
-def _by_class(confusion: Matrix | None) -> str:
-    """Sensitivity and precision of each class, the lowest first."""
+def _by_class(confusion: Matrix | None, held: Matrix | None) -> str:
+    """Sensitivity and precision of each class, the lowest first; and the classes that nobody has tested."""
     if confusion is None:
         return ""
     counts = confusion.counts
@@ -212,7 +217,9 @@ def _by_class(confusion: Matrix | None) -> str:
     ]
     table = html_table(("class", "test examples", "sensitivity (recall), %", "precision, %"), rows)
     opened = " open" if len(rows) <= _SHORT else ""
-    return f"<h2>Classes</h2><details{opened}><summary>Sensitivity and precision</summary>{table}</details>"
+    untested = [name for name in (held.columns if held is not None else ()) if name not in confusion.rows]
+    told = f"<p>No test examples: {escape(listed(untested))}; accuracy says nothing about them.</p>" if untested else ""
+    return f"<h2>Classes</h2>{told}<details{opened}><summary>Sensitivity and precision</summary>{table}</details>"
 
 
 def _share(part: int, whole: int) -> str:
@@ -286,12 +293,12 @@ def _clients(groups: Sequence[Group]) -> str:
         f"{escape(label)}: {100 * np.mean(values):.2f} ± {100 * np.std(values):.2f} %"
         for label, values in accuracies.items()
     )
-    spread = f"Mean ± standard deviation over clients: {spread}"
+    spread = f"Mean ± standard deviation over clients: {spread}" if len(accuracies) <= MANY else ""
     if everybody == shown:  # all of them can be read
         return f"{numbers}<h2>Clients</h2>{table}<p class='soft'>{spread}</p>"
     methods = _methods(groups, accuracies)
-    picture = svg(clients_figure(accuracies, methods, legend=False), "how many clients have which accuracy")
-    legend = _legend(dict(zip(accuracies, methods, strict=True))) if len(accuracies) > 1 else ""
+    picture = svg(all_clients_figure(accuracies, methods, legend=False), "how many clients have which accuracy")
+    legend = _legend(dict(zip(accuracies, methods, strict=True))) if 1 < len(accuracies) <= MANY else ""
     return (
         f"{numbers}<h2>Clients</h2>{legend}<div class='figures'><figure>{picture}<figcaption>{spread}</figcaption>"
         f"</figure><div><p class='soft'>Lowest-accuracy clients</p>{table}</div></div>"

@@ -22,7 +22,7 @@ _SYMBOLS = {"ridge": "λ", "shrinkage": "γ", "means_share": "a", "temperature":
 _METRICS = {
     "accuracy": "accuracy, %", "r2": "R²", "mae": "mean absolute error", "macro_f1": "macro-F1, %",
     "balanced_accuracy": "balanced accuracy, %", "roc_auc": "ROC AUC", "average_precision": "average precision",
-    "calibration_error": "calibration error", "local_accuracy_worst_tenth": "worst tenth of clients, %",
+    "calibration_error": "calibration error", "local_accuracy_worst_tenth": "lowest-accuracy tenth of clients, %",
 }  # fmt: skip
 _NOISE = {"server": "by the server", "client": "by the client", "shared": "shared by the clients"}
 
@@ -76,8 +76,11 @@ def metric_cell(name: str, stages: Sequence[Mapping[str, Any]]) -> str:
     known = [value for stage in stages if (value := stage.get(name)) is not None]
     if not known:
         return percent(None) if name == "accuracy" else ""
-    scale, form = (100, ".2f") if _METRICS[name].endswith("%") else (1, ".4g")
-    return f"{scale * mean(known):{form}}" + (f" ± {scale * stdev(known):{form}}" if len(known) > 1 else "")
+    percents = _METRICS[name].endswith("%")
+    shown = f"{100 * mean(known):.2f}" if percents else f"{mean(known):.4g}"
+    if len(known) == 1:
+        return shown
+    return f"{shown} ± " + (f"{100 * stdev(known):.2f}" if percents else f"{round(stdev(known), 6):.2g}")
 
 
 def quality(stage: Mapping[str, Any]) -> str | None:
@@ -194,11 +197,21 @@ def cost_table(groups: Sequence[Group]) -> tuple[list[str], list[list[str]]]:
                     group.label,
                     stages[0]["method"] + chosen,
                     *(metric_cell(name, stages) for name in shown),
+                    *_tested(stages),
                     str(len(stages)),
                     *(_count(means[name], name) for name in _COUNTED),
                 ]
             )
-    return ["run", "method", *map(metric_heading, shown), "runs", *_COUNTED.values()], rows
+    tested = ("95 % confidence interval", "test examples")
+    return ["run", "method", *map(metric_heading, shown), *tested, "runs", *_COUNTED.values()], rows
+
+
+def _tested(stages: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
+    """The confidence interval of the accuracy of one run, and of how many examples it is."""
+    interval = stages[0].get("accuracy_interval") if len(stages) == 1 else None
+    count = _mean([stage.get("test_examples") for stage in stages])
+    shown = "" if interval is None else f"{100 * interval[0]:.1f} to {100 * interval[1]:.1f}"
+    return shown, "" if count is None else f"{count:,.0f}"
 
 
 _COUNTED = {
@@ -282,7 +295,7 @@ def summary_table(summary: dict[str, Any]) -> Table:
 
 
 def partition_table(names: tuple[str, ...], classes: tuple[str, ...], counts: npt.NDArray[np.int64]) -> Table:
-    """Who holds which class: clients by class, the first 20 of each."""
+    """Data distribution across clients: clients by class, the first 20 of each."""
     clients, shown = min(len(names), 20), min(len(classes), 20)
     table = Table(title=f"{len(names)} clients, {len(classes)} classes, {counts.sum():,} training examples")
     table.add_column("client")

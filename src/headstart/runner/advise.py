@@ -116,7 +116,7 @@ class Advice:
 _BESIDE = {
     "mae": "mean absolute error", "macro_f1": "macro-F1", "balanced_accuracy": "balanced", "roc_auc": "ROC AUC",
     "average_precision": "average precision", "calibration_error": "calibration error",
-    "local_accuracy_worst_tenth": "worst tenth",
+    "local_accuracy_worst_tenth": "lowest tenth",
 }  # fmt: skip
 _NO_SHARES = ("mae", "roc_auc", "average_precision")
 

@@ -33,6 +33,7 @@ from headstart.runner.sweep import SEED, OnRun, Point, expand, refuse_other_tabl
 if TYPE_CHECKING:
     import pandas
 
+_BESIDE = ("balanced_accuracy", "calibration_error")  # metrics that a table for a reader leaves to compare.csv
 _COSTS = ("rounds", "bytes_up", "bytes_down", "forward_passes", "seconds")
 
 
@@ -119,6 +120,12 @@ class Row:
         """Of the stage."""
         return str(next(iter(self.stages.values()))["method"])
 
+    @property
+    def tested(self) -> int | None:
+        """How many examples the accuracies are of, on average over the seeds; None where nobody has tested."""
+        known = [stage["test_examples"] for stage in self.stages.values() if stage.get("test_examples")]
+        return round(mean(known)) if known else None
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Comparison:
@@ -170,6 +177,7 @@ class Comparison:
         for row in self.rows:
             found: dict[str, Any] = {key: row.values.get(key) for key in self.keys}
             found |= {"stage": row.number, "method": row.method, "runs": len(row.stages)}
+            found["test_examples"] = row.tested
             for name in self._metrics:
                 known = [value for stage in row.stages.values() if (value := stage.get(name)) is not None]
                 found[f"{name}_mean"] = mean(known) if known else None
@@ -183,8 +191,9 @@ class Comparison:
         return pandas.DataFrame(self.records())
 
     def table(self) -> tuple[list[str], list[list[str]]]:
-        """Columns and rows for a reader: mean ± standard deviation over the seeds."""
-        columns = [*self.keys, "method", *map(metric_heading, self._metrics), "runs", "bytes up", "forward passes"]
+        """Columns and rows for a reader: mean ± standard deviation over the seeds; `records` has more metrics."""
+        metrics = [name for name in self._metrics if name not in _BESIDE]
+        columns = [*self.keys, "method", *map(metric_heading, metrics), "test examples", "runs", "bytes up"]
         rows = []
         for row in self.rows:
             stages = list(row.stages.values())
@@ -192,10 +201,10 @@ class Comparison:
                 [
                     *(str(row.values.get(key, "")) for key in self.keys),
                     row.method,
-                    *(metric_cell(name, stages) for name in self._metrics),
+                    *(metric_cell(name, stages) for name in metrics),
+                    "" if row.tested is None else f"{row.tested:,}",
                     str(len(stages)),
                     human_bytes(mean(stage["bytes_up"] for stage in stages)),
-                    f"{mean(stage['forward_passes'] for stage in stages):,.0f}",
                     f"{mean(stage['seconds'] for stage in stages):.2f}",
                 ]
             )

@@ -10,18 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import tomli_w
 
 from headstart.config.recipe import Data, Recipe
 from headstart.data import Dataset, load_dataset
 from headstart.data.csv_files import guess_csv
+from headstart.data.examples import numbered
 from headstart.data.folders import is_image
 from headstart.data.tables import FORMATS, local_tables
 from headstart.errors import HeadstartError, nearest_path
 from headstart.runner.advise import BACKBONES
 
-SCHEMA = "recipe.schema.json"
-"""The file beside a new recipe that editors check it by."""
 _LABELS = ("label", "labels", "class", "target", "category", "diagnosis", "y")
 _CLIENTS = (
     "client", "client_id", "hospital", "hospital_id", "site", "site_id", "center", "centre", "institution", "clinic",
@@ -34,7 +34,7 @@ _FEW = 10  # clients: a covariance from so few means is worth little
 
 @dataclass(frozen=True)
 class NewRecipe:
-    """The text of a recipe, and what was seen, in a sentence."""
+    """The text of a recipe, and what was seen, in a sentence, with the columns of a table in a second line."""
 
     text: str
     seen: str
@@ -44,7 +44,8 @@ def new_recipe(path: Path, shown: str, name: str) -> NewRecipe:
     """A recipe for the data in a file or folder; shown: the path as the recipe is to name it."""
     if not path.exists():
         raise HeadstartError(f"{path}: {nearest_path(str(path))}")
-    keys: dict[str, Any] = {} if path.suffix.lower() == ".npz" else dict(_keys(path))
+    columns = None if path.suffix.lower() == ".npz" else _columns(path)
+    keys: dict[str, Any] = dict(columns.keys) if columns else {}
     alone = {"partition": {"kind": "iid", "clients": 1}} if "client_column" not in keys else {"partition": _NATURAL}
     wanted = {"dataset": str(path), "split_seed": 0, **alone}
     try:
@@ -54,22 +55,51 @@ def new_recipe(path: Path, shown: str, name: str) -> NewRecipe:
             raise
         keys["skip_unreadable"] = True  # the recipe says so, and loading tells what is left out
         dataset = load_dataset(Data.model_validate({**wanted, **keys}))
+    if used := _used(dataset):
+        keys["classes"] = used
+        dataset = load_dataset(Data.model_validate({**wanted, **keys}))
     clients = len(dataset.clients)
     how: Mapping[str, Any] = _NATURAL if clients else _dealt(dataset)
     count = clients or how["clients"]
-    text = _text(name, {"dataset": shown, **keys}, how, dataset, count)
+    text = _text(name, {"dataset": shown, **keys}, how, dataset, count, str(columns or ""))
     Recipe.parse(tomllib.loads(text))  # what is written can be run
     things = "features" if dataset.kind == "features" else f"{dataset.kind}s"
     learned = f"{len(dataset.classes)} classes" if dataset.target == "classes" else f"targets ({dataset.target})"
     held = f"{clients} clients" if clients else f"no clients: the recipe deals them out to {count}"
-    return NewRecipe(text, f"{len(dataset.train) + len(dataset.test):,} {things}, {learned}, {held}")
+    count = sum(map(len, dataset.splits.values()))
+    return NewRecipe(text, f"{count:,} {things}, {learned}, {held}" + (f"\n{columns}" if str(columns or "") else ""))
 
 
 _NATURAL: Mapping[str, Any] = {"kind": "natural", "test": "follow"}
 
 
-def _keys(path: Path) -> dict[str, str]:
-    """The keys of [data] that say how files are written, and which column is what."""
+def _used(dataset: Dataset) -> list[int]:
+    """Labels that are numbers and do not number the classes 0, 1, …: those that there are; otherwise none."""
+    labels = np.unique(np.concatenate([examples.labels for examples in dataset.splits.values()]))
+    complete = len(labels) == len(dataset.classes) or dataset.target != "classes"
+    return [] if complete or dataset.classes != numbered(len(dataset.classes)) else labels.tolist()
+
+
+@dataclass(frozen=True)
+class _Columns:
+    """Which column of a table is what, and the keys of [data] that say so and how files are written."""
+
+    keys: dict[str, str]
+    used: dict[str, str | None]
+    others: tuple[str, ...]
+    """Those that are not read."""
+    named: bool
+    """Whether somebody has named the columns: those of a folder of images are its folders."""
+
+    def __str__(self) -> str:
+        if not self.named:
+            return ""
+        used = ", ".join(f"{what} {name or 'none'}" for what, name in self.used.items())
+        return f"columns: {used}" + (f"; not read: {', '.join(self.others)}" if self.others else "")
+
+
+def _columns(path: Path) -> _Columns:
+    """A guess at the columns, by their names or else their contents."""
     files = [path] if path.is_file() else sorted(path.iterdir())
     tables = [file for file in files if FORMATS.get(file.suffix.lower()) == "csv" and not file.name.startswith(".")]
     keys: dict[str, str] = guess_csv(tables[0]) if tables else {}
@@ -87,7 +117,14 @@ def _keys(path: Path) -> dict[str, str]:
         )
     usual = {"input_column": (given, _INPUTS), "label_column": (label, ("label", "labels", "class"))}
     keys |= {key: name for key, (name, known) in usual.items() if name not in known}
-    return keys | ({"client_column": client} if client else {})
+    keys |= {"client_column": client} if client else {}
+    named = any(file.suffix.lower() in FORMATS for file in files)
+    return _Columns(
+        keys,
+        {"input": given, "label": label, "client": client},
+        tuple(column for column in others if column != given),
+        named,
+    )
 
 
 def _first(names: Iterable[str], columns: Iterable[str]) -> str | None:
@@ -130,7 +167,9 @@ def _dealt(dataset: Dataset) -> dict[str, Any]:
     return {"kind": "dirichlet", "clients": clients, "alpha": 0.5, "leftovers": "assign"}
 
 
-def _text(name: str, keys: Mapping[str, Any], how: Mapping[str, Any], dataset: Dataset, clients: int) -> str:
+def _text(
+    name: str, keys: Mapping[str, Any], how: Mapping[str, Any], dataset: Dataset, clients: int, columns: str
+) -> str:
     natural = how["kind"] == "natural"
     why = "the clients that the data name" if natural else "the data name no clients: data.client_column names a column"
     method = "fedcof" if dataset.target == "classes" and clients >= _FEW else "fed3r"
@@ -141,13 +180,13 @@ def _text(name: str, keys: Mapping[str, Any], how: Mapping[str, Any], dataset: D
     }[method]
     skip = "# skip_unreadable = true # leave out what cannot be read, instead of stopping\n"
     skip = "" if "skip_unreadable" in keys else skip
+    guessed = f"# {columns}; input_column, label_column and client_column name others\n" if columns else ""
     return f"""\
-#:schema {SCHEMA}
 # headstart check FILE shows what is wrong with this recipe and odd about its data; headstart run FILE runs it.
 {tomli_w.dumps({"name": name})}seed = 0
 
 [data]  # a path is relative to where the command runs, or to this file
-{tomli_w.dumps(dict(keys))}test_fraction = 0.2    # held out for the test, where the data have no test split
+{guessed}{tomli_w.dumps(dict(keys))}test_fraction = 0.2    # held out for the test, where the data have no test split
 split_seed = 0         # the same test examples whatever the seed of the run
 # strict = true          # refuse data with warnings: labels alike but for case, classes without examples
 {skip}

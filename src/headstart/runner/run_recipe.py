@@ -21,6 +21,7 @@ from headstart.core.ledger import peak_memory
 from headstart.core.metrics import SHOWN
 from headstart.core.progress import reported
 from headstart.data import Federation
+from headstart.data.examples import UnreadableError, all_unreadable
 from headstart.data.memory import names_clients
 from headstart.engine.client_states import RemoteStates, collect
 from headstart.engine.model_store import PRETRAINED, ModelStore
@@ -230,19 +231,23 @@ class Run:
         """All stages, from the last checkpoint on; report: whether to leave report.html."""
         saved = self.directory.load_checkpoint()
         start = self._restore(saved) if saved is not None else 0
+        federation, dataset, stages = self.federation, self.federation.dataset, len(self.recipe.stages)
         self.say(
             f"{'resumed' if saved else 'started'} {self.recipe.name}, seed {self.recipe.seed}, with headstart "
-            f"{version('headstart')}: {self.federation.n_clients:,} clients, {len(self.recipe.stages)} stages"
+            f"{version('headstart')}: {federation.n_clients:,} clients, {stages} stage{'s' if stages > 1 else ''}"
         )
-        if self.federation.remote_sizes is None:
-            federation = self.federation
-            if federation.dataset.target == "classes":
-                self.directory.write_holdings(federation.names, federation.dataset.classes, federation.counts)
-        for number in range(start, len(self.recipe.stages)):
-            within = saved if saved is not None and number == start and saved.stage is not None else None
-            run_stage(self, number, within)
-            self.directory.save_checkpoint(Checkpoint(self.progress(number + 1, 0)))
-            self._collect_garbage()
+        for note in () if saved else dataset.notes:  # they were told when the data were loaded, before there was a log
+            self.directory.note(f"{dataset.name}: {note}", "WARNING")
+        if federation.remote_sizes is None and dataset.target == "classes":
+            self.directory.write_holdings(federation.names, dataset.classes, federation.counts)
+        try:
+            for number in range(start, stages):
+                within = saved if saved is not None and number == start and saved.stage is not None else None
+                run_stage(self, number, within)
+                self.directory.save_checkpoint(Checkpoint(self.progress(number + 1, 0)))
+                self._collect_garbage()
+        except UnreadableError as error:
+            raise all_unreadable(dataset.name, dataset.splits, self.recipe.model.pixel_range, error) from None
         return self._finish(report)
 
     def say(self, message: str) -> None:
