@@ -194,7 +194,9 @@ def write_results(out: Path, found: Sequence[Found]) -> None:
     """results.json and results.md: these rows in the order of the files."""
     place = {row.id: number for number, row in enumerate(rows())}
     ordered = sorted(found, key=lambda each: place.get(each.row.id, len(place)))
-    write_json(out / RESULTS, {each.row.id: {key: getattr(each, key) for key in _RECORDED} for each in ordered})
+    recorded = {each.row.id: {key: getattr(each, key) for key in _RECORDED} for each in ordered}
+    there = {name: {key: value for key, value in facts.items() if value} for name, facts in recorded.items()}
+    write_json(out / RESULTS, there)
     write_text(out / "results.md", results_page(ordered))
 
 
