@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 import sys
 from dataclasses import replace
 from decimal import Decimal
@@ -218,6 +219,12 @@ def test_the_best_round_on_test_data_where_a_paper_prints_it(tiny: Path, monkeyp
     assert found.figures != found.last
     average, spread = sum(found.last) / 2, abs(found.last[0] - found.last[1]) / 2**0.5
     assert f"best on test data, as in the paper; the last: {average:.2f} ± {spread:.2f};" in found.cells[5]
+    means = [50 * (first + second) for first, second in zip(*tested, strict=True)]
+    assert [after for after, _ in found.curve] == list(range(1, 13))
+    assert [accuracy for _, accuracy in found.curve] == pytest.approx(means)
+    page = (tiny / "out" / "results.md").read_text()
+    assert "| rounds | 1 | 3 | 4 | 6 | 7 | 9 | 10 | 12 |" in page
+    assert f"| `{row.id}` | {means[0]:.2f} | {means[2]:.2f} |" in page
 
 
 def test_how_many_clients_hold_a_class_comes_with_the_runs_of_another_table(tiny: Path) -> None:
@@ -246,6 +253,11 @@ def test_closed_forms_can_be_asked_for_alone() -> None:
     chosen = select(["fedncm/2/cifar10"], closed_form=True)
     assert [row.id for row in chosen] == ["fedncm/2/cifar10/fedncm"]
     assert {row.recipe for row in select([], closed_form=True)} == {"closed-form"}
+    costs = select(["fedncm/2/cifar10"], formulas=True)
+    assert [row.id for row in costs][:2] == ["fedncm/2/cifar10/random/compute", "fedncm/2/cifar10/random/comm"]
+    assert all(row.formula for row in costs)
+    both = select(["fedncm/2/cifar10"], closed_form=True, formulas=True)
+    assert len(both) == len(chosen) + len(costs)
 
 
 def test_the_command_over_a_table_computes_it_and_nothing_else() -> None:
@@ -266,7 +278,13 @@ def test_the_record_grows_and_keeps_what_was_computed(tiny: Path) -> None:
     record = json.loads((tiny / "out" / "results.json").read_text())
     assert list(record) == [ncm.id, cost.id]
     assert record[ncm.id]["figures"] == first.figures
-    assert f"headstart reproduce {ncm.id} --as-published" in (tiny / "out" / "results.md").read_text()
+    assert record[ncm.id]["command"] == f"headstart reproduce {ncm.id} --as-published"
+    assert record[ncm.id]["seeds"] == [0, 1, 2]
+    page = (tiny / "out" / "results.md").read_text()
+    assert f"```text\n{record[ncm.id]['command']}\n```" in page
+    ended = json.loads((tiny / "out" / ncm.id / "seed=2" / "summary.json").read_text())["ended"][:10]
+    assert f"\n1. 1 of {ended}: Python" in page
+    assert re.search(rf"`{ncm.id}` .*\| 0, 1, 2 \| \d+ \| 1 \|", page)
     # Computed again without the paper's code: what that gave is of the same figures, and stays.
     reproduce([ncm], tiny / "out", lambda *each: None)
     again = read_results(tiny / "out" / "results.json")
@@ -297,6 +315,19 @@ def test_the_page_says_what_is_not_reached_and_how_much_was_run() -> None:
     counts = len(printed), sum(bool(row.recipe) for row in printed), sum(bool(row.formula) for row in printed), 3
     assert f"| {low.source} | {' | '.join(map(str, counts))} |" in page
     assert "## Not reached" not in results_page(found[1:])
+    _, _, absent = page.partition("## Not run")
+    assert "`fedcof/3/cub200/mobilenetv2/oracle`" in absent
+    assert "`fedcof/3/cub200/mobilenetv2/fed3r`" not in absent
+
+
+def test_the_page_of_the_documentation_is_that_of_its_record() -> None:
+    docs = Path(__file__).parents[2] / "docs"
+    found = read_results(docs / "results.json")
+    assert (docs / "results.md").read_text(encoding="utf-8") == results_page(list(found.values()))
+    for each in found.values():
+        assert each.command.split()[:3] == ["headstart", "reproduce", each.row.id]
+        assert each.row.formula or len(each.seeds) == len(each.figures) == len(each.row.points())
+        assert each.row.formula or re.match(r"\d{4}-\d\d-\d\d: Python 3", each.computed)
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"fedyolo/3/vit-l/lora": 1}', '{"fedyolo/3/vit-l/lora": {"x": 1}}'])
@@ -344,6 +375,16 @@ def test_the_command(tmp_path: Path, command: Command) -> None:
     assert wrong.returncode == 2
     assert "'fedyolo/4' is no published row or table; nearest: fedyolo/3" in wrong.stderr
     assert not (tmp_path / "runs").exists()
+
+
+def test_on_a_terminal_the_command_tells_the_time_that_is_left(
+    tiny: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quiet = command("reproduce", "fedncm/2/cifar10-32/fedncm", "fedncm/7/fedncm", "--out", "out", cwd=tiny)
+    assert " left" not in quiet.stderr
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    told = command("reproduce", "fedncm/2/cifar10-32/fedncm", "fedncm/7/fedncm", "--out", "out", cwd=tiny)
+    assert re.search(r"^about \d+ (s|min) left$", told.stderr, re.M)
 
 
 def test_printed_figures_are_shown_as_printed() -> None:

@@ -151,6 +151,9 @@ def reproduce(
     closed_form: Annotated[
         bool, typer.Option("--closed-form", help="Only heads in closed form: minutes, once features are cached.")
     ] = False,
+    formulas: Annotated[
+        bool, typer.Option("--formulas", help="Only what a formula gives: costs, in seconds; needs no data.")
+    ] = False,
 ) -> None:
     """The papers' printed figures beside those of a run or of a formula.
 
@@ -159,7 +162,7 @@ def reproduce(
     """
     from headstart.published import COLUMNS, Found, listed, reproduce, select
 
-    rows = select(names or [], closed_form)
+    rows = select(names or [], closed_form, formulas)
     if show:
         for line in listed(rows):
             print(line)

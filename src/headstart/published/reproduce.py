@@ -7,19 +7,19 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from datetime import date
 from html import escape
 from itertools import groupby
 from math import sqrt
 from pathlib import Path
 from statistics import mean, stdev
+from typing import Any
 
 import numpy as np
 
 from headstart.core.files import write_json, write_text
 from headstart.errors import HeadstartError
 from headstart.published.formulas import FORMULAS
-from headstart.published.results import machine, results_page
+from headstart.published.results import results_page
 from headstart.published.tables import CLOSED_FORM, Row, rows, why_not
 from headstart.records import Record
 from headstart.report import html_page, html_table, human_bytes, write_tables
@@ -36,7 +36,9 @@ _REASONS = {
 """Words of a note, and what they say about a difference; the first that are there."""
 _SCALES = {"MB": 1e6, "GB": 1e9}
 BEST, HELD = "best accuracy", "clients per class"
-RESULTS, _RECORDED = "results.json", ("figures", "last", "reference", "seconds", "computed")
+RESULTS = "results.json"
+_RECORDED = ("command", "figures", "seeds", "last", "reference", "curve", "seconds", "computed")
+_PACKAGES = ("headstart", "numpy", "scipy", "torch", "openvino")
 _METRICS = {
     "accuracy": "accuracy",
     BEST: "accuracy",
@@ -57,10 +59,16 @@ class Found:
     """The figure of the last round, where that of the best one is printed."""
     reference: Sequence[float] = ()
     """The figure by the paper's own code, where that differs from what the paper describes."""
+    seeds: Sequence[int] = ()
+    """One for each figure."""
+    curve: Sequence[tuple[int, float]] = ()
+    """Where something is trained and tested along the way: rounds, and the accuracy after them over all seeds."""
     seconds: float = 0.0
     """Of all its runs."""
     computed: str = ""
-    """The day, and the versions and the machine behind the figures."""
+    """The day on which its last run ended, and the versions behind it."""
+    command: str = ""
+    """What computed it."""
 
     @property
     def verdict(self) -> str:
@@ -165,9 +173,9 @@ def reproduce(
 
 def _kept(found: Found, earlier: Found | None) -> Found:
     """A row as it goes on record: with the figures by the paper's own code from before, where these are the same."""
-    same = earlier is not None and list(earlier.figures) == list(found.figures)
-    reference = found.reference or (earlier.reference if earlier is not None and same else ())
-    return replace(found, reference=reference, computed=f"{date.today().isoformat()}: {machine()}")
+    if found.reference or earlier is None or list(earlier.figures) != list(found.figures):
+        return found
+    return replace(found, reference=earlier.reference, command=earlier.command or found.command)
 
 
 def read_results(path: Path) -> dict[str, Found]:
@@ -186,7 +194,9 @@ def write_results(out: Path, found: Sequence[Found]) -> None:
     """results.json and results.md: these rows in the order of the files."""
     place = {row.id: number for number, row in enumerate(rows())}
     ordered = sorted(found, key=lambda each: place.get(each.row.id, len(place)))
-    write_json(out / RESULTS, {each.row.id: {key: getattr(each, key) for key in _RECORDED} for each in ordered})
+    recorded = {each.row.id: {key: getattr(each, key) for key in _RECORDED} for each in ordered}
+    there = {name: {key: value for key, value in facts.items() if value} for name, facts in recorded.items()}
+    write_json(out / RESULTS, there)
     write_text(out / "results.md", results_page(ordered))
 
 
@@ -207,27 +217,45 @@ class _Steps:
 
 def _compute(row: Row, out: Path, as_published: bool, mirror: bool) -> Found:
     """The figure of a row, of every seed; rows with the same recipe and settings share their runs."""
+    found = Found(row, [], command=f"headstart reproduce {row.id}")
     if row.formula:
-        return Found(row, [FORMULAS[row.formula](**row.arguments) / _SCALES.get(row.unit, 1)])
+        return replace(found, figures=[FORMULAS[row.formula](**row.arguments) / _SCALES.get(row.unit, 1)])
     first = next(other for other in rows() if (other.recipe, other.set) == (row.recipe, row.set))
     points = row.points()
     summaries = sweep(points, out / first.id, lambda point, summary: None)
     seconds = sum(summary["total_seconds"] for summary in summaries)
+    found = replace(found, seeds=[point.recipe.seed for point in points], seconds=seconds, computed=_behind(summaries))
     runs = [Record.read(out / first.id / point.folder) for point in points]
     if row.quantity == HELD:
         held = [run.holdings() for run in runs]
-        shares = [np.count_nonzero(each.counts) / len(each.columns) for each in held if each]
-        return Found(row, shares, seconds=seconds)
-    figures = [100 * summary["stages"][-1][_METRICS[row.quantity]] for summary in summaries]
-    if row.quantity != BEST:
-        # Of several means, the reference leaves the code out.
-        several = getattr(points[0].recipe.stages[0], "means_per_client", 1) > 1
-        own = as_published and row.recipe == CLOSED_FORM and not several
-        reference = [_by_reference(point, out / first.id, mirror) for point in points] if own else ()
-        return Found(row, figures, reference=reference, seconds=seconds)
+        return replace(found, figures=[np.count_nonzero(each.counts) / len(each.columns) for each in held if each])
+    figures, tests = [100 * summary["stages"][-1][_METRICS[row.quantity]] for summary in summaries], _tests(runs)
+    curve = [(after, 100 * mean(each[after] for each in tests)) for after in tests[0]] if len(tests[0]) > 1 else []
+    if row.quantity == BEST:
+        return replace(found, figures=[100 * max(each.values()) for each in tests], last=figures, curve=curve)
+    # Of several means, the reference leaves the code out.
+    several = getattr(points[0].recipe.stages[0], "means_per_client", 1) > 1
+    if not as_published or row.recipe != CLOSED_FORM or several:
+        return replace(found, figures=figures, curve=curve)
+    reference = [_by_reference(point, out / first.id, mirror) for point in points]
+    command = f"{found.command} {'--mirrored' if mirror else '--as-published'}"
+    return replace(found, figures=figures, reference=reference, command=command)
+
+
+def _tests(runs: Sequence[Record]) -> list[dict[int, float]]:
+    """Of every run, accuracies on test data by the round of the last stage after which they were measured."""
     last = len(runs[0].recipe.stages) - 1
-    best = [100 * max(line["accuracy"] for line in run.metrics if line["stage"] == last) for run in runs]
-    return Found(row, best, last=figures, seconds=seconds)
+    return [
+        {line["round"]: line["accuracy"] for line in run.metrics if line["stage"] == last and "accuracy" in line}
+        for run in runs
+    ]
+
+
+def _behind(summaries: Sequence[dict[str, Any]]) -> str:
+    """The day on which the last of some runs ended, and its versions."""
+    last = max(summaries, key=lambda summary: str(summary["ended"]))
+    named = [f"{name} {last['versions'][name]}" for name in _PACKAGES if name in last["versions"]]
+    return f"{last['ended'][:10]}: Python {last['versions']['python']}, {', '.join(named)}"
 
 
 def _by_reference(point: Point, folder: Path, mirror: bool) -> float:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import platform
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from itertools import groupby
 from statistics import mean, stdev
 from typing import TYPE_CHECKING
@@ -17,9 +14,13 @@ from headstart.report import markdown
 if TYPE_CHECKING:
     from headstart.published.reproduce import Found
 
-COLUMNS = ("row", "published", "as published", "ours", "difference", "standard error", "verdict", "seeds", "seconds")
-_LOWER = ("row", "difference", "standard error", "verdict", "what is known")
-_PACKAGES = ("headstart", "numpy", "scipy", "torch", "openvino")
+COLUMNS = (
+    "row", "published", "as published", "ours", "difference", "standard error", "verdict",
+    "seeds", "seconds", "versions",
+)  # fmt: skip
+_LOWER = ("row", "difference", "standard error", "verdict", "what was tried, and what is known")
+_POINTS = 8
+"""Of a curve."""
 _OPENING = """# Results
 
 Accuracies in %, each in three columns:
@@ -52,30 +53,79 @@ def results_page(found: Sequence[Found]) -> str:
     """Everything that was computed of some rows, as Markdown; over each table the command that computes it."""
     parts = [_OPENING]
     measured = [each for each in found if each.figures and not each.row.formula]
-    for computed, count in Counter(each.computed for each in measured).items():
-        parts.append(f"{count} figures of {computed}\n")
+    editions = list(dict.fromkeys(each.computed for each in measured))
     if measured:
-        counted = Counter(each.verdict or "nothing printed" for each in measured)
-        said = ", ".join(f"{count} {name}" for name, count in counted.most_common())
-        runs = {(each.row.recipe, each.row.set): each.seconds for each in measured}  # some rows share their runs
-        parts.append(f"{len(measured)} figures: {said}. Their runs took {sum(runs.values()) / 60:.0f} minutes.\n")
+        parts.append(_counted(measured, editions))
         parts.append(_coverage(measured))
     for (source, table), group in groupby(measured, key=lambda each: (each.row.source, each.row.table)):
-        where, mine = f"table {table}" if table[:1].isdigit() else table, list(group)
-        options = " --as-published" if any(each.reference for each in mine) else ""
+        mine = list(group)
+        options = "".join(
+            option
+            for option in (" --as-published", " --mirrored")
+            if any(each.command.endswith(option) for each in mine)
+        )
         command = f"headstart reproduce {' '.join(shortest([each.row.id for each in mine]))}{options}"
-        parts.append(f"## {source}, {where}\n\n```text\n{command}\n```\n")
-        parts.append(markdown(COLUMNS, [_cells(each) for each in mine]))
+        parts.append(f"## {source}, {_named(table)}\n\n```text\n{command}\n```\n")
+        parts.append(markdown(COLUMNS, [[*_cells(each), str(editions.index(each.computed) + 1)] for each in mine]))
+    parts += [*_curves(measured), *_open(measured), *_formulas([each for each in found if each.row.formula])]
+    parts += _not_run(measured)
+    return "\n".join(parts)
+
+
+def _named(table: str) -> str:
+    return f"table {table}" if table[:1].isdigit() else table
+
+
+def _counted(measured: Sequence[Found], editions: Sequence[str]) -> str:
+    """How many figures there are, by verdict, and by the day and the versions behind them."""
+    counted = Counter(each.verdict or "nothing printed" for each in measured)
+    said = ", ".join(f"{count} {name}" for name, count in counted.most_common())
+    runs = {(each.row.recipe, each.row.set): each.seconds for each in measured}  # some rows share their runs
+    of = Counter(each.computed for each in measured)
+    listed = "".join(f"\n{number}. {of[each]} of {each}" for number, each in enumerate(editions, 1))
+    took = f"Their runs took {sum(runs.values()) / 60:.0f} minutes."
+    return f"{len(measured)} figures: {said}. {took} By the number in the column of versions:\n{listed}\n"
+
+
+def _curves(measured: Sequence[Found]) -> Iterator[str]:
+    """Accuracies along the training of rows that are tested on the way."""
+    curved = [each for each in measured if each.curve]
+    if curved:
+        yield "## Curves\n\nAccuracy after so many rounds of the last stage, the mean over the seeds.\n"
+    for each in curved:
+        last = len(each.curve) - 1
+        chosen = [each.curve[round(last * step / (_POINTS - 1))] for step in range(_POINTS)]
+        shown = dict(chosen)
+        cells = [f"`{each.row.id}`", *(f"{accuracy:.2f}" for accuracy in shown.values())]
+        yield markdown(("rounds", *map(str, shown)), [cells])
+
+
+def _open(measured: Sequence[Found]) -> Iterator[str]:
+    """What is lower than printed, and what is beyond two standard errors for no reason that is known."""
     if lower := [each for each in measured if each.row.value is not None and _below(each)]:
         cells = [[f"`{each.row.id}`", *_cells(each)[4:7], each.row.note] for each in lower]
-        parts.append(
-            f"## Not reached\n\nLower than published by more than two standard errors:\n\n{markdown(_LOWER, cells)}"
-        )
+        yield f"## Not reached\n\nLower than published by more than two standard errors:\n\n{markdown(_LOWER, cells)}"
     if open_ := [each for each in measured if "unexplained" in each.verdict or "mostly" in each.verdict]:
         cells = [[f"`{each.row.id}`", _cells(each)[4], each.row.note] for each in open_]
-        parts.append(f"## Not explained, or not fully\n\n{markdown(('row', 'difference', 'what is known'), cells)}")
-    parts += _formulas([each for each in found if each.row.formula])
-    return "\n".join(parts)
+        yield f"## Not explained, or not fully\n\n{markdown(('row', 'difference', _LOWER[-1]), cells)}"
+
+
+def _not_run(measured: Sequence[Found]) -> Iterator[str]:
+    """Rows that have a recipe and are not on the page, by table."""
+    here = {each.row.id for each in measured}
+    rest = [row for row in rows() if row.recipe and row.id not in here]
+    cells = []
+    for (source, table), group in groupby(rest, key=lambda row: (row.source, row.table)):
+        names = [row.id for row in group]
+        cells.append(
+            [f"{source}, {_named(table)}", str(len(names)), ", ".join(f"`{each}`" for each in shortest(names))]
+        )
+    if measured and cells:
+        yield (
+            "## Not run\n\nRows with a recipe that are not on this page; `headstart reproduce --list` says which of "
+            "them run with the data and the weights that are at hand.\n"
+        )
+        yield markdown(("table", "figures", "rows"), cells)
 
 
 def _below(found: Found) -> bool:
@@ -103,7 +153,8 @@ def _cells(found: Found) -> list[str]:
     error = "" if row.value is None else f"{found.error(figures):.2f}"
     last = f" (last round {mean(found.last):.2f})" if found.last else ""
     shown = [f"`{row.id}`", printed + spread, _spread(found.reference), _spread(figures) + last]
-    return [*shown, difference, error, found.verdict, str(len(figures)), f"{found.seconds:.0f}"]
+    seeds = ", ".join(map(str, found.seeds))
+    return [*shown, difference, error, found.verdict, seeds, f"{found.seconds:.0f}"]
 
 
 def _spread(figures: Sequence[float]) -> str:
@@ -118,7 +169,10 @@ def _formulas(found: Sequence[Found]) -> Iterator[str]:
         return
     others = [each for each in found if each.row.value is not None and not _printed(each)]
     same = f"{len(found) - len(others)} of {len(found)}"
-    yield f"## Costs by formula\n\n{same} come out as they are printed, to a unit of the last place.\n"
+    yield (
+        "## Costs by formula\n\n```text\nheadstart reproduce --formulas\n```\n\n"
+        f"{same} come out as they are printed, to a unit of the last place.\n"
+    )
     if others:
         cells = [[f"`{each.row.id}`", *each.cells[1:4], each.row.note] for each in others]
         yield markdown(("row", "published", "computed", "difference", "note"), cells)
@@ -131,15 +185,3 @@ def _printed(found: Found) -> bool:
     places = len(digits.partition(".")[2])
     step = 10.0**-places if places else 10.0 ** (len(digits) - len(digits.rstrip("0")))
     return abs(found.figures[0] - value) <= 1.2 * step
-
-
-def machine() -> str:
-    """The versions behind the figures, and the machine."""
-    named = []
-    for package in _PACKAGES:
-        try:
-            named.append(f"{package} {version(package)}")
-        except PackageNotFoundError:  # OpenVINO is optional
-            continue
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return f"Python {platform.python_version()}, {', '.join(named)}; {cores} cores"

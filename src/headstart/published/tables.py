@@ -80,10 +80,10 @@ def rows() -> tuple[Row, ...]:
     return tuple(found)
 
 
-def select(names: list[str], closed_form: bool = False) -> list[Row]:
+def select(names: list[str], closed_form: bool = False, formulas: bool = False) -> list[Row]:
     """The rows of these ids, tables (fedncm/2) or papers (fedncm), in the order of the files; without names, all.
 
-    closed_form: of these, heads in closed form.
+    closed_form: of these, heads in closed form; formulas: those with a formula; with both, either.
     """
     chosen = {name: [row for row in rows() if f"{row.id}/".startswith(name.rstrip("/") + "/")] for name in names}
     known = dict.fromkeys("/".join(row.id.split("/")[:depth]) for row in rows() for depth in range(1, 7))
@@ -95,7 +95,9 @@ def select(names: list[str], closed_form: bool = False) -> list[Row]:
             )
     wanted = {row.id for found in chosen.values() for row in found}
     found = [row for row in rows() if not names or row.id in wanted]
-    return [row for row in found if row.recipe == CLOSED_FORM] if closed_form else found
+    if not (closed_form or formulas):
+        return found
+    return [row for row in found if (closed_form and row.recipe == CLOSED_FORM) or (formulas and row.formula)]
 
 
 def shortest(ids: Sequence[str]) -> list[str]:

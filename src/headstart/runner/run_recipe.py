@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -344,5 +345,6 @@ class Run:
 
 
 def _versions() -> dict[str, str]:
-    packages = ("headstart", "torch", "transformers", "datasets", "numpy", "scipy", "scikit-learn")
-    return {"python": platform.python_version(), **{name: version(name) for name in packages}}
+    packages = ("headstart", "torch", "transformers", "datasets", "numpy", "scipy", "scikit-learn", "openvino")
+    there = [name for name in packages if name != "openvino" or find_spec(name)]  # optional
+    return {"python": platform.python_version(), **{name: version(name) for name in there}}
