@@ -310,7 +310,7 @@ def test_every_mistake_in_every_task_is_named() -> None:
 
 def test_a_prompt_is_for_one_task() -> None:
     model = {"backbone": "all-MiniLM-L6-v2", "prompt": "{text} {mask}", "label_words": ["a", "b"]}
-    with pytest.raises(RecipeError, match=r"model\.prompt: .* those of one task"):
+    with pytest.raises(RecipeError, match=r"model\.label_words: .* those of one task"):
         parsed([task("a"), task("b")], model=model)
 
 

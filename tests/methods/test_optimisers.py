@@ -110,9 +110,10 @@ def test_fednova_with_momentum_and_a_pull_under_a_schedule(
 # ------------------------------------------------------------------------------------------------------- least squares
 
 
-def least_squares(scores: np.ndarray, _: float) -> np.ndarray:
-    """In the place of the softmax: gradients are those of the mean of ½ ‖W z + b − onehot‖² of each client's batch."""
-    return scores
+def least_squares(scores: np.ndarray, right: np.ndarray, share: np.ndarray, _: float) -> np.ndarray:
+    """Without the softmax: gradients are those of the mean of ½ ‖W z + b − onehot‖² of each client's batch."""
+    scores.reshape(-1)[right] -= 1
+    return scores * share
 
 
 def optimum(shares: np.ndarray) -> np.ndarray:
@@ -132,7 +133,7 @@ TURNS = [(0, 1), (2,), (1, 2), (0,), (0, 2), (1,)]
 def test_scaffold_ends_at_the_optimum_of_the_loss_that_its_weights_name(
     weighting: str, who: Any, summed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(solver, "_softmax", least_squares)
+    monkeypatch.setattr(solver, "_errors", least_squares)
     assert np.linalg.norm(optimum(SHARES["examples"]) - optimum(SHARES["uniform"])) > 0.1
     keys = {"method": "scaffold", "weighting": weighting, "local_steps": 4, "lr": 0.1, "rounds": 240}
     state = trained(who * (240 // len(who)), summed, **keys)
@@ -146,7 +147,7 @@ def test_feddyn_with_short_updates_ends_at_the_optimum(
     adaptive: bool, weighting: str, summed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the first rounds every update is longer than ``max_norm``."""
-    monkeypatch.setattr(solver, "_softmax", least_squares)
+    monkeypatch.setattr(solver, "_errors", least_squares)
     keys = {"method": "feddyn", "alpha_dyn": 0.3, "adaptive": adaptive, "max_norm": 0.1, "local_steps": 8, "lr": 0.2}
     first = trained([(0, 1, 2)], summed, rounds=120, **keys)
     # All of length 0.1: neither the mean of the models nor that of the duals can be further away.
