@@ -9,6 +9,10 @@ import pytest
 
 pytest.importorskip("flwr")
 
+import flwr.supernode.start_client_internal as supernode
+from flwr.proto.message_pb2 import ObjectTree
+from flwr.supercore.run import RunNotRunningException
+
 from headstart.deploy import polling
 from headstart.deploy.polling import Held, install
 
@@ -125,6 +129,40 @@ def test_of_strangers_nothing_is_kept() -> None:
     assert all(not bell.known for bell in links[0].held.pulls.values())
 
 
+def node_of(pull: Callable[..., int | None]) -> Any:
+    """Of Flower's SuperNode, what is changed."""
+    parts = {"pull_objects": lambda *_, **given: given["initial_backoff"], "_push_messages": supernode._push_messages}
+    return SimpleNamespace(_pull_and_store_message=pull, **parts)
+
+
+def test_a_reply_of_a_run_that_has_ended_does_not_keep_the_next_one_back() -> None:
+    """Its message came while the SuperLink was away, and was ignored; what had been started for it has replied."""
+    kinds = {"message_type": "query", "group_id": "", "reply_to_message_id": "message"}
+    late, reply = (
+        SimpleNamespace(metadata=SimpleNamespace(run_id=run, message_id=str(run), **kinds)) for run in (1, 2)
+    )
+    store, deleted, sent = [[late], [], [reply]], list[str](), list[int]()
+
+    def send(message: Any, *_: Any) -> tuple[set[str], str]:
+        if message is late:
+            raise RunNotRunningException
+        sent.append(message.metadata.run_id)
+        return set(), ""
+
+    state = SimpleNamespace(
+        get_messages_legacy=lambda **_: store.pop(0),
+        get_message_processing_duration=lambda message_id: 0.1,
+        delete_messages=lambda message_ids: deleted.extend(message_ids),
+    )
+    objects = SimpleNamespace(get_object_tree=lambda _: ObjectTree(), delete=lambda _: None)
+    node = node_of(lambda **_: 2)
+    install(node)
+    node._pull_and_store_message()
+    node._push_messages(state=state, object_store=objects, send=send, push_object=lambda *_: None)
+    assert (sent, store) == ([2], [])
+    assert deleted == ["1", "message", "2", "message"]
+
+
 def test_a_supernode_pauses_for_a_twentieth_of_the_time_without_work(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, slept, found, held = [100.0], list[float](), [False], [0.0]
 
@@ -133,7 +171,7 @@ def test_a_supernode_pauses_for_a_twentieth_of_the_time_without_work(monkeypatch
         return 1 if found[0] else None
 
     monkeypatch.setattr(polling, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=slept.append))
-    node = SimpleNamespace(_pull_and_store_message=pull, pull_objects=lambda *_, **given: given["initial_backoff"])
+    node = node_of(pull)
     install(node)
     assert node.pull_objects([]) == polling.BACKOFF
     for seconds, expected in ((0.0, 0.1), (1.0, 0.1), (10.0, 0.55), (100.0, 3.0)):

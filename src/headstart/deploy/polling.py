@@ -37,15 +37,33 @@ BACKOFF = 0.1
 
 def install(node: Any) -> None:
     """Change a SuperNode (``node`` is Flower's `start_client_internal`) before it starts."""
-    pull, work = node._pull_and_store_message, _Work()
+    pull, push, work = node._pull_and_store_message, node._push_messages, _Work()
+    last: int | None = None
 
     def pull_and_tell(**given: Any) -> int | None:
+        nonlocal last
         work.asked = time.monotonic()
-        run: int | None = pull(**given)
-        work.looked(run is not None)
-        return run
+        last = pull(**given)
+        work.looked(last is not None)
+        return last
+
+    def push_for_the_last(state: Any, **given: Any) -> None:
+        """Push replies until there is one for the run of the last message: the first may be of a run that ended while
+        its message came, and Flower would then wait for another message before it pushes the reply to this one."""
+        seen = set[int]()
+
+        def replies(**which: Any) -> Sequence[Any]:
+            found: Sequence[Any] = state.get_messages_legacy(**which)
+            seen.update(reply.metadata.run_id for reply in found)
+            return found
+
+        names = ("get_message_processing_duration", "delete_messages")
+        view = SimpleNamespace(get_messages_legacy=replies, **{name: getattr(state, name) for name in names})
+        while last not in seen:
+            push(state=view, **given)
 
     node._pull_and_store_message = pull_and_tell
+    node._push_messages = push_for_the_last
     node.pull_objects = partial(node.pull_objects, initial_backoff=BACKOFF)
     node.time = SimpleNamespace(sleep=work.pause)
     node.subprocess = SimpleNamespace(Popen=work.start_superexec)
