@@ -739,6 +739,9 @@ def test_a_deployment_stops_where_nodes_that_it_started_with_have_left(
     with pytest.raises(HeadstartError, match=why):
         serve(grid, tmp_path / "out")
     assert waits[1:] == [3600.0, 3600.0]
+    grid.online = {10: "a"}  # the others do not come back in time, and the run was theirs, too
+    with pytest.raises(HeadstartError, match="fedavg: 1 of 3 nodes are available, min_replies = 3"):
+        serve(grid, tmp_path / "out", resume=True, expected=1)
     fewer = Leaving(recipe_of(silos, {**stage, "min_replies": 1, "deadline": 5}), silos, tmp_path / "fewer")
     summary = serve(fewer, tmp_path / "fewer-out").summary
     assert summary["stages"][0]["absent"] == {"b": [2], "c": [2]}

@@ -44,7 +44,7 @@ _WORDS = {
     r"(The process that answers messages ended .*)": "{found}",
     r"headstart: (.*)": "{found}",
 }
-"""What Flower's log says, and what a user is reader."""
+"""What Flower's log says, and what a user reads."""
 
 
 def attend(path: Path, data: str, folder: Path, say: Say, task: str = "") -> int:

@@ -61,8 +61,8 @@ class StageRun:
     def __init__(self, run: Run, number: int, saved: Checkpoint | None) -> None:
         self.run, self.number = run, number
         self.settings = run.recipe.stages[number]
-        if run.federation.remote_sizes is not None and run.nodes is not None:
-            self.settings = self.settings.deployed(len(run.nodes.node_info))
+        if (sizes := run.federation.remote_sizes) is not None:  # of all that it started with, before it was interrupted
+            self.settings = self.settings.deployed(int(np.count_nonzero(sizes)))
         self.seed = (run.recipe.seed, number)
         self.federation = run.federation.pooled() if self.settings.pooled else run.federation
         self.remote = self.federation.remote_sizes is not None
