@@ -4,6 +4,7 @@ import json
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from pathlib import Path
 
@@ -163,8 +164,10 @@ def test_ctrl_c_says_how_to_go_on_and_going_on_ends_where_it_would_have(recipe: 
     recipe.write_text(GOOD + '[[stages]]\nmethod = "fedavg"\ntrain = "head"\nrounds = 500\nlr = 0.1\n')
     whole = headstart("run", recipe, "--out", "whole", cwd=tmp_path)
     assert whole.returncode == 0, whole.stderr
-    command = [sys.executable, "-m", "headstart.cli", "run", str(recipe), "--out", "cut"]
-    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    command = Path(sys.executable).with_name("headstart")  # `python -m` may end by the signal itself, a shell's 130
+    process = subprocess.Popen(
+        [command, "run", recipe, "--out", "cut"], cwd=tmp_path, stderr=subprocess.PIPE, text=True
+    )
     metrics = tmp_path / "cut" / "metrics.jsonl"
     while not metrics.is_file() and process.poll() is None:
         time.sleep(0.05)
@@ -179,6 +182,29 @@ def test_ctrl_c_says_how_to_go_on_and_going_on_ends_where_it_would_have(recipe: 
     assert done.returncode == 0, done.stderr
     heads = [(tmp_path / name / "model" / "head.safetensors").read_bytes() for name in ("whole", "cut")]
     assert heads[0] == heads[1]
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        # Python only prints what a finaliser raises
+        "class File: pass\nfile = File()\nweakref.finalize(file, signal.raise_signal, signal.SIGINT)\ndel file",
+        # torch ends the process if its import is interrupted
+        "import slow",
+    ],
+)
+def test_ctrl_c_waits_where_it_would_be_lost(lines: str, tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text(
+        "import signal\ntry:\n    signal.raise_signal(signal.SIGINT)\nexcept KeyboardInterrupt:\n    print('lost')\n"
+    )
+    program = (
+        "import pathlib, signal, time, weakref\nfrom headstart.cli.shared import interruptible\n"
+        "with interruptible(pathlib.Path(), 'headstart run --resume'):\n"
+    )
+    program += textwrap.indent(f"{lines}\ntime.sleep(60)\n", "    ")
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (130, "")
+    assert done.stderr == "\nheadstart: interrupted; continue with headstart run --resume --out .\n"
 
 
 def test_reports_of_runs_and_where_there_is_none(recipe: Path, tmp_path: Path, command: Command) -> None:

@@ -5,13 +5,17 @@ from __future__ import annotations
 import logging
 import os
 import re
+import signal
 import sys
+import threading
+from _thread import interrupt_main
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import FrameType
 from typing import Annotated
 
 import typer
@@ -162,7 +166,28 @@ def require_forks() -> None:
 
 @contextmanager
 def interruptible(out: Path, how: str) -> Iterator[None]:
-    """Ctrl-C says how to go on."""
+    """Ctrl-C says how to go on; it waits where an import is under way or a finaliser would swallow it."""
+    handler, print_ignored, waiting = signal.getsignal(signal.SIGINT), sys.unraisablehook, list[threading.Timer]()
+
+    def wait() -> None:
+        waiting.append(threading.Timer(0.05, interrupt_main))
+        waiting[-1].start()
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        while frame is not None and frame.f_code.co_filename != "<frozen importlib._bootstrap>":
+            frame = frame.f_back
+        if frame is None:
+            raise KeyboardInterrupt
+        wait()  # torch ends the process if its import is interrupted
+
+    def ignored(error: sys.UnraisableHookArgs) -> None:
+        if issubclass(error.exc_type, KeyboardInterrupt):
+            wait()
+        else:
+            print_ignored(error)
+
+    signal.signal(signal.SIGINT, interrupt)
+    sys.unraisablehook = ignored
     try:
         yield
     except KeyboardInterrupt:
@@ -170,3 +195,8 @@ def interruptible(out: Path, how: str) -> Iterator[None]:
         kept = f"continue with {how} --out {out}" if out.is_dir() else nothing
         print(f"\nheadstart: interrupted; {kept}", file=sys.stderr)
         raise SystemExit(130) from None
+    finally:
+        for timer in waiting:
+            timer.cancel()
+        sys.unraisablehook = print_ignored
+        signal.signal(signal.SIGINT, handler)
