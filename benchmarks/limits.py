@@ -160,7 +160,7 @@ def startup() -> dict[str, dict[str, float]]:
         np.savez(f"{folder}/f.npz", X=X, y=y, split=np.where(np.arange(count) < 900, 0, 2), client=y)
         recipe = '[data]\ndataset = "f.npz"\npartition = {kind = "natural"}\n[model]\nbackbone = "features"\n'
         Path(folder, "r.toml").write_text(recipe + '[[stages]]\nmethod = "fedncm"\n', encoding="utf-8")
-        environ = {**os.environ, "PYTHONPYCACHEPREFIX": f"{folder}/bytecode"}
+        environ = {**os.environ, "PYTHONPYCACHEPREFIX": f"{folder}/bytecode", "PYTHONDONTWRITEBYTECODE": ""}
 
         def of(*arguments: str) -> dict[str, float]:
             before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()

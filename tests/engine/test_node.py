@@ -804,6 +804,10 @@ def test_without_a_majority_nobody_is_believed_and_what_the_server_knows_decides
     assert told.ids == {1: 11}
     with pytest.raises(HeadstartError, match=r"no node can participate: a: .* is 64, and the federation's is 66; b: "):
         nodes().agree({"dim": 66})
+    alike: Any = Grid(recipe, silos, tmp_path / "alike", names=NAMES[:2])
+    (both := Nodes(alike, recipe, {"a": 0, "b": 1})).available(2)
+    with pytest.raises(HeadstartError, match=r"no node can participate: a, b: .* is 64, and the federation's is 66$"):
+        both.agree({"dim": 66})
 
 
 class Silent(Grid):

@@ -167,11 +167,12 @@ def simulate(
     resume: bool = False,
     on_metrics: Callable[[dict[str, Any]], object] | None = None,
 ) -> Result:
-    """Run a recipe on Flower's simulation runtime, a node for each client; otherwise as `headstart.run`."""
+    """Run a recipe on Flower's simulation runtime, whose nodes clients share; otherwise as `headstart.run`."""
     from flwr.simulation import run_simulation
 
     from headstart.data import Federation
     from headstart.engine.grid import Nodes
+    from headstart.engine.shared_nodes import SharedNodes
     from headstart.records import RunDirectory
     from headstart.runner import run_federation
 
@@ -187,7 +188,8 @@ def simulate(
 
         @server.main()
         def main(grid: Grid, context: Context) -> None:
-            nodes = Nodes(grid, recipe, {name: number for number, name in enumerate(federation.names)})
+            shared = SharedNodes(grid, federation.n_clients)
+            nodes = Nodes(shared, recipe, {name: number for number, name in enumerate(federation.names)})
             nodes.available(federation.n_clients)
             path = Path(out) if out is not None else None
             found.append(run_federation(recipe, federation, path, resume, on_metrics, nodes, folder))
@@ -196,21 +198,22 @@ def simulate(
         def answer(message: Message, context: Context) -> Message:
             from headstart.deploy.apps import simulated
 
-            return simulated(text, folder, message, context)
+            return simulated(text, folder, message)
 
         config: Any = {
             "init_args": {"include_dashboard": False, "logging_level": "error", "log_to_driver": False},
             "client_resources": {"num_cpus": 1, "num_gpus": 0.0},
         }
-        run_simulation(server, client, federation.n_clients, backend_config=config)
+        run_simulation(server, client, min(federation.n_clients, 2 * (os.cpu_count() or 1)), backend_config=config)
     return found[0]
 
 
-def simulated(text: str, folder: Path, message: Message, context: Context) -> Message:
-    """The answer of a simulated node."""
+def simulated(text: str, folder: Path, message: Message) -> Message:
+    """The reply of a simulated node, which several clients share."""
     from headstart.data import Federation
     from headstart.engine.node import Node
     from headstart.engine.respond import respond
+    from headstart.engine.shared_nodes import reply_to_all
 
     key = text, str(folder)
     if key not in _NODES:
@@ -218,4 +221,4 @@ def simulated(text: str, folder: Path, message: Message, context: Context) -> Me
         _NODES.clear()
         _NODES[key] = Node(recipe, Federation.of(recipe), folder, deployed=False)
     node = _NODES[key]
-    return respond(message, node, node.federation.names[int(context.node_config["partition-id"])])
+    return reply_to_all(message, lambda request, client: respond(request, node, node.federation.names[client]))

@@ -23,11 +23,13 @@ from headstart.engine.flower_messages import (
     recipe_digest,
 )
 from headstart.engine.server_log import Content, ServerLog
-from headstart.errors import HeadstartError, MessageError
+from headstart.errors import HeadstartError, MessageError, listed
 
 if TYPE_CHECKING:  # Flower takes seconds to load
     from flwr.app import Message as FlowerMessage
     from flwr.serverapp import Grid
+
+    from headstart.engine.shared_nodes import SharedNodes
 
 log = logging.getLogger("headstart")
 
@@ -46,7 +48,9 @@ _ALIKE = {"dim": "the length of its features", "weights": "the digest of its bac
 class Nodes:
     """The nodes of a grid, by the number of the client that each represents."""
 
-    def __init__(self, grid: Grid, recipe: Recipe, numbers: Mapping[str, int], audit: ServerLog | None = None) -> None:
+    def __init__(
+        self, grid: Grid | SharedNodes, recipe: Recipe, numbers: Mapping[str, int], audit: ServerLog | None = None
+    ) -> None:
         """numbers: the clients by name; audit: the log of all requests and replies."""
         self.grid, self.numbers, self.audit, self.session = grid, numbers, audit, uuid.uuid4().hex
         self.run = self.session
@@ -98,7 +102,11 @@ class Nodes:
             time.sleep(_LONGEST)
 
     def _no_participants(self) -> HeadstartError:
-        return HeadstartError("no node can participate: " + "; ".join(self.refusals.values()))
+        reasons: dict[str, list[str]] = {}
+        for name, text in self.refusals.items():
+            reasons.setdefault(text.removeprefix(f"{name}: "), []).append(name)
+        lines = [f"{listed(names)}: {why}" for why, names in reasons.items()]
+        return HeadstartError("no node can participate: " + "; ".join(lines))
 
     def _refresh(self, wait_for: int) -> set[int]:
         """Clients whose node is connected now; unknown nodes are sent a join request, read where more are needed."""
