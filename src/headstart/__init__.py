@@ -27,8 +27,8 @@ __all__ = [
     "register_backbone", "run",
 ]  # fmt: skip
 
-# Threads of an operation that wait for each other sleep: where another process has one of the cores they would spin, and
-# training takes five to ten times as long. Read when torch is imported.
+# Threads of an operation that wait for each other sleep: where another process has one of the cores they would spin,
+# and training takes five to ten times as long. Read when torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 _HOMES = {

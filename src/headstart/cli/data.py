@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from headstart.cli.shared import RecipeFile, Settings, check_new_file, show_table, write_recipe
+from headstart.cli.shared import RecipeFile, Settings, check_new_file, show_table
 from headstart.errors import HeadstartError
 
 _SHOWN = 50  # classes in the table
@@ -62,6 +62,7 @@ def new(
     out: Annotated[Path, typer.Option(help="The new recipe.")] = Path("recipe.toml"),
 ) -> None:
     """Look at data and write a commented recipe for them, and beside it the schema that editors check it by."""
+    from headstart.config.describe import write_recipe
     from headstart.runner.new_recipe import new_recipe
 
     check_new_file(out)
