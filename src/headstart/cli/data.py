@@ -38,13 +38,13 @@ def check(recipe: RecipeFile, settings: Settings = None) -> None:
         for warning in description.warnings:
             print(f"  warning: {warning}")
     if found.problems:
-        told = "\n".join(f"  - {problem}" for problem in found.problems)
+        lines = "\n".join(f"  - {problem}" for problem in found.problems)
         if any("is not a readable image" in problem for problem in found.problems):
-            told += "\n  data.skip_unreadable = true leaves out images that cannot be read"
+            lines += "\n  data.skip_unreadable = true leaves out images that cannot be read"
         many = (
             f"{len(found.problems)} problems, all of them found in one pass" if len(found.problems) > 1 else "a problem"
         )
-        raise HeadstartError(f"{recipe}: {many}:\n{told}")
+        raise HeadstartError(f"{recipe}: {many}:\n{lines}")
     print(f"{recipe}: can be run")
 
 
