@@ -48,6 +48,17 @@ def test_heads_import_and_run_without_torch() -> None:
     assert min(scores) > 0.8  # chance is 0.1
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="GNU OpenMP shows its settings in these words")
+@pytest.mark.parametrize(("own", "used"), [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE")])
+def test_threads_that_wait_for_each_other_sleep_unless_a_user_says_otherwise(own: dict[str, str], used: str) -> None:
+    rest = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    done = subprocess.run(
+        [sys.executable, "-c", "import headstart, torch"], env={**rest, **own, "OMP_DISPLAY_ENV": "true"},
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert f"OMP_WAIT_POLICY = '{used}'" in done.stderr
+
+
 # What Windows does not have: modules, functions of os, and folders that can be opened.
 WITHOUT_POSIX = """
 import os, sys, signal

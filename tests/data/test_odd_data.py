@@ -113,6 +113,14 @@ def test_what_a_folder_of_images_leaves_out_is_said(tmp_path: Path) -> None:
     )
 
 
+def test_a_class_of_which_a_client_has_a_folder_and_no_image_is_named(tmp_path: Path) -> None:
+    for hospital in ("north", "south"):
+        folder(tmp_path / hospital, "cat", "dog", each=5)
+    (tmp_path / "south" / "bird").mkdir()
+    (tmp_path / "east" / "cat").mkdir(parents=True)
+    assert "2 folders hold no images, and are no classes: east, south/bird" in notes(tmp_path)
+
+
 def test_folders_of_clients_and_classes(tmp_path: Path) -> None:
     root = tmp_path / "photos"
     for hospital in ("north", "south"):

@@ -42,7 +42,8 @@ def test_everything_is_written_and_the_commands_run_it(tmp_path: Path) -> None:
     commands = init(path, RECIPE, NODES)
     assert commands == [str(path / f"{name}.sh") for name in ("superlink", "nodes", "run")]
     assert {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()} == {
-        "README.md", "recipe.toml", "state/federation.json", "app/pyproject.toml", "superlink.sh", "nodes.sh", "run.sh",
+        "README.md", "recipe.toml", "recipe.schema.json", "state/federation.json", "app/pyproject.toml",
+        "superlink.sh", "nodes.sh", "run.sh",
         "node-hospital-a.sh", "node-B2.sh", "node-hospital-a.toml", "node-B2.toml",
         "certificates/ca.pem", "certificates/ca.key", "certificates/server.pem", "certificates/server.key",
         "keys/hospital-a", "keys/hospital-a.pub", "keys/B2", "keys/B2.pub",

@@ -139,6 +139,16 @@ def test_problems_stand_behind_their_combination() -> None:
     assert caught.value.problems[0].startswith("stages.0.method: 'fed4r'")
 
 
+def test_the_recipes_of_a_comparison_share_a_schema(compared: tuple[Comparison, Path]) -> None:
+    _, out = compared
+    named = [
+        path.parent / path.read_text().splitlines()[0].removeprefix("#:schema ") for path in out.glob("*/recipe.toml")
+    ]
+    assert len(named) == 12
+    assert all(path.is_file() for path in named)
+    assert len({path.resolve() for path in named}) == 2  # the first run's own, and that of all others
+
+
 def test_series_are_called_by_what_differs_and_never_by_a_seed(compared: tuple[Comparison, Path]) -> None:
     _, out = compared
     groups = grouped([Record.read(path.parent) for path in sorted(out.glob("*/recipe.toml"))])

@@ -12,6 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
@@ -24,7 +25,7 @@ from headstart.engine.client_states import ClientStates
 from headstart.errors import HeadstartError, MessageError
 from headstart.records import RunDirectory
 from headstart.report.tables import quality, remarks
-from headstart.runner import run
+from headstart.runner import Result, run
 
 
 def recipe_of(*stages: dict[str, Any], **partition: Any) -> Recipe:
@@ -43,15 +44,29 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
 
 
+def test_a_run_that_was_begun_before_recipes_named_their_schema_goes_on(tmp_path: Path) -> None:
+    out, recipe = tmp_path / "old", recipe_of()
+    result = run(recipe, out)
+    (out / "recipe.toml").write_text(recipe.to_toml())
+    (out / "recipe.schema.json").unlink()
+    (out / "summary.json").unlink()
+    assert run(recipe, out, resume=True).summary["stages"] == result.summary["stages"]
+    assert not (out / "recipe.schema.json").exists()
+    assert Result.load(out).summary == json.loads((out / "summary.json").read_text())
+
+
 def test_a_run_leaves_what_the_contract_says(tmp_path: Path) -> None:
     out = tmp_path / "run"
     recipe = recipe_of(test="follow")
     result = run(recipe, out)
     assert {path.name for path in out.iterdir()} == {
-        "recipe.toml", "metrics.jsonl", "summary.json", "clients.csv", "rounds.csv", "holdings.csv", "confusion.csv",
-        "checkpoint", "model", "report.html", "run.log",
+        "recipe.toml", "recipe.schema.json", "metrics.jsonl", "summary.json", "clients.csv",
+        "rounds.csv", "holdings.csv", "confusion.csv", "checkpoint", "model", "report.html", "run.log",
     }  # fmt: skip
     assert Recipe.load(out / "recipe.toml") == recipe
+    text = (out / "recipe.toml").read_text()
+    assert text.startswith("#:schema recipe.schema.json\n")
+    jsonschema.validate(tomllib.loads(text), json.loads((out / "recipe.schema.json").read_text()))
     assert tomllib.loads((out / "recipe.toml").read_text())["stages"][2]["shrinkage"] == "auto"
     metrics, summary = lines(out), json.loads((out / "summary.json").read_text())
     assert [(line["stage"], line["method"], line["round"]) for line in metrics] == [

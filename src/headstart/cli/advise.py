@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from headstart.cli.shared import check_new_file, show_table, write_recipe
+from headstart.cli.shared import check_new_file, show_table
 from headstart.errors import HeadstartError
 
 _UNITS = {"": 1.0, "b": 1.0, "kb": 1e3, "mb": 1e6, "gb": 1e9}
@@ -31,6 +31,7 @@ def advise(
     """Which head to compute, and which stage to train after it: candidates measured on a sample, and a recipe."""
     import tomli_w
 
+    from headstart.config.describe import write_recipe
     from headstart.runner.advise import advise
 
     check_new_file(out)

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from headstart.cli.shared import RecipeFile, Settings, check_new_file, show_table, write_recipe
+from headstart.cli.shared import RecipeFile, Settings, check_new_file, show_table
 from headstart.errors import HeadstartError
 
 _SHOWN = 50  # classes in the table
@@ -38,13 +38,13 @@ def check(recipe: RecipeFile, settings: Settings = None) -> None:
         for warning in description.warnings:
             print(f"  warning: {warning}")
     if found.problems:
-        told = "\n".join(f"  - {problem}" for problem in found.problems)
+        lines = "\n".join(f"  - {problem}" for problem in found.problems)
         if any("is not a readable image" in problem for problem in found.problems):
-            told += "\n  data.skip_unreadable = true leaves out images that cannot be read"
+            lines += "\n  data.skip_unreadable = true leaves out images that cannot be read"
         many = (
             f"{len(found.problems)} problems, all of them found in one pass" if len(found.problems) > 1 else "a problem"
         )
-        raise HeadstartError(f"{recipe}: {many}:\n{told}")
+        raise HeadstartError(f"{recipe}: {many}:\n{lines}")
     print(f"{recipe}: can be run")
 
 
@@ -62,6 +62,7 @@ def new(
     out: Annotated[Path, typer.Option(help="The new recipe.")] = Path("recipe.toml"),
 ) -> None:
     """Look at data and write a commented recipe for them, and beside it the schema that editors check it by."""
+    from headstart.config.describe import write_recipe
     from headstart.runner.new_recipe import new_recipe
 
     check_new_file(out)

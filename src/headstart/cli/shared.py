@@ -26,7 +26,6 @@ from rich.table import Table
 from headstart.core.progress import hide_progress
 from headstart.errors import HeadstartError, first_line
 
-_SCHEMA = "recipe.schema.json"
 _NUMBER = re.compile(r"([-−]?[\d.,]+(e[-+]?\d+)?( (%|[kMGT]?B|s))?( ± [\d.,]+)?)?")
 
 RecipeFile = Annotated[Path, typer.Argument(help="A recipe (TOML).")]
@@ -134,16 +133,6 @@ def free_path(name: str) -> Path:
         number += 1
         path = Path("runs") / f"{name}-{number}"
     return path
-
-
-def write_recipe(out: Path, text: str) -> None:
-    """Write a recipe, and beside it the schema that editors check it by, which its first line names."""
-    from headstart.config.describe import schema
-    from headstart.core.files import write_text
-
-    if not (beside := out.with_name(_SCHEMA)).exists():
-        write_text(beside, schema())
-    write_text(out, f"#:schema {_SCHEMA}\n{text}")
 
 
 def check_new_file(out: Path | None) -> None:

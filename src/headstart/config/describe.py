@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from functools import lru_cache
+from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -11,8 +13,10 @@ from pydantic.fields import FieldInfo
 
 from headstart.config.recipe import PARTITIONS, Clients, Data, Model, Recipe, Task
 from headstart.config.stage import STAGES, CountNoise, Named, Privacy, load_plugins
+from headstart.core.files import write_text
 from headstart.errors import HeadstartError, nearest
 
+SCHEMA = "recipe.schema.json"
 _WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
 _BOUNDS = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
 
@@ -89,7 +93,27 @@ def _bounds(metadata: list[Any]) -> str:
 def schema() -> str:
     """The JSON schema of recipes, for editors; methods that are registered are in it."""
     load_plugins()
+    return _schema(tuple(STAGES.values()))
+
+
+@lru_cache(1)
+def _schema(stages: tuple[type[BaseModel], ...]) -> str:
     Recipe.rebuild()
     found = Recipe.model_json_schema()
     titled = {"$schema": "https://json-schema.org/draft/2020-12/schema", **found, "title": "A recipe of headstart"}
     return json.dumps(titled, separators=(",", ":"), ensure_ascii=False) + "\n"
+
+
+def write_schema(folder: Path) -> None:
+    """Write the schema that recipes in a folder, and in the folders in it, are checked by; one that is there stays."""
+    if not (path := folder / SCHEMA).exists():
+        write_text(path, schema())
+
+
+def write_recipe(path: Path, text: str) -> None:
+    """Write a recipe whose first line names the schema that editors check it by: that of the folder above where there
+    is one, and otherwise one beside it."""
+    above = (path.absolute().parent.parent / SCHEMA).exists() and not path.with_name(SCHEMA).exists()
+    if not above:
+        write_schema(path.parent)
+    write_text(path, f"#:schema {'../' * above}{SCHEMA}\n{text}")

@@ -91,13 +91,13 @@ def described(table: Any, column: str, folder: Path, skip: bool, notes: list[str
     absent = [row for row, path in enumerate(paths) if not os.path.isfile(path)]
     if absent:
         names = listed(table[row][column] for row in absent)
-        told = f"{column!r}: {len(absent)} of {len(paths)} files are not there: {names}"
+        message = f"{column!r}: {len(absent)} of {len(paths)} files are not there: {names}"
         lost = [path for path in map(paths.__getitem__, absent) if not os.path.isdir(os.path.dirname(path))]
         hint = f"; {nearest_path(lost[0])}" if lost else ""
         if not skip:
             where = f"paths are relative to {folder}{hint}"
-            raise HeadstartError(f"{told}; {where}. data.skip_unreadable = true leaves them out")
-        notes.append(f"{told}{hint}; they are left out")
+            raise HeadstartError(f"{message}; {where}. data.skip_unreadable = true leaves them out")
+        notes.append(f"{message}{hint}; they are left out")
         kept = sorted(set(range(len(paths))) - set(absent))
         table, paths = table.select(kept), [paths[row] for row in kept]
     table = table.remove_columns([column])
@@ -128,8 +128,10 @@ def _note_folders(roots: Iterable[Path], images: Sequence[tuple[Path, Path]], no
     within = {file.parent for _, file in images}
     above = {folder for each in within for folder in each.parents}
     for root in sorted(roots):
-        empty = [folder.name for folder in sorted(root.iterdir()) if folder.is_dir() and folder not in within | above]
-        if empty := [name for name in empty if not name.startswith((".", "__"))]:
+        beside = {root} | {folder for folder in above if folder.is_relative_to(root)}
+        folders = [each for folder in beside for each in folder.iterdir() if each.is_dir()]
+        bare = [each for each in folders if each not in within | above and not each.name.startswith((".", "__"))]
+        if empty := sorted(each.relative_to(root).as_posix() for each in bare):
             one, many = "folder holds no images, and is no class", "folders hold no images, and are no classes"
             notes.append(f"{len(empty)} {one if len(empty) == 1 else many}: {listed(empty)}")
     depth: Callable[[tuple[Path, Path]], int] = lambda pair: len(pair[1].relative_to(pair[0]).parts)  # noqa: E731

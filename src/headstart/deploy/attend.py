@@ -18,6 +18,7 @@ from pathlib import Path
 
 import tomli_w
 
+from headstart.config.describe import write_schema
 from headstart.config.recipe import Recipe
 from headstart.core.files import write_text
 from headstart.deploy.guard import check_flower
@@ -89,6 +90,7 @@ def _unpack(kit: Kit, data: str, task: str, folder: Path, say: Say) -> None:
             say(f"{node.name} has other keys than in the kit before: ask its owner whether it made new ones")
     write_text(place / "ca.pem", kit.authority)
     write_text(place / "recipe.toml", kit.recipe)
+    write_schema(place)
     write_text(place / "peers", kit.peers)
     path = Path(data)
     config = {

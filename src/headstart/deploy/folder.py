@@ -19,6 +19,7 @@ from pathlib import Path
 
 import tomli_w
 
+from headstart.config.describe import write_recipe
 from headstart.config.recipe import Recipe
 from headstart.deploy.guard import FLOWER, app_digest, check_flower
 from headstart.deploy.keys import DAYS, address_of, write_certificates, write_node_keys, write_signing_keys
@@ -89,7 +90,7 @@ def write_server(folder: Path, recipe: Recipe, host: str) -> None:
     """The recipe, Flower's app and the certificates."""
     for name in ("app", "certificates"):
         (folder / name).mkdir()
-    (folder / "recipe.toml").write_text(recipe.to_toml(), encoding="utf-8")
+    write_recipe(folder / "recipe.toml", recipe.to_toml())
     (folder / "app" / "pyproject.toml").write_text(_app(), encoding="utf-8")
     write_certificates(folder / "certificates", host)
 

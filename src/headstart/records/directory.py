@@ -17,6 +17,7 @@ import numpy.typing as npt
 from filelock import FileLock, Timeout
 from safetensors.numpy import save_file
 
+from headstart.config.describe import SCHEMA, write_recipe
 from headstart.config.recipe import Recipe
 from headstart.core.files import (
     append_text,
@@ -66,7 +67,7 @@ class RunDirectory:
         try:
             path.mkdir(parents=True, exist_ok=True)
             sync_folder(path.parent)
-            write_text(path / "recipe.toml", recipe.to_toml())
+            write_recipe(path / "recipe.toml", recipe.to_toml())
             run._make_folders()
         except OSError as error:
             run.discard()
@@ -185,7 +186,7 @@ class RunDirectory:
         if not self.path.is_dir():
             return
         tables = ("clients", "rounds", "holdings", "confusion", "samples")
-        for name in ("recipe.toml", "metrics.jsonl", "run.log", *(f"{table}.csv" for table in tables)):
+        for name in ("recipe.toml", SCHEMA, "metrics.jsonl", "run.log", *(f"{table}.csv" for table in tables)):
             (self.path / name).unlink(missing_ok=True)
         for folder in ("model", "checkpoint"):
             shutil.rmtree(self.path / folder, ignore_errors=True)

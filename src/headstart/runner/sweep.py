@@ -11,6 +11,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from headstart.config.describe import write_schema
 from headstart.config.recipe import Recipe
 from headstart.errors import HeadstartError, RecipeError
 from headstart.records import RunDirectory
@@ -128,6 +129,8 @@ def sweep(
     summaries = []
     for point in points:
         summaries.append(_summary(point, out, data))
+        if out is not None:
+            write_schema(out)  # one for the recipes of all that follow
         on_run(point, summaries[-1])
     return summaries
 
