@@ -17,7 +17,7 @@ import torch
 from filelock import Timeout
 from torch import Tensor
 
-from headstart.backbones.backbone import Backbone, moved, run_body, taken
+from headstart.backbones.backbone import Backbone, moved, run_body
 from headstart.backbones.cache import BLOCK, FeatureFile, Lenders
 from headstart.backbones.inputs import Inputs
 from headstart.core.progress import progress
@@ -31,9 +31,6 @@ Runner = Callable[[tuple[Tensor, ...]], npt.NDArray[np.float32]]
 
 _BATCH = 32
 _WORKERS = 2
-# The activations of more images are blocks of memory that glibc returns to the system after every layer; to get them
-# anew costs as much time as the layers (EfficientNet-Lite0, an image: 29 ms of CPU time by 16, 54 by 32).
-_CPU_IMAGES = 16
 # Compiling a body takes a second or two, which a few images do not earn back.
 _WORTH_COMPILING = 256
 # OpenVINO and torch add in another order; features that differ by more than this share of the largest are refused.
@@ -208,15 +205,12 @@ def _device() -> torch.device:
 
 
 def torch_runner(backbone: Backbone, device: torch.device) -> Runner:
-    """The body in eager torch, inference mode; images are channels-last, and pass a CPU a few at a time."""
+    """The body in eager torch, inference mode; images are channels-last."""
     body = backbone.body.to(device)
-    few = device.type == "cpu" and backbone.kind == "image" and not backbone.by_batch
 
     def run(batch: tuple[Tensor, ...]) -> npt.NDArray[np.float32]:
-        rows = torch.arange(len(batch[0]))
-        parts = [taken(batch, part) for part in rows.split(_CPU_IMAGES)] if few else [batch]
         with torch.inference_mode():
-            return np.concatenate([run_body(body, moved(part, device)).float().cpu().numpy() for part in parts])
+            return run_body(body, moved(batch, device)).float().cpu().numpy()
 
     return run
 

@@ -27,6 +27,7 @@ from headstart.backbones.nets import FourConv, MobileNetV2, ResNet18, SmallMobil
 from headstart.backbones.quantised import is_quantised
 from headstart.backbones.transforms import NORMALISATIONS, Normalisation, TextTransform
 from headstart.config.recipe import Model
+from headstart.core.memory import keep_freed_memory
 from headstart.errors import HeadstartError, first_line, nearest
 
 
@@ -52,6 +53,7 @@ def load_backbones(models: Sequence[Model]) -> tuple[Backbone, ...]:
 
 def load_backbone(model: Model) -> Backbone:
     """The backbone that a recipe names, with its weights, in evaluation mode."""
+    keep_freed_memory()
     with torch.random.fork_rng():
         torch.manual_seed(0)  # what is random is the same in every process, and so are its features
         backbone = _build(model.backbone, model)
