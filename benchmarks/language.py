@@ -211,7 +211,7 @@ def paces(count: int = 16) -> None:
         def round_(method: Any = method, cohort: Cohort = cohort, seeds: Any = seeds) -> None:
             seed = next(seeds)
             reply = method.client_update(cohort, Received(0, scalars={"seed": seed}))
-            method.probes.step(seed, reply.blocks["slopes"][""][0], 1e-6)
+            method.walk.descent.step(seed, reply.blocks["slopes"][""][0], 1e-6)
 
         passes = alternate({"two": lambda: _passes(store, count), "round": round_}, 3)
         ratio = passes["round"] / passes["two"]

@@ -117,7 +117,7 @@ def test_signs_are_directions_of_mezo_on_the_pooled_data(tmp_path: Path, monkeyp
     recipe = recipe_of(tmp_path, SHORT, clients=4, **stage)
     run(recipe, tmp_path / "four")
     run(recipe_of(tmp_path, SHORT, clients=1, **stage), tmp_path / "one")
-    monkeypatch.setattr("headstart.solvers.zeroth._ROOM", 0)
+    monkeypatch.setattr("headstart.solvers.drawn._ROOM", 0)
     run(recipe, tmp_path / "anew")
     from safetensors.torch import load_file
 

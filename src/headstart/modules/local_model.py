@@ -72,7 +72,7 @@ class LocalModel:
             tensors[name].copy_(value)
 
     @torch.no_grad()
-    def subtract(self, parameter: nn.Parameter, change: Tensor, rate: float = 1.0) -> None:
+    def subtract(self, parameter: Tensor, change: Tensor, rate: float = 1.0) -> None:
         """θ ← θ − rate · change, in place."""
         parameter.sub_(change, alpha=rate)
 
