@@ -2,7 +2,7 @@
 
 ``python -m benchmarks.language sst2`` plays all methods on one data set, ``… sst2 norms,lora 0.1`` two of them at one
 α; what comes before the blocks that train is computed once for all. ``… costs`` measures memory, bytes and (``paces``,
-alone) seconds.
+alone) seconds; ``… crowds`` the memory of 10 and of 100 clients.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from headstart.modules import prefix_of
 from headstart.modules.blocks import blocks_of
 from headstart.runner import run
 from headstart.solvers.cohort import Cohort
+from headstart.solvers.directions import blocks, signs
 
 TRAIN, TEST, CLIENTS, TUNED = 256, 300, 10, 1
 PROMPTS: dict[str, tuple[str, list[str]]] = {
@@ -170,6 +171,26 @@ def costs() -> None:
     paces()
 
 
+def crowds() -> None:
+    """Peak memory of a round over 100 questions at 10 and at 100 clients, in processes of their own."""
+    shown: list[list[object]] = []
+    for name in ("FedAvg, LoRA", "FedMeZO, LoRA"):
+        few, many = (in_fresh_process("benchmarks.language", "crowd", name, each)["peak"] for each in (10, 100))
+        shown.append([name, f"{few / 2**20:.0f}", f"{many / 2**20:.0f}", f"{many / few:.3f}"])
+        print(*shown[-1], file=sys.stderr, flush=True)
+    columns = ("", "10 clients, MiB", "100 clients, MiB", "ratio")
+    show("SmolLM2-135M, a round over 100 questions of TREC, peak memory", columns, shown)
+
+
+def _crowd(name: str, clients: int) -> int:
+    """Peak memory of a round in which so many clients train LoRA in the last block."""
+    stage = COSTS[name] | {"blocks": TUNED, "rounds": 1, "batch_size": "full", "lr": 1e-6}
+    table = recipe("trec", stage, 100.0, 100, 1).model_dump(mode="json", exclude_none=True)
+    table["data"]["partition"] = {"kind": "iid", "clients": clients}
+    run(Recipe.parse(table))
+    return peak_memory()
+
+
 def _cost(name: str) -> dict[str, int]:
     """Peak memory and bytes of a round, or of two forward passes."""
     stage = COSTS.get(name, COSTS["FedMeZO, LoRA"]) | {"rounds": 1, "batch_size": "full", "lr": 1e-6}
@@ -217,16 +238,46 @@ def paces(count: int = 16) -> None:
         ratio = passes["round"] / passes["two"]
         shown.append([train, drawn, f"{passes['two']:.2f}", f"{passes['round']:.2f}", f"{ratio:.2f}"])
         print(*shown[-1], file=sys.stderr, flush=True)
+        if train == "all":
+            _profile(drawn, method, passes["two"] / 2, store.flops_per_pass * count)
     columns = ("`train`", "`perturbation`", "two forward passes, s", "round, s", "ratio")
     show(f"FedMeZO on SmolLM2-135M, {count} sentences, {torch.get_num_threads()} threads, median of 3", columns, shown)
+
+
+@torch.inference_mode()
+def _profile(drawn: str, method: Any, passed: float, operations: float) -> None:
+    """What a round is made of: drawing directions, adding them to the weights, a step, a forward pass; seconds each."""
+    parameters, probes = method.network.trained, method.probes
+    size = sum(each.numel() for each in parameters.values())
+
+    def draw() -> None:
+        for name, each in parameters.items():
+            if drawn == "rademacher":
+                signs(7, 0, name, each.numel())
+            else:
+                sum(len(values) for _, values in blocks(7, 0, name, each.numel()))
+
+    def add() -> None:
+        for name, each in parameters.items():
+            probes._moved((7, 0), name, each, 1e-3, None)
+
+    def step() -> None:
+        method.walk.descent.step(7, np.ones(1, np.float32), 1e-9)
+
+    took = alternate({"draw": draw, "draw and add": add, "step": step}, 3)
+    rates = {what: f"{4 * size / seconds / 1e9:.2f} GB of weights/s" for what, seconds in took.items()}
+    rates["forward pass"], took["forward pass"] = f"{operations / passed / 1e9:.0f} GFlop/s", passed
+    rows = [[what, f"{seconds:.3f}", rates[what]] for what, seconds in took.items()]
+    show(f"Directions of {size / 1e6:.1f} M parameters, {drawn}", ("", "s", "rate"), rows)
 
 
 def main(arguments: tuple[str, ...] = ()) -> None:
     if not SHARED.is_dir():
         print("\nlanguage: set HEADSTART_SHARED to a folder with data/; skipped")
         return
-    if arguments in (("costs",), ("paces",)):
-        (costs if arguments == ("costs",) else paces)()
+    measures = {"costs": costs, "paces": paces, "crowds": crowds}
+    if len(arguments) == 1 and arguments[0] in measures:
+        measures[arguments[0]]()
         return
     task, stage, alpha = (*arguments, *("", "", "")[len(arguments) :])
     found = [
@@ -245,5 +296,7 @@ def main(arguments: tuple[str, ...] = ()) -> None:
 if __name__ == "__main__":
     if sys.argv[1:2] == ["cost"]:
         print(json.dumps(_cost(sys.argv[2])))
+    elif sys.argv[1:2] == ["crowd"]:
+        print(json.dumps({"peak": _crowd(sys.argv[2], int(sys.argv[3]))}))
     else:
         main(tuple(sys.argv[1:]))

@@ -59,8 +59,9 @@ def test_round_0_is_the_model_as_it_comes(tmp_path: Path) -> None:
     first, *others = lines(tmp_path / "run")
     assert (first["round"], first["bytes_up"], [line["round"] for line in others]) == (0, 0, [1, 2, 3])
     assert first["accuracy"] == pytest.approx(np.mean(scores.argmax(axis=1) == labels))
-    chosen = torch.from_numpy(scores)[torch.arange(len(labels)), torch.from_numpy(labels)]
-    assert first["loss"] == pytest.approx(float((torch.from_numpy(scores).logsumexp(1) - chosen).mean()), rel=1e-5)
+    given = torch.tensor(scores)
+    chosen = given[torch.arange(len(labels)), torch.from_numpy(labels)]
+    assert first["loss"] == pytest.approx(float((given.logsumexp(1) - chosen).mean()), rel=1e-5)
 
 
 @pytest.mark.parametrize("words", [SHORT, LONG])

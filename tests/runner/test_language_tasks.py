@@ -199,6 +199,30 @@ def test_other_methods_train_every_task_as_if_it_were_alone(method: str, tables:
         assert together[-1]["tasks"][name]["loss"] != together[0]["tasks"][name]["loss"]
 
 
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+@pytest.mark.parametrize("method", ["fedncm", "fed3r", "fedcof"])
+def test_a_closed_form_of_a_task_is_on_its_own_prompts(method: str, pooling: str, tmp_path: Path) -> None:
+    """Without words to choose from: a head for each task, on what the model makes of its texts in its own prompt."""
+    table = choosing(tmp_path) | {"stages": [{"method": method}]}
+    table["model"] = {"backbone": table["model"]["backbone"], "pooling": pooling}
+    for task in table["tasks"]:
+        del task["label_words"]
+    run(Recipe.parse(table), tmp_path / "both")
+    for number, name in enumerate(("short", "long")):
+        run(Recipe.parse(alone(table, number)), tmp_path / name)
+        ours = load_file(tmp_path / "both" / "model" / f"head-{name}.safetensors")
+        theirs = load_file(tmp_path / name / "model" / "head.safetensors")
+        for each in theirs:
+            np.testing.assert_array_equal(ours[each], theirs[each], err_msg=each)
+        both, one = (Model.load(tmp_path / run, name if run == "both" else None) for run in ("both", name))
+        texts = ["the cat sat", "very good film"]
+        np.testing.assert_array_equal(both.predict(texts).probabilities, one.predict(texts).probabilities)
+    plain = table | {"tasks": [{k: v for k, v in task.items() if k != "prompt"} for task in table["tasks"]]}
+    run(Recipe.parse(plain), tmp_path / "plain")
+    bare = load_file(tmp_path / "plain" / "model" / "head-long.safetensors")
+    assert not np.allclose(bare["weight"], ours["weight"])
+
+
 @pytest.mark.parametrize(("method", "why"), [("fedex-lora", "use flexlora"), ("centralised", r"run each as \[data\]")])
 def test_what_is_for_one_task_says_why(method: str, why: str, tmp_path: Path) -> None:
     stage = {"method": method, "train": "lora", "rounds": 1}
@@ -310,8 +334,9 @@ def test_prompts_of_every_task_are_shown(
         ({}, {"prompt": "film"}, {}, "tasks.1.prompt: write {text} where the text goes"),
         ({"prompt": "{text}"}, {}, {}, "model.prompt: with several tasks, give each its own"),
         ({"label_words": ["a", "b"]}, {}, {}, "model.label_words: they are those of one task"),
-        ({"task": "classify"}, {}, {}, "tasks.1: a prompt and label_words are for model.task = 'choose'"),
-        ({}, {}, {"method": "fedncm"}, "stages.0.method: fedncm computes heads on what all tasks read alike"),
+        ({"task": "classify"}, {}, {}, "tasks.1: words to choose from are for model.task = 'choose'"),
+        ({"task": "generate"}, {}, {}, "tasks.1: prompts are in the data, and there are no classes"),
+        ({}, {}, {"method": "fedncm"}, "stages.0.method: fedncm computes heads on features of one length, and words"),
     ],
 )
 def test_what_several_prompts_need(model: Any, task: Any, stage: Any, sentence: str, tmp_path: Path) -> None:

@@ -183,12 +183,12 @@ def _among(model: Any, tokens: Tensor | None) -> Iterator[Tensor | None]:
 def rows_read(layer: nn.Module, inputs: tuple[Any, ...]) -> Tensor | None:
     """Rows of a layer's parameters that its forward will read for these inputs; None: all of them."""
     forward = vars(layer).get("forward")
+    ids: Tensor | None = None
     if isinstance(forward, _Words):
-        return forward.rows.unique()
-    if type(layer) is nn.Embedding and layer.max_norm is None and forward is None and inputs:
-        ids: Tensor = inputs[0]
-        return ids.unique()
-    return None
+        ids = forward.rows
+    elif type(layer) is nn.Embedding and layer.max_norm is None and forward is None and inputs:
+        ids = inputs[0]
+    return None if ids is None else torch.unique(ids)
 
 
 def choice(place: str, model: Model, name: str) -> Backbone:

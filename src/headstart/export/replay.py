@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from headstart.config.recipe import Recipe
 from headstart.core.state import unpack
@@ -53,7 +54,7 @@ def replay(path: Path, out: Path) -> list[str]:
     ]
     store.attach(stage, plan, seed)
     method = build(stage, StageContext(tuple(known), dim, seed, plan, store.model))
-    state = unpack(method.state_type, log)
+    state: Any = unpack(method.state_type, log)
     rebuilt_heads, rebuilt_values = [], []
     for task in reversed(tasks):  # the first task's module is what stays on the backbone
         rebuilt_heads.append(method.load(method.model(state, task), task))

@@ -35,7 +35,8 @@ class Logs:
 
 
 class LogTasks(Method[Logs]):
-    """FedMeZO for every task, on one backbone. A part of the model is what one log moves: `@TASK`, or what is common."""
+    """FedMeZO for every task, on one backbone; a part of the model is what one log moves: `@TASK`, or what is
+    common."""
 
     replays = True
     state_type = Logs

@@ -80,7 +80,8 @@ class SLoRA(Method[AnyState]):
 
     def _prepare_priming(self) -> None:
         """A mask on top of LoRA as it starts, which changes nothing."""
-        self.tuning.load(self.tuning.model(self.tuning.init()))
+        tuning: Any = self.tuning
+        tuning.load(tuning.model(tuning.init()))
         settings = {**self.stage.module_settings, "density": self.stage.density}
         self.mask = self.body.attach("mask", settings, self.seed)
         self.priming = self.part = self._training()
@@ -154,7 +155,7 @@ class SLoRA(Method[AnyState]):
         from headstart.modules.mask import entries
 
         scale, found = self.stage.lora_scale, Params()
-        shapes = self.tuning.methods[0].shapes  # type: ignore[attr-defined]
+        shapes = self.tuning.methods[0].shapes  # type: ignore[union-attr]
         for number, name in enumerate(self.mask.parameters):
             left_name, right_name = (f"module.{name}.lora_{side}.weight" for side in "BA")
             change = np.zeros((shapes[left_name][0], shapes[right_name][1]))

@@ -155,7 +155,7 @@ class TrainingTasks(Method[TrainingStates]):
         """As the method of the task that an update is of."""
         found = dict(arrays)
         for task, name in enumerate(self.names):
-            own = {plain: array for full, array in arrays.items() for plain, _, mine in [full.partition("@")] if mine == name}
+            own = {full.removesuffix(f"@{name}"): array for full, array in arrays.items() if full.endswith(f"@{name}")}
             found |= self._renamed(self.methods[task].counted(own), task) if own else {}
         return found
 

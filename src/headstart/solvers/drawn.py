@@ -49,9 +49,7 @@ class Drawn:
                 start = block * BLOCK
                 yield start, start + len(values), torch.from_numpy(values).to(parameter.device).mul_(factor)
 
-    def rows(
-        self, seed: int, number: int, name: str, parameter: Tensor, factor: float, rows: Tensor
-    ) -> Tensor | None:
+    def rows(self, seed: int, number: int, name: str, parameter: Tensor, factor: float, rows: Tensor) -> Tensor | None:
         """Some rows [r, d] of a direction times a factor; None where they are not to be had without the others."""
         size = parameter.numel()
         width = size // len(parameter)

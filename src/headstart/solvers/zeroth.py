@@ -100,7 +100,9 @@ class ZerothOrder:
                 total[group] += factor * losses.double().cpu().numpy()
         return total[rows]
 
-    def _moved(self, which: tuple[int, int], name: str, parameter: Tensor, epsilon: float, rows: Tensor | None) -> Tensor:
+    def _moved(
+        self, which: tuple[int, int], name: str, parameter: Tensor, epsilon: float, rows: Tensor | None
+    ) -> Tensor:
         """θ + εz in memory of its own; where a layer reads some rows alone, whatever there was in the others."""
         values, found = parameter.data.reshape(-1), torch.empty(parameter.numel(), device=parameter.device)
         some = None if rows is None else self.drawn.rows(*which, name, parameter, epsilon, rows)
