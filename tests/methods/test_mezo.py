@@ -190,6 +190,31 @@ class Attentive(nn.Module):
         return self.last(self.attention(rows, rows, rows, need_weights=False)[0].mean(dim=1))
 
 
+class Row(nn.Module):
+    """Hands its parameter on, in the parameter's own memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(0.2 * torch.randn(5, 3 * SIDE**2))
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        return self.weight.T
+
+
+class Handing(nn.Module):
+    """Reads the parameters of two layers of one size after both have been called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(6)
+            self.one, self.two = Row(), Row()
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        one, two = self.one(pixels), self.two(pixels)
+        return (pixels.flatten(1) @ one).tanh() + pixels.flatten(1) @ two
+
+
 class Reading(Plain):
     """Reads the weights of its second layer without calling it; ``twice``, after a call."""
 
@@ -220,7 +245,7 @@ class Run:
     def __init__(self, who: np.ndarray, kind: str = "plain", seed: tuple[int, int] = SEED, **keys: Any) -> None:
         self.stage, self.seed, self.kind = stage_of(**keys), seed, kind
         examples = SENTENCES if kind == "bert" else PICTURES
-        nets = {"plain": Plain, "normed": Normed, "attentive": Attentive}
+        nets = {"plain": Plain, "normed": Normed, "attentive": Attentive, "handing": Handing}
         self.backbone = bert_backbone() if kind == "bert" else backbone_of(nets[kind]())
         self.module = None
         if self.stage.train in ("lora", "adapter"):
@@ -266,6 +291,7 @@ class Run:
 EVERYBODY = np.zeros(N, np.int64)
 KINDS = [
     ("plain", "all"), ("plain", "body"), ("plain", "head"), ("normed", "all"), ("attentive", "all"),
+    ("handing", "all"),
     ("bert", "all"), ("bert", "lora"), ("bert", "adapter"), ("bert", "head"),
 ]  # fmt: skip
 

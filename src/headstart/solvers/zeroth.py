@@ -7,6 +7,7 @@ where they are small.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -54,6 +55,8 @@ class ZerothOrder:
         self.network, self.epsilon = network, epsilon
         self.drawn = Drawn(network.trained, network.stage)
         self._names = {id(parameter): name for name, parameter in network.trained.items()}
+        self._spare = defaultdict[int, list[Tensor]](list)
+        """Memory of perturbed parameters, by its size, for the next layer: new memory costs as much as the addition."""
         if network.backbone:
             self._check(network.backbone)
 
@@ -98,13 +101,16 @@ class ZerothOrder:
                 with self._perturbed(*which, sign * self.epsilon) if sign else nullcontext():
                     losses = self.network.losses(batch, labels)
                 total[group] += factor * losses.double().cpu().numpy()
+        self._spare.clear()
         return total[rows]
 
     def _moved(
         self, which: tuple[int, int], name: str, parameter: Tensor, epsilon: float, rows: Tensor | None
     ) -> Tensor:
         """θ + εz in memory of its own; where a layer reads some rows alone, whatever there was in the others."""
-        values, found = parameter.data.reshape(-1), torch.empty(parameter.numel(), device=parameter.device)
+        spare = self._spare[parameter.numel()]
+        found = spare.pop() if spare else torch.empty(parameter.numel(), device=parameter.device)
+        values = parameter.data.reshape(-1)
         some = None if rows is None else self.drawn.rows(*which, name, parameter, epsilon, rows)
         if rows is not None and some is not None:
             width = some.shape[1]
@@ -133,17 +139,22 @@ class ZerothOrder:
             for parameter, name in pairs:
                 model.substitute(parameter, self._moved((seed, number), name, parameter, epsilon, rows))
 
-        def restore(key: int) -> None:
+        def restore(key: int, output: Any = None) -> None:
+            given = {each.untyped_storage().data_ptr() for each in tree_leaves(output) if isinstance(each, Tensor)}
             for parameter, original in found.pop(key, []):
+                moved = parameter.data
                 model.substitute(parameter, original)
                 perturbed.discard(id(parameter))
+                # Not after an interrupt that came before the substitute, nor where a layer hands its parameter on.
+                if moved.data_ptr() != original.data_ptr() and moved.untyped_storage().data_ptr() not in given:
+                    self._spare[moved.numel()].append(moved.view(-1))
 
         def before(module: nn.Module, inputs: Any) -> None:
             perturbed.update(id(parameter) for parameter, _ in own(module))
             perturb(id(module), own(module), rows_read(module, inputs))
 
         def after(module: nn.Module, inputs: Any, output: Any) -> None:
-            restore(id(module))
+            restore(id(module), output)
 
         body = model.backbone.body if model.backbone else nn.Identity()
         layers = [module for module in body.modules() if own(module)]
