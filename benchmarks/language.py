@@ -57,6 +57,8 @@ STAGES: dict[str, dict[str, Any]] = {
     # B alone: what descended fastest of a few tries on 128 training examples of TREC.
     "lora": LORA | ZEROTH | {"freeze_a": True, "batch_size": 4, "lr": 0.08, "rounds": 60, "evaluate_every": 30},
 }
+# LoRA last, as it stays on the backbone.
+PACES = (("all", "rademacher"), ("all", "gaussian"), ("norms", "gaussian"), ("lora", "gaussian"))
 COSTS: dict[str, dict[str, Any]] = {
     "FedMeZO, LoRA": {"method": "fedmezo", "train": "lora"},
     "FedMeZO, norms": {"method": "fedmezo", "train": "norms"},
@@ -224,7 +226,7 @@ def paces(count: int = 16) -> None:
     store, shown = ModelStore(found.model, dataset), []
     task = Task("default", 2, Population(1, count), store.label_words())
     labels, nothing = dataset.train.labels, np.zeros(0, np.float32)
-    for train, drawn in (("all", "rademacher"), ("all", "gaussian"), ("lora", "gaussian"), ("norms", "gaussian")):
+    for train, drawn in PACES:
         keys = {"method": "fedmezo", "train": train, "perturbation": drawn, "lr": 1e-6}
         stage = recipe("sst2", keys, 100.0).stages[0]
         method, _ = method_of(stage, plan_of(stage, frozenset(), True), (0, 0), store, (task,))

@@ -152,6 +152,27 @@ def test_signs_are_directions_of_mezo_on_the_pooled_data(tmp_path: Path, monkeyp
         assert torch.allclose(four[name], parameter, atol=2e-4)
 
 
+@pytest.mark.parametrize("perturbation", ["gaussian", "rademacher"])
+def test_directions_are_the_same_kept_or_drawn_anew_whole_or_by_rows(
+    perturbation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the vocabulary, rows that are read are perturbed alone; a block of 20 values ends within a row of eight."""
+    monkeypatch.setattr("headstart.solvers.directions.BLOCK", 20)
+    monkeypatch.setattr("headstart.solvers.drawn.BLOCK", 20)
+    monkeypatch.setattr("headstart.solvers.drawn._SIGNS", 16)
+    keys: dict[str, Any] = {"perturbation": perturbation, "num_directions": 2, "momentum": 0.5}
+    recipe = recipe_of(tmp_path, SHORT, **keys)
+    run(recipe, tmp_path / "kept")
+    monkeypatch.setattr("headstart.solvers.drawn._ROOM", 0)
+    run(recipe, tmp_path / "anew")
+    monkeypatch.setattr("headstart.solvers.zeroth.rows_read", lambda layer, inputs: None)
+    run(recipe, tmp_path / "whole")
+    kept, *others = (
+        (tmp_path / name / "model" / "model.safetensors").read_bytes() for name in ("kept", "anew", "whole")
+    )
+    assert others == [kept, kept]
+
+
 def _signs(seed: int, number: int, name: str, parameter: torch.Tensor) -> torch.Tensor:
     bits = np.unpackbits(signs(seed, number, name, parameter.numel()), count=parameter.numel(), bitorder="little")
     return torch.from_numpy(bits.astype(np.float32) * 2 - 1).view(parameter.shape)

@@ -199,6 +199,17 @@ def test_other_methods_train_every_task_as_if_it_were_alone(method: str, tables:
         assert together[-1]["tasks"][name]["loss"] != together[0]["tasks"][name]["loss"]
 
 
+@pytest.mark.parametrize("method", ["slora", "flexlora"])
+def test_a_task_that_is_hidden_learns_the_same(method: str, tmp_path: Path) -> None:
+    """SLoRA sends other values after its first round, and FlexLoRA's server adds products to what it was sent."""
+    found = []
+    for hidden in (False, True):
+        stage = {"method": method, "rank": 2, "rounds": 3, "lr": 0.1, "batch_size": "full", "hide_task": hidden}
+        run(Recipe.parse(choosing(tmp_path) | {"stages": [stage]}), tmp_path / str(hidden))
+        found.append([line["loss"] for line in lines(tmp_path / str(hidden))])
+    assert found[0] == pytest.approx(found[1], rel=1e-6)
+
+
 @pytest.mark.parametrize("pooling", ["last", "mean"])
 @pytest.mark.parametrize("method", ["fedncm", "fed3r", "fedcof"])
 def test_a_closed_form_of_a_task_is_on_its_own_prompts(method: str, pooling: str, tmp_path: Path) -> None:
