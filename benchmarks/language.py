@@ -2,7 +2,7 @@
 
 ``python -m benchmarks.language sst2`` plays all methods on one data set, ``… sst2 norms,lora 0.1`` two of them at one
 α; what comes before the blocks that train is computed once for all. ``… costs`` measures memory, bytes and (``paces``,
-alone) seconds; ``… crowds`` the memory of 10 and of 100 clients.
+alone) seconds; ``… crowds`` the memory of 10 and of 100 clients; ``… choices`` what it takes to compare candidates.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import math
 import os
 import sys
 import time
+from functools import partial
 from typing import Any, ClassVar
 from unittest.mock import patch
 
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from benchmarks.common import SHARED, alternate, in_fresh_process, show
 from headstart.backbones import Inputs
+from headstart.backbones.language import continuation
 from headstart.backbones.prefix import StateFile
 from headstart.config.recipe import Recipe
 from headstart.core.ledger import peak_memory
@@ -174,6 +176,51 @@ def costs() -> None:
     paces()
 
 
+@torch.inference_mode()
+def choices(count: int = 16) -> None:
+    """Processor seconds of the scores of six candidates of several tokens: in one pass with the prompt, each after a cache
+    of the prompt's keys and values, and each with a prompt of its own."""
+    torch.set_num_threads(1)
+    kinds = ["an abbreviation", "an entity", "a description", "a human being", "a location", "a number"]
+    table = recipe("trec", STAGES["norms"], 100.0, count, 1).model_dump(mode="json", exclude_none=True)
+    table["model"] |= {"prompt": "{text}\nThe answer is", "label_words": kinds}
+    found = Recipe.parse(table)
+    dataset = Federation.of(found).dataset
+    backbone: Any = ModelStore(found.model, dataset).backbone
+    values = [backbone.transform(text, "x") for text in dataset.train.raw(0, count)]
+    prompts = [torch.from_numpy(np.asarray(value))[None, :, 0] for value in values]
+    words = [continuation(backbone.transform.tokenizer, found.model.prompt or "", kind, False) for kind in kinds]
+    longest = max(map(len, words))
+    padded = torch.tensor([[*each, *[0] * (longest - len(each))] for each in words])
+
+    def likelihoods(logits: Tensor) -> list[float]:
+        rows = zip(logits.log_softmax(-1), words, strict=True)
+        return [sum(float(row[place, token]) for place, token in enumerate(each)) for row, each in rows]
+
+    def plain(prompt: Tensor) -> list[float]:
+        ids = torch.cat([prompt.expand(len(words), -1), padded], 1)
+        return likelihoods(backbone.core(input_ids=ids, use_cache=False, logits_to_keep=longest + 1).logits)
+
+    def cached(prompt: Tensor) -> list[float]:
+        read = backbone.core(input_ids=prompt, use_cache=True, logits_to_keep=1)
+        read.past_key_values.batch_repeat_interleave(len(words))
+        behind = backbone.core(input_ids=padded[:, :-1], past_key_values=read.past_key_values, use_cache=True).logits
+        return likelihoods(torch.cat([read.logits.expand(len(words), -1, -1), behind], 1))
+
+    def packed(value: Any) -> list[float]:
+        scores: list[float] = backbone.body(*backbone.transform.collate([value]))[0].tolist()
+        return scores
+
+    ways = {"one pass": (packed, values), "a cache": (cached, prompts), "a prompt each": (plain, prompts)}
+    scored = {name: np.array([way(each) for each in given]) for name, (way, given) in ways.items()}
+    sides = {name: partial(lambda way, given: [way(each) for each in given], *both) for name, both in ways.items()}
+    took = alternate(sides, REPEATS, time.process_time)
+    apart = {name: np.abs(scored[name] - scored["a prompt each"]).max() for name in ways}
+    shown = [[name, f"{took[name]:.2f}", f"{apart[name]:.1e}"] for name in ways]
+    columns = ("the prompt is read in", "processor seconds", "largest difference of a log-likelihood")
+    show(f"SmolLM2-135M, {count} questions of TREC one by one, {len(kinds)} candidates", columns, shown)
+
+
 def crowds() -> None:
     """Peak memory of a round over 100 questions at 10 and at 100 clients, in processes of their own."""
     shown: list[list[object]] = []
@@ -281,7 +328,7 @@ def main(arguments: tuple[str, ...] = ()) -> None:
     if not SHARED.is_dir():
         print("\nlanguage: set HEADSTART_SHARED to a folder with data/; skipped")
         return
-    measures = {"costs": costs, "paces": paces, "crowds": crowds}
+    measures = {"costs": costs, "paces": paces, "crowds": crowds, "choices": choices}
     if len(arguments) == 1 and arguments[0] in measures:
         measures[arguments[0]]()
         return
