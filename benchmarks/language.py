@@ -2,7 +2,7 @@
 
 ``python -m benchmarks.language sst2`` plays all methods on one data set, ``… sst2 norms,lora 0.1`` two of them at one
 α; what comes before the blocks that train is computed once for all. ``… costs`` measures memory, bytes and (``paces``,
-alone) seconds.
+alone) seconds; ``… crowds`` the memory of 10 and of 100 clients; ``… choices`` what it takes to compare candidates.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import json
 import math
 import os
 import sys
+import time
+from functools import partial
 from typing import Any, ClassVar
 from unittest.mock import patch
 
@@ -20,6 +22,7 @@ from torch import Tensor
 
 from benchmarks.common import SHARED, alternate, in_fresh_process, show
 from headstart.backbones import Inputs
+from headstart.backbones.language import continuation
 from headstart.backbones.prefix import StateFile
 from headstart.config.recipe import Recipe
 from headstart.core.ledger import peak_memory
@@ -31,8 +34,9 @@ from headstart.modules import prefix_of
 from headstart.modules.blocks import blocks_of
 from headstart.runner import run
 from headstart.solvers.cohort import Cohort
+from headstart.solvers.directions import blocks, signs
 
-TRAIN, TEST, CLIENTS, TUNED = 256, 300, 10, 1
+TRAIN, TEST, CLIENTS, TUNED, REPEATS = 256, 300, 10, 1, 3
 PROMPTS: dict[str, tuple[str, list[str]]] = {
     "sst2": ("Review: {text}\nSentiment:", ["negative", "positive"]),
     "sst5": ("Review: {text}\nSentiment:", ["terrible", "bad", "okay", "good", "great"]),
@@ -55,6 +59,8 @@ STAGES: dict[str, dict[str, Any]] = {
     # B alone: what descended fastest of a few tries on 128 training examples of TREC.
     "lora": LORA | ZEROTH | {"freeze_a": True, "batch_size": 4, "lr": 0.08, "rounds": 60, "evaluate_every": 30},
 }
+# LoRA last, as it stays on the backbone.
+PACES = (("all", "rademacher"), ("all", "gaussian"), ("norms", "gaussian"), ("lora", "gaussian"))
 COSTS: dict[str, dict[str, Any]] = {
     "FedMeZO, LoRA": {"method": "fedmezo", "train": "lora"},
     "FedMeZO, norms": {"method": "fedmezo", "train": "norms"},
@@ -170,6 +176,71 @@ def costs() -> None:
     paces()
 
 
+@torch.inference_mode()
+def choices(count: int = 16) -> None:
+    """Processor seconds of the scores of six candidates of several tokens: in one pass with the prompt, each after a cache
+    of the prompt's keys and values, and each with a prompt of its own."""
+    torch.set_num_threads(1)
+    kinds = ["an abbreviation", "an entity", "a description", "a human being", "a location", "a number"]
+    table = recipe("trec", STAGES["norms"], 100.0, count, 1).model_dump(mode="json", exclude_none=True)
+    table["model"] |= {"prompt": "{text}\nThe answer is", "label_words": kinds}
+    found = Recipe.parse(table)
+    dataset = Federation.of(found).dataset
+    backbone: Any = ModelStore(found.model, dataset).backbone
+    values = [backbone.transform(text, "x") for text in dataset.train.raw(0, count)]
+    prompts = [torch.from_numpy(np.asarray(value))[None, :, 0] for value in values]
+    words = [continuation(backbone.transform.tokenizer, found.model.prompt or "", kind, False) for kind in kinds]
+    longest = max(map(len, words))
+    padded = torch.tensor([[*each, *[0] * (longest - len(each))] for each in words])
+
+    def likelihoods(logits: Tensor) -> list[float]:
+        rows = zip(logits.log_softmax(-1), words, strict=True)
+        return [sum(float(row[place, token]) for place, token in enumerate(each)) for row, each in rows]
+
+    def plain(prompt: Tensor) -> list[float]:
+        ids = torch.cat([prompt.expand(len(words), -1), padded], 1)
+        return likelihoods(backbone.core(input_ids=ids, use_cache=False, logits_to_keep=longest + 1).logits)
+
+    def cached(prompt: Tensor) -> list[float]:
+        read = backbone.core(input_ids=prompt, use_cache=True, logits_to_keep=1)
+        read.past_key_values.batch_repeat_interleave(len(words))
+        behind = backbone.core(input_ids=padded[:, :-1], past_key_values=read.past_key_values, use_cache=True).logits
+        return likelihoods(torch.cat([read.logits.expand(len(words), -1, -1), behind], 1))
+
+    def packed(value: Any) -> list[float]:
+        scores: list[float] = backbone.body(*backbone.transform.collate([value]))[0].tolist()
+        return scores
+
+    ways = {"one pass": (packed, values), "a cache": (cached, prompts), "a prompt each": (plain, prompts)}
+    scored = {name: np.array([way(each) for each in given]) for name, (way, given) in ways.items()}
+    sides = {name: partial(lambda way, given: [way(each) for each in given], *both) for name, both in ways.items()}
+    took = alternate(sides, REPEATS, time.process_time)
+    apart = {name: np.abs(scored[name] - scored["a prompt each"]).max() for name in ways}
+    shown = [[name, f"{took[name]:.2f}", f"{apart[name]:.1e}"] for name in ways]
+    columns = ("the prompt is read in", "processor seconds", "largest difference of a log-likelihood")
+    show(f"SmolLM2-135M, {count} questions of TREC one by one, {len(kinds)} candidates", columns, shown)
+
+
+def crowds() -> None:
+    """Peak memory of a round over 100 questions at 10 and at 100 clients, in processes of their own."""
+    shown: list[list[object]] = []
+    for name in ("FedAvg, LoRA", "FedMeZO, LoRA"):
+        few, many = (in_fresh_process("benchmarks.language", "crowd", name, each)["peak"] for each in (10, 100))
+        shown.append([name, f"{few / 2**20:.0f}", f"{many / 2**20:.0f}", f"{many / few:.3f}"])
+        print(*shown[-1], file=sys.stderr, flush=True)
+    columns = ("", "10 clients, MiB", "100 clients, MiB", "ratio")
+    show("SmolLM2-135M, a round over 100 questions of TREC, peak memory", columns, shown)
+
+
+def _crowd(name: str, clients: int) -> int:
+    """Peak memory of a round in which so many clients train LoRA in the last block."""
+    stage = COSTS[name] | {"blocks": TUNED, "rounds": 1, "batch_size": "full", "lr": 1e-6}
+    table = recipe("trec", stage, 100.0, 100, 1).model_dump(mode="json", exclude_none=True)
+    table["data"]["partition"] = {"kind": "iid", "clients": clients}
+    run(Recipe.parse(table))
+    return peak_memory()
+
+
 def _cost(name: str) -> dict[str, int]:
     """Peak memory and bytes of a round, or of two forward passes."""
     stage = COSTS.get(name, COSTS["FedMeZO, LoRA"]) | {"rounds": 1, "batch_size": "full", "lr": 1e-6}
@@ -194,13 +265,15 @@ def _passes(store: ModelStore, count: int) -> None:
 
 
 def paces(count: int = 16) -> None:
-    """Seconds of a round of FedMeZO, its step included, beside two forward passes over the same sentences, in turns."""
+    """Processor seconds of a round of FedMeZO, its step included, beside two forward passes over the same sentences, in
+    turns: on one thread they do not depend on what else the machine does."""
+    torch.set_num_threads(1)
     found = recipe("sst2", STAGES["norms"], 100.0, count, 8)
     dataset = Federation.of(found).dataset
     store, shown = ModelStore(found.model, dataset), []
     task = Task("default", 2, Population(1, count), store.label_words())
     labels, nothing = dataset.train.labels, np.zeros(0, np.float32)
-    for train, drawn in (("norms", "gaussian"), ("all", "gaussian"), ("all", "rademacher"), ("lora", "gaussian")):
+    for train, drawn in PACES:
         keys = {"method": "fedmezo", "train": train, "perturbation": drawn, "lr": 1e-6}
         stage = recipe("sst2", keys, 100.0).stages[0]
         method, _ = method_of(stage, plan_of(stage, frozenset(), True), (0, 0), store, (task,))
@@ -211,22 +284,53 @@ def paces(count: int = 16) -> None:
         def round_(method: Any = method, cohort: Cohort = cohort, seeds: Any = seeds) -> None:
             seed = next(seeds)
             reply = method.client_update(cohort, Received(0, scalars={"seed": seed}))
-            method.probes.step(seed, reply.blocks["slopes"][""][0], 1e-6)
+            method.walk.descent.step(seed, reply.blocks["slopes"][""][0], 1e-6)
 
-        passes = alternate({"two": lambda: _passes(store, count), "round": round_}, 3)
+        passes = alternate({"two": lambda: _passes(store, count), "round": round_}, REPEATS, time.process_time)
         ratio = passes["round"] / passes["two"]
         shown.append([train, drawn, f"{passes['two']:.2f}", f"{passes['round']:.2f}", f"{ratio:.2f}"])
         print(*shown[-1], file=sys.stderr, flush=True)
+        if train == "all":
+            _profile(drawn, method, passes["two"] / 2, store.flops_per_pass * count)
     columns = ("`train`", "`perturbation`", "two forward passes, s", "round, s", "ratio")
-    show(f"FedMeZO on SmolLM2-135M, {count} sentences, {torch.get_num_threads()} threads, median of 3", columns, shown)
+    show(f"FedMeZO on SmolLM2-135M, {count} sentences, processor seconds, median of {REPEATS}", columns, shown)
+
+
+@torch.inference_mode()
+def _profile(drawn: str, method: Any, passed: float, operations: float) -> None:
+    """What a round is made of: drawing directions, adding them to the weights, a step, a forward pass; seconds each."""
+    parameters, probes = method.network.trained, method.probes
+    size = sum(each.numel() for each in parameters.values())
+
+    def draw() -> None:
+        for name, each in parameters.items():
+            if drawn == "rademacher":
+                signs(7, 0, name, each.numel())
+            else:
+                sum(len(values) for _, values in blocks(7, 0, name, each.numel()))
+
+    def add() -> None:
+        for name, each in parameters.items():
+            probes._moved((7, 0), name, each, 1e-3, None)
+
+    def step() -> None:
+        method.walk.descent.step(7, np.ones(1, np.float32), 1e-9)
+
+    took = alternate({"draw": draw, "draw and add": add, "step": step}, REPEATS, time.process_time)
+    rates = {what: f"{4 * size / seconds / 1e9:.2f} GB of weights/s" for what, seconds in took.items()}
+    rates["forward pass"], took["forward pass"] = f"{operations / passed / 1e9:.0f} GFlop/s", passed
+    rows = [[what, f"{seconds:.3f}", rates[what]] for what, seconds in took.items()]
+    columns = ("", "processor seconds", "rate of one core")
+    show(f"Directions of {size / 1e6:.1f} M parameters, {drawn}", columns, rows)
 
 
 def main(arguments: tuple[str, ...] = ()) -> None:
     if not SHARED.is_dir():
         print("\nlanguage: set HEADSTART_SHARED to a folder with data/; skipped")
         return
-    if arguments in (("costs",), ("paces",)):
-        (costs if arguments == ("costs",) else paces)()
+    measures = {"costs": costs, "paces": paces, "crowds": crowds, "choices": choices}
+    if len(arguments) == 1 and arguments[0] in measures:
+        measures[arguments[0]]()
         return
     task, stage, alpha = (*arguments, *("", "", "")[len(arguments) :])
     found = [
@@ -245,5 +349,7 @@ def main(arguments: tuple[str, ...] = ()) -> None:
 if __name__ == "__main__":
     if sys.argv[1:2] == ["cost"]:
         print(json.dumps(_cost(sys.argv[2])))
+    elif sys.argv[1:2] == ["crowd"]:
+        print(json.dumps({"peak": _crowd(sys.argv[2], int(sys.argv[3]))}))
     else:
         main(tuple(sys.argv[1:]))

@@ -105,6 +105,27 @@ def test_scores_are_the_log_likelihoods_of_the_words(name: str, words: tuple[str
     np.testing.assert_array_equal(backbone.label_words[0], np.eye(len(words)))
 
 
+@torch.inference_mode()
+@pytest.mark.parametrize("name", [name for name, config in CONFIGS.items() if not config.is_encoder_decoder])
+def test_a_prompt_that_is_read_once_gives_what_a_cache_of_keys_and_values_gives(name: str, tmp_path: Path) -> None:
+    """The prompt through `transformers` once, its cache repeated for every candidate, and then the candidates."""
+    place = folder_of(tmp_path / name, name)
+    found = scores(load_backbone(model_of(place, LONG)), TEXTS)
+    model = transformers.AutoModelForCausalLM.from_pretrained(place).eval()
+    answers = [numbers(word) for word in LONG]
+    longest = max(map(len, answers))
+    for text, ours in zip(TEXTS, found, strict=True):
+        prompt = torch.tensor([[0, *numbers(PROMPT.replace("{text}", text))]])
+        read = model(input_ids=prompt, past_key_values=transformers.DynamicCache(), use_cache=True)
+        cache = read.past_key_values
+        cache.batch_repeat_interleave(len(answers))
+        given = torch.tensor([[*each, *[0] * (longest - len(each))] for each in answers])
+        logits = model(input_ids=given, past_key_values=cache, use_cache=True).logits
+        logits = torch.cat([read.logits[:, -1:].expand(len(answers), -1, -1), logits], 1).log_softmax(-1)
+        wanted = [sum(float(row[n, t]) for n, t in enumerate(each)) for row, each in zip(logits, answers, strict=True)]
+        np.testing.assert_allclose(ours, wanted, rtol=0, atol=1e-5)
+
+
 def test_nothing_ends_a_prompt_that_words_are_to_follow(tmp_path: Path) -> None:
     one, other = (load_backbone(model_of(folder_of(tmp_path / str(n), ends=bool(n)))) for n in (0, 1))
     np.testing.assert_allclose(scores(one, TEXTS), scores(other, TEXTS), atol=1e-6)

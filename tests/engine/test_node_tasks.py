@@ -114,6 +114,7 @@ def test_tasks_on_nodes_give_the_models_and_figures_of_the_same_run_in_process(s
         {**MLP, "method": "fedper"},
         {"method": "personalise", "update": "head", "epochs": 2, "lr": 0.01, "batch_size": 20},
         {**LOCAL, "method": "fedavg", "hide_task": True},
+        {**LOCAL, "method": "fedmezo", "clients_per_round": 4, "num_directions": 2, "start": 0},
     ]
     recipe = recipe_of(silos, *stages)
     here = run(recipe, tmp_path / "here")
@@ -123,8 +124,9 @@ def test_tasks_on_nodes_give_the_models_and_figures_of_the_same_run_in_process(s
     assert [dropped(there, number) for number in range(len(stages))] == [[]] * len(stages)
 
 
-def test_secure_sums_over_tasks_are_tested_task_by_task(silos: Path, tmp_path: Path) -> None:
-    recipe = recipe_of(silos, {**LOCAL, "method": "fedavg", "hide_task": True, "secure": True})
+@pytest.mark.parametrize("stage", [{"method": "fedavg", "hide_task": True}, {"method": "fedmezo"}])
+def test_secure_sums_over_tasks_are_tested_task_by_task(stage: dict[str, Any], silos: Path, tmp_path: Path) -> None:
+    recipe = recipe_of(silos, {**LOCAL, **stage, "secure": True})
     here = run(recipe, tmp_path / "here")
     there = serve(grid_of(recipe, silos, tmp_path / "state"), tmp_path / "there")
     assert_same_models(tmp_path / "here", tmp_path / "there", 1)

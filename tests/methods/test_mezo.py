@@ -43,7 +43,7 @@ from headstart.solvers import directions, zeroth
 from headstart.solvers import network as networks
 from headstart.solvers.cohort import Cohort
 from headstart.solvers.directions import direction
-from headstart.solvers.zeroth import ZerothOrder
+from headstart.solvers.zeroth import Descent
 from tests.helpers import Bench, context_of, play, round_trip
 from tests.methods.test_bodies import HEAD, IMAGES, PICTURES, SIDE, Normed, Plain, Y, backbone_of, bits
 
@@ -190,6 +190,31 @@ class Attentive(nn.Module):
         return self.last(self.attention(rows, rows, rows, need_weights=False)[0].mean(dim=1))
 
 
+class Row(nn.Module):
+    """Hands its parameter on, in the parameter's own memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(0.2 * torch.randn(5, 3 * SIDE**2))
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        return self.weight.T
+
+
+class Handing(nn.Module):
+    """Reads the parameters of two layers of one size after both have been called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(6)
+            self.one, self.two = Row(), Row()
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        one, two = self.one(pixels), self.two(pixels)
+        return (pixels.flatten(1) @ one).tanh() + pixels.flatten(1) @ two
+
+
 class Reading(Plain):
     """Reads the weights of its second layer without calling it; ``twice``, after a call."""
 
@@ -220,7 +245,7 @@ class Run:
     def __init__(self, who: np.ndarray, kind: str = "plain", seed: tuple[int, int] = SEED, **keys: Any) -> None:
         self.stage, self.seed, self.kind = stage_of(**keys), seed, kind
         examples = SENTENCES if kind == "bert" else PICTURES
-        nets = {"plain": Plain, "normed": Normed, "attentive": Attentive}
+        nets = {"plain": Plain, "normed": Normed, "attentive": Attentive, "handing": Handing}
         self.backbone = bert_backbone() if kind == "bert" else backbone_of(nets[kind]())
         self.module = None
         if self.stage.train in ("lora", "adapter"):
@@ -266,6 +291,7 @@ class Run:
 EVERYBODY = np.zeros(N, np.int64)
 KINDS = [
     ("plain", "all"), ("plain", "body"), ("plain", "head"), ("normed", "all"), ("attentive", "all"),
+    ("handing", "all"),
     ("bert", "all"), ("bert", "lora"), ("bert", "adapter"), ("bert", "head"),
 ]  # fmt: skip
 
@@ -523,7 +549,7 @@ def test_batches_are_so_many_examples_of_each_client_and_new_ones_every_round() 
     assert len(set(np.concatenate(drawn))) == N
     (_, reply) = run.bench.answer(cohort, run.bench.broadcast(run.state))
     assert reply.message.scalars["examples"] == 17  # what the mean weighs by: all that the client has
-    slopes = run.method.probes.slopes(cohort, drawn[0], run.method._seed(0), 0)[-5:]
+    slopes = run.method.probes.slopes(cohort, drawn[0], run.method.seed_of(0), 0)[-5:]
     assert reply.message.arrays["slopes"][0] == pytest.approx(slopes.mean(), rel=1e-5)
 
 
@@ -544,7 +570,7 @@ def test_batches_estimate_the_slope_of_the_pooled_loss() -> None:
     who = (Y != np.bincount(Y).argmin()).astype(np.int64)
     assert np.bincount(who).tolist() == [4, 16]
     run = Run(who, train="head", batch_size=2)
-    cohort, seed = run.cohort(0, 1), run.method._seed(0)
+    cohort, seed = run.cohort(0, 1), run.method.seed_of(0)
     slopes = run.method.probes.slopes(cohort, np.arange(N), seed, 0)
     found = []
     for round in range(600):
@@ -805,13 +831,13 @@ def test_where_only_the_head_moves_the_body_is_passed_once() -> None:
 def spied(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, np.ndarray]]:
     """Seeds and slopes of the steps that clients take."""
     taken: list[tuple[int, np.ndarray]] = []
-    step = ZerothOrder.step
+    step = Descent.step
 
-    def watch(self: ZerothOrder, seed: int, slopes: np.ndarray, *rest: Any) -> None:
+    def watch(self: Descent, seed: int, slopes: np.ndarray, *rest: Any) -> None:
         taken.append((seed, slopes.copy()))
         step(self, seed, slopes, *rest)
 
-    monkeypatch.setattr(ZerothOrder, "step", watch)
+    monkeypatch.setattr(Descent, "step", watch)
     return taken
 
 

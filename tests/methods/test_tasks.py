@@ -29,6 +29,7 @@ from headstart.engine import round as engine_round
 from headstart.engine.client import ClientRuntime, sender_of
 from headstart.engine.model_store import ModelStore
 from headstart.errors import HeadstartError, MessageError
+from headstart.export.replay import replay
 from headstart.heads import LinearHead
 from headstart.modules import plain_state
 from headstart.records.directory import RunDirectory
@@ -246,11 +247,9 @@ def task_features(watched: Watched, stage: Stage, task: int, at: int = -1) -> np
 # ------------------------------------------------------------------------------------------------------ what is refused
 
 
-@pytest.mark.parametrize("method", ["fedmezo", "distmezo", "slora", "centralised"])
-def test_a_method_for_one_task_refuses_several(method: str) -> None:
-    keys = {} if method == "slora" else {"train": "head"}
-    with pytest.raises(HeadstartError, match=rf"stages\.1\.method: {method} is for one task; give \[data\] instead"):
-        run(digits({"method": "fedncm"}, {"method": method} | keys))
+def test_a_method_for_one_task_refuses_several() -> None:
+    with pytest.raises(HeadstartError, match=r"stages\.1\.method: centralised has one machine .*run each as \[data\]"):
+        run(digits({"method": "fedncm"}, {"method": "centralised", "train": "head"}))
 
 
 def test_validation_is_refused_where_a_task_has_none() -> None:
@@ -333,6 +332,15 @@ def test_the_head_of_the_second_task_is_that_of_the_task_alone(method: str) -> N
     assert method == "local-only" or np.abs(expected.weight).max() > 1e-3
     np.testing.assert_allclose(head.weight, expected.weight, rtol=1e-4, atol=1e-6)
     assert both.lines[-1]["tasks"]["high"]["accuracy"] == pytest.approx(alone.lines[-1]["accuracy"], abs=0.01)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_head_that_fedmezo_trains_is_that_of_its_task_alone_to_the_bit(number: int) -> None:
+    keys = {"method": "fedmezo", "train": "head", "rounds": 4, "lr": 0.01, "num_directions": 2, "beta2": 0.9}
+    both = watch(digits({"method": "fedncm"}, keys))
+    alone = watch(digits({"method": "fedncm"}, keys, tasks=[(LOW, HIGH)[number]]))
+    same_head(both.stages[1].head(number), alone.stages[1].head())
+    assert not np.array_equal(both.stages[1].head(number).weight, both.stages[0].head(number).weight)
 
 
 def test_an_mlp_for_each_task(tmp_path: Path) -> None:
@@ -602,6 +610,20 @@ def test_whole_models_of_several_tasks_train_and_go_on_from_their_checkpoints(
     heads = [load_file(tmp_path / "whole" / "model" / f"head-{task}.safetensors") for task in ("abc", "de")]
     assert [len(head["weight"]) for head in heads] == [3, 2]
     assert 0 <= metrics_of(tmp_path / "whole")[-1]["accuracy"] <= 1
+
+
+@pytest.mark.parametrize(("method", "train"), [("fedmezo", "all"), ("fedmezo", "lora"), ("distmezo", "all")])
+def test_slopes_of_several_tasks_go_on_from_their_checkpoints(
+    vit: Tiny, method: str, train: str, tmp_path: Path
+) -> None:
+    """With "all", a backbone takes the steps of all clients, and the head of a task those of its own."""
+    keys = {"train": train, "rounds": 3, "lr": 1e-3, "clients_per_round": 3, "batch_size": 4}
+    recipe = vit({"method": method, **keys})
+    run(recipe, tmp_path / "whole")
+    assert with_interruptions(recipe, tmp_path / "often") >= 1
+    same_model(tmp_path / "whole", tmp_path / "often")
+    if method == "fedmezo":
+        assert replay(tmp_path / "whole", tmp_path / "again") == []
 
 
 def test_a_shared_body_is_written_without_a_head(vit: Tiny, tmp_path: Path) -> None:

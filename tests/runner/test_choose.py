@@ -59,8 +59,9 @@ def test_round_0_is_the_model_as_it_comes(tmp_path: Path) -> None:
     first, *others = lines(tmp_path / "run")
     assert (first["round"], first["bytes_up"], [line["round"] for line in others]) == (0, 0, [1, 2, 3])
     assert first["accuracy"] == pytest.approx(np.mean(scores.argmax(axis=1) == labels))
-    chosen = torch.from_numpy(scores)[torch.arange(len(labels)), torch.from_numpy(labels)]
-    assert first["loss"] == pytest.approx(float((torch.from_numpy(scores).logsumexp(1) - chosen).mean()), rel=1e-5)
+    given = torch.tensor(scores)
+    chosen = given[torch.arange(len(labels)), torch.from_numpy(labels)]
+    assert first["loss"] == pytest.approx(float((given.logsumexp(1) - chosen).mean()), rel=1e-5)
 
 
 @pytest.mark.parametrize("words", [SHORT, LONG])
@@ -117,7 +118,7 @@ def test_signs_are_directions_of_mezo_on_the_pooled_data(tmp_path: Path, monkeyp
     recipe = recipe_of(tmp_path, SHORT, clients=4, **stage)
     run(recipe, tmp_path / "four")
     run(recipe_of(tmp_path, SHORT, clients=1, **stage), tmp_path / "one")
-    monkeypatch.setattr("headstart.solvers.zeroth._ROOM", 0)
+    monkeypatch.setattr("headstart.solvers.drawn._ROOM", 0)
     run(recipe, tmp_path / "anew")
     from safetensors.torch import load_file
 
@@ -149,6 +150,27 @@ def test_signs_are_directions_of_mezo_on_the_pooled_data(tmp_path: Path, monkeyp
         assert torch.equal(four[name], anew[name])
         assert torch.allclose(four[name], one[name], atol=1e-5)
         assert torch.allclose(four[name], parameter, atol=2e-4)
+
+
+@pytest.mark.parametrize("perturbation", ["gaussian", "rademacher"])
+def test_directions_are_the_same_kept_or_drawn_anew_whole_or_by_rows(
+    perturbation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the vocabulary, rows that are read are perturbed alone; a block of 20 values ends within a row of eight."""
+    monkeypatch.setattr("headstart.solvers.directions.BLOCK", 20)
+    monkeypatch.setattr("headstart.solvers.drawn.BLOCK", 20)
+    monkeypatch.setattr("headstart.solvers.drawn._SIGNS", 16)
+    keys: dict[str, Any] = {"perturbation": perturbation, "num_directions": 2, "momentum": 0.5}
+    recipe = recipe_of(tmp_path, SHORT, **keys)
+    run(recipe, tmp_path / "kept")
+    monkeypatch.setattr("headstart.solvers.drawn._ROOM", 0)
+    run(recipe, tmp_path / "anew")
+    monkeypatch.setattr("headstart.solvers.zeroth.rows_read", lambda layer, inputs: None)
+    run(recipe, tmp_path / "whole")
+    kept, *others = (
+        (tmp_path / name / "model" / "model.safetensors").read_bytes() for name in ("kept", "anew", "whole")
+    )
+    assert others == [kept, kept]
 
 
 def _signs(seed: int, number: int, name: str, parameter: torch.Tensor) -> torch.Tensor:

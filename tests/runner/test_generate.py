@@ -265,6 +265,33 @@ def test_a_personal_model_is_tested_on_its_clients_completions(method: str, test
     assert result.summary["stages"][-1]["perplexity"] == last["perplexity"]
 
 
+@pytest.mark.parametrize("update", ["lora", "all"])
+def test_clients_make_the_model_their_own(update: str, tmp_path: Path) -> None:
+    """Fine-tuned by its client, a model is better at the client's completions, and not at those of the other."""
+    given = table(tmp_path, rounds=2, lr=0.1, train="lora" if update == "lora" else "all")
+    rows = [{"prompt": f"the {a}", "completion": b, "who": who} for who, b in (("a", "sat"), ("b", "ran very"))
+            for a in ("cat", "dog", "film") * 5]  # fmt: skip
+    write_text(tmp_path / "train.jsonl", "\n".join(map(json.dumps, rows)))
+    own = {"method": "personalise", "update": update, "epochs": 3, "lr": 0.1, "batch_size": 5, "forgetting": True}
+    given["stages"].append(own)
+    result = run(Recipe.parse(given), tmp_path / "run")
+    shared, *epochs = lines(tmp_path / "run")[-5:]
+    assert [line["round"] for line in epochs] == [0, 1, 2, 3]
+    for name in ("mean", "std"):
+        assert epochs[0][f"initial_perplexity_{name}"] == pytest.approx(shared[f"local_perplexity_{name}"])
+        assert epochs[-1][f"personalised_perplexity_{name}"] == epochs[-1][f"local_perplexity_{name}"]
+    last = result.summary["stages"][-1]
+    assert last["initial_perplexity_mean"] == epochs[0]["initial_perplexity_mean"]
+    assert last["personalised_perplexity_mean"] < last["initial_perplexity_mean"] - 0.1
+    assert last["whole_perplexity"] > last["personalised_perplexity_mean"]
+    assert epochs[0]["initial_whole_perplexity"] == pytest.approx(shared["perplexity"], rel=1e-5)
+    with (tmp_path / "run" / "clients.csv").open() as file:
+        each = [float(row["perplexity"]) for row in csv.DictReader(file) if row["stage"] == "1"]
+    assert np.mean(each) == pytest.approx(last["personalised_perplexity_mean"], rel=1e-5)
+    report = (tmp_path / "run" / "report.html").read_text()
+    assert f"{last['initial_perplexity_mean']:.2f} ± {last['initial_perplexity_std']:.2f} at first" in report
+
+
 @pytest.mark.parametrize(
     ("model", "stage", "sentence"),
     [
@@ -272,8 +299,13 @@ def test_a_personal_model_is_tested_on_its_clients_completions(method: str, test
         ({}, {"method": "fedncm", "train": None}, "stages.0.method: fedncm computes a head, and a model that gener"),
         (
             {},
-            {"method": "personalise", "update": "all", "train": None, "rounds": None},
-            "stages.0.method: personalise goes",
+            {"method": "personalise", "compute": "fed3r", "train": None, "rounds": None},
+            "stages.0.compute: a model that answers in words has its own head; leave compute out",
+        ),
+        (
+            {},
+            {"method": "personalise", "without_head": True, "train": None, "rounds": None},
+            "stages.0.without_head: a model that answers in words has its own head",
         ),
         ({"weights": "random"}, {}, "model.weights: a language model comes with its own; leave it out"),
         ({}, {"keep": "best"}, "stages.0: keep = 'best' and patience go by accuracy, and there is none"),

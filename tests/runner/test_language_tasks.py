@@ -3,6 +3,7 @@ it were alone."""
 
 import csv
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,9 @@ from headstart.engine.model_store import ModelStore
 from headstart.errors import HeadstartError, RecipeError
 from headstart.export import Model, export
 from headstart.export.completions import completions
+from headstart.export.replay import replay
+from headstart.methods.fedmezo import NOBODY
+from headstart.records import RunDirectory
 from headstart.runner import run
 from tests.backbones.test_cloze import folder_of as masked_folder
 from tests.backbones.test_language import LONG, SHORT, folder_of
@@ -98,6 +102,143 @@ def test_a_task_does_not_notice_the_others(tables: Any, kind: str, tmp_path: Pat
             assert found == pytest.approx({key: one[key] for key in what}, rel=1e-5)
         assert together[-1]["tasks"][name]["loss"] < together[0]["tasks"][name]["loss"] - 1e-3
     assert [line["round"] for line in together] == [0, 1, 2, 3]  # what it knows before any training, too
+
+
+MEZO: dict[str, Any] = {
+    "method": "fedmezo", "rounds": 3, "lr": 0.2, "epsilon": 1e-2, "num_directions": 2, "batch_size": "full",
+    "momentum": 0.5,
+}  # fmt: skip
+
+
+def same_to_the_bit(both: Path, one: Path, task: str) -> None:
+    ours = load_file(both / "model" / f"module-{task}.safetensors")
+    theirs = load_file(one / "model" / "module-default.safetensors")
+    assert ours.keys() == theirs.keys()
+    for each in ours:
+        np.testing.assert_array_equal(ours[each], theirs[each], err_msg=each)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tables", [choosing, completing])
+def test_a_task_of_fedmezo_is_the_task_alone_to_the_bit(tables: Any, kind: str, tmp_path: Path) -> None:
+    table = tables(tmp_path) | {"stages": [MEZO | KINDS[kind]]}
+    run(Recipe.parse(table), tmp_path / "both")
+    together = lines(tmp_path / "both")
+    for number, name in enumerate(task["name"] for task in table["tasks"]):
+        run(Recipe.parse(alone(table, number)), tmp_path / name)
+        same_to_the_bit(tmp_path / "both", tmp_path / name, name)
+        for both, one in zip(together, lines(tmp_path / name), strict=True):
+            assert both["tasks"][name]["loss"] == one["loss"]
+    assert replay(tmp_path / "both", tmp_path / "again") == []
+    each = [lines(tmp_path / task["name"])[-1] for task in table["tasks"]]
+    assert together[-1]["forward_passes"] == sum(line["forward_passes"] for line in each)
+    assert together[-1]["bytes_up"] < 1.1 * sum(line["bytes_up"] for line in each)  # names of tasks
+
+
+def test_a_task_of_which_nobody_is_drawn_takes_no_step(tmp_path: Path) -> None:
+    """One client of four a round: a task goes on from where it was, at the rate of the round, as its log says."""
+    table = choosing(tmp_path) | {"stages": [MEZO | KINDS["lora"] | {"rounds": 6, "clients_per_round": 1}]}
+    run(Recipe.parse(table), tmp_path / "run")
+    log = RunDirectory.reopen(tmp_path / "run", Recipe.parse(table)).load_log(0)
+    moved = np.stack([log.arrays[f"parts/{part}/seeds"] != NOBODY for part in range(2)])
+    assert (moved.sum(axis=0) == 1).all()
+    assert moved.any(axis=1).all()
+    losses = [[line["tasks"][name]["loss"] for line in lines(tmp_path / "run")] for name in ("short", "long")]
+    for each, steps in zip(losses, moved, strict=True):
+        assert [before != after for before, after in pairwise(each)] == steps.tolist()
+    assert replay(tmp_path / "run", tmp_path / "again") == []
+
+
+def test_a_run_of_several_logs_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
+    recipe = Recipe.parse(choosing(tmp_path) | {"stages": [MEZO | KINDS["lora"]]})
+    run(recipe, tmp_path / "whole")
+
+    def stop(line: dict[str, Any]) -> None:
+        if line["round"] == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(recipe, tmp_path / "cut", on_metrics=stop)
+    run(recipe, tmp_path / "cut", resume=True)
+    for name in ("module-short.safetensors", "module-long.safetensors"):
+        assert (tmp_path / "cut" / "model" / name).read_bytes() == (tmp_path / "whole" / "model" / name).read_bytes()
+
+
+def test_a_backbone_that_tasks_share_takes_the_steps_of_all_clients(tmp_path: Path) -> None:
+    """Norms, and completions of two tasks at six clients: to the body, those of one task at six clients."""
+    table = completing(tmp_path) | {"stages": [MEZO | {"train": "norms"}]}
+    run(Recipe.parse(table), tmp_path / "both")
+    federation = Federation.of(Recipe.parse(table))
+    given = zip(federation.dataset.train.raw(0, 100), federation.owners, strict=True)
+    rows = [{"prompt": p, "completion": c, "who": f"{owner}"} for (p, c), owner in given]
+    (tmp_path / "pooled").mkdir()
+    write_text(tmp_path / "pooled" / "train.jsonl", "\n".join(map(json.dumps, rows)))
+    write_text(tmp_path / "pooled" / "test.jsonl", "\n".join(map(json.dumps, rows[:3])))
+    one = {"dataset": str(tmp_path / "pooled"), "client_column": "who", "partition": {"kind": "natural"}}
+    run(Recipe.parse({"data": one, "model": table["model"], "stages": table["stages"]}), tmp_path / "one")
+    ours, theirs = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("both", "one"))
+    for name in ours:
+        np.testing.assert_allclose(ours[name], theirs[name], atol=1e-5)
+    assert replay(tmp_path / "both", tmp_path / "again") == []
+
+
+@pytest.mark.parametrize("tables", [choosing, completing])
+@pytest.mark.parametrize("method", ["slora", "fedsa-lora", "flexlora", "distmezo"])
+def test_other_methods_train_every_task_as_if_it_were_alone(method: str, tables: Any, tmp_path: Path) -> None:
+    keys: dict[str, Any] = {"method": method, "rank": 2, "train": "lora", "rounds": 3, "batch_size": "full"}
+    keys |= {"lr": 1e-3, "local_steps": 2} if method == "distmezo" else {"lr": 0.1}
+    table = tables(tmp_path) | {"stages": [keys]}
+    run(Recipe.parse(table), tmp_path / "both")
+    together = lines(tmp_path / "both")
+    for number, name in enumerate(task["name"] for task in table["tasks"]):
+        if method == "distmezo" and number:
+            continue  # directions are drawn from the client's number
+        run(Recipe.parse(alone(table, number)), tmp_path / name)
+        for both, one in zip(together, lines(tmp_path / name), strict=True):
+            assert both["tasks"][name]["loss"] == pytest.approx(one["loss"], rel=1e-5)
+        assert together[-1]["tasks"][name]["loss"] != together[0]["tasks"][name]["loss"]
+
+
+@pytest.mark.parametrize("method", ["slora", "flexlora"])
+def test_a_task_that_is_hidden_learns_the_same(method: str, tmp_path: Path) -> None:
+    """SLoRA sends other values after its first round, and FlexLoRA's server adds products to what it was sent."""
+    found = []
+    for hidden in (False, True):
+        stage = {"method": method, "rank": 2, "rounds": 3, "lr": 0.1, "batch_size": "full", "hide_task": hidden}
+        run(Recipe.parse(choosing(tmp_path) | {"stages": [stage]}), tmp_path / str(hidden))
+        found.append([line["loss"] for line in lines(tmp_path / str(hidden))])
+    assert found[0] == pytest.approx(found[1], rel=1e-6)
+
+
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+@pytest.mark.parametrize("method", ["fedncm", "fed3r", "fedcof"])
+def test_a_closed_form_of_a_task_is_on_its_own_prompts(method: str, pooling: str, tmp_path: Path) -> None:
+    """Without words to choose from: a head for each task, on what the model makes of its texts in its own prompt."""
+    table = choosing(tmp_path) | {"stages": [{"method": method}]}
+    table["model"] = {"backbone": table["model"]["backbone"], "pooling": pooling}
+    for task in table["tasks"]:
+        del task["label_words"]
+    run(Recipe.parse(table), tmp_path / "both")
+    for number, name in enumerate(("short", "long")):
+        run(Recipe.parse(alone(table, number)), tmp_path / name)
+        ours = load_file(tmp_path / "both" / "model" / f"head-{name}.safetensors")
+        theirs = load_file(tmp_path / name / "model" / "head.safetensors")
+        for each in theirs:
+            np.testing.assert_array_equal(ours[each], theirs[each], err_msg=each)
+        both, one = (Model.load(tmp_path / run, name if run == "both" else None) for run in ("both", name))
+        texts = ["the cat sat", "very good film"]
+        np.testing.assert_array_equal(both.predict(texts).probabilities, one.predict(texts).probabilities)
+    plain = table | {"tasks": [{k: v for k, v in task.items() if k != "prompt"} for task in table["tasks"]]}
+    run(Recipe.parse(plain), tmp_path / "plain")
+    bare = load_file(tmp_path / "plain" / "model" / "head-long.safetensors")
+    assert not np.allclose(bare["weight"], ours["weight"])
+
+
+@pytest.mark.parametrize(("method", "why"), [("fedex-lora", "use flexlora"), ("centralised", r"run each as \[data\]")])
+def test_what_is_for_one_task_says_why(method: str, why: str, tmp_path: Path) -> None:
+    stage = {"method": method, "train": "lora", "rounds": 1}
+    with pytest.raises(HeadstartError, match=rf"stages\.0\.method: {method} .*{why}"):
+        run(Recipe.parse(choosing(tmp_path) | {"stages": [stage]}))
 
 
 @pytest.mark.parametrize("tables", [choosing, completing])
@@ -204,8 +345,9 @@ def test_prompts_of_every_task_are_shown(
         ({}, {"prompt": "film"}, {}, "tasks.1.prompt: write {text} where the text goes"),
         ({"prompt": "{text}"}, {}, {}, "model.prompt: with several tasks, give each its own"),
         ({"label_words": ["a", "b"]}, {}, {}, "model.label_words: they are those of one task"),
-        ({"task": "classify"}, {}, {}, "tasks.1: a prompt and label_words are for model.task = 'choose'"),
-        ({}, {}, {"method": "fedncm"}, "stages.0.method: fedncm computes heads on what all tasks read alike"),
+        ({"task": "classify"}, {}, {}, "tasks.1: words to choose from are for model.task = 'choose'"),
+        ({"task": "generate"}, {}, {}, "tasks.1: prompts are in the data, and there are no classes"),
+        ({}, {}, {"method": "fedncm"}, "stages.0.method: fedncm computes heads on features of one length, and words"),
     ],
 )
 def test_what_several_prompts_need(model: Any, task: Any, stage: Any, sentence: str, tmp_path: Path) -> None:

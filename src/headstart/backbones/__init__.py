@@ -3,6 +3,7 @@
 from headstart.backbones.backbone import Backbone, moved, run_body, some, taken, unused
 from headstart.backbones.extract import embed, embed_rows, extract
 from headstart.backbones.inputs import Inputs
+from headstart.backbones.language import rows_read
 from headstart.backbones.prefix import Prefix, Prefixed, evaluating
 from headstart.backbones.registry import BACKBONES, load_backbone, load_backbones, register_backbone
 
@@ -20,6 +21,7 @@ __all__ = [
     "load_backbones",
     "moved",
     "register_backbone",
+    "rows_read",
     "run_body",
     "some",
     "taken",

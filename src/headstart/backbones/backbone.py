@@ -46,7 +46,8 @@ class Backbone:
     """"choose": the classes are words of the model itself, and the head that reads them off is not to be trained.
     "generate": features [B, 2] are the negative log-likelihood of a completion and the number of its tokens."""
     under: Callable[[Model], Backbone] | None = None
-    """Of a model that chooses: itself under the prompt and the label words of another task, on the same network."""
+    """Of a model that reads prompts: itself under the prompt and the label words of another task, on the same
+    network."""
 
     @property
     def pixel_range(self) -> tuple[float, float] | None:

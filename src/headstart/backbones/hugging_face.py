@@ -167,14 +167,20 @@ def hugging_face(place: str, model: Model, name: str) -> Backbone:
             pooling = said[0] if said else usual
         except (ValueError, RuntimeError, AttributeError) as error:
             raise cannot_load(name, error) from None
+    return _reading(_Pooled(encoder, pooling, image=False), config, tokenizer, name, key, model)
+
+
+def _reading(body: _Pooled, config: Any, tokenizer: Any, name: str, key: str, model: Model) -> Backbone:
+    """An encoder of texts that is there already, under the prompt of a model where it has one; key: of its network."""
     # Not every tokenizer knows how many positions its network has.
     positions = getattr(config, "max_position_embeddings", None) or model.max_tokens
     longest = min(model.max_tokens, tokenizer.model_max_length, positions)
-    transform = TextTransform(tokenizer, longest, model.prompt, open=pooling == "last")
+    transform = TextTransform(tokenizer, longest, model.prompt, open=body.pooling == "last")
     # The tokenizer decides the ids, so it belongs to the key; two tokenizers of one size may differ.
-    key = f"text {pooling} {longest} {vocabulary_key(tokenizer)} {key}" + (f" {model.prompt}" if model.prompt else "")
-    body = _Pooled(encoder, pooling, image=False)
-    return Backbone(name, "text", config.hidden_size, body, encoder, transform, key)
+    about = f"text {body.pooling} {longest} {vocabulary_key(tokenizer)} {key}"
+    about += f" {model.prompt}" if model.prompt else ""
+    under = partial(_reading, body, config, tokenizer, name, key)
+    return Backbone(name, "text", config.hidden_size, body, body.encoder, transform, about, under=under)
 
 
 def _causal(encoder: Any) -> bool:

@@ -155,6 +155,17 @@ def read_at(model: Any, places: Any) -> Iterator[None]:
         handle.remove()
 
 
+class _Words:
+    """The forward of a layer that reads a vocabulary off hidden states, for some of its tokens [C] alone."""
+
+    def __init__(self, layer: nn.Linear, tokens: Tensor) -> None:
+        self.layer, self.rows = layer, tokens
+
+    def __call__(self, states: Tensor) -> Tensor:
+        bias = None if self.layer.bias is None else self.layer.bias[self.rows]
+        return nn.functional.linear(states, self.layer.weight[self.rows], bias)
+
+
 @contextmanager
 def _among(model: Any, tokens: Tensor | None) -> Iterator[Tensor | None]:
     """Inside, the vocabulary is these tokens [C] alone, in the order that it gives [C]; None: all of it."""
@@ -162,13 +173,22 @@ def _among(model: Any, tokens: Tensor | None) -> Iterator[Tensor | None]:
     if tokens is None or type(layer) is not nn.Linear:
         yield None
         return
-    vars(layer)["forward"] = lambda states: nn.functional.linear(
-        states, layer.weight[tokens], None if layer.bias is None else layer.bias[tokens]
-    )
+    vars(layer)["forward"] = _Words(layer, tokens)
     try:
         yield torch.arange(len(tokens), device=tokens.device)
     finally:
         del vars(layer)["forward"]
+
+
+def rows_read(layer: nn.Module, inputs: tuple[Any, ...]) -> Tensor | None:
+    """Rows of a layer's parameters that its forward will read for these inputs; None: all of them."""
+    forward = vars(layer).get("forward")
+    ids: Tensor | None = None
+    if isinstance(forward, _Words):
+        ids = forward.rows
+    elif type(layer) is nn.Embedding and layer.max_norm is None and forward is None and inputs:
+        ids = inputs[0]
+    return None if ids is None else torch.unique(ids)
 
 
 def choice(place: str, model: Model, name: str) -> Backbone:

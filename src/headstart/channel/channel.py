@@ -247,7 +247,7 @@ def _update_channel(
             deviation = hidden.deviation
     links.append(Check(deviation))
     if stage.hide_task and several:
-        links.append(HideTask(list(clients), method.blocks))
+        links.append(HideTask(list(clients), partial(_sent, method, len(clients))))
     padded = method.blocks if stage.hide_task and several else None
     compressions: dict[str, Callable[[], Link]] = {
         "int8": partial(Quantise, seed), "top-k": partial(TopK, stage.top_k, padded), "sign": partial(Sign, padded),
@@ -262,6 +262,12 @@ def _update_channel(
     }
     rule = RULES.get(stage.combine) or partial(_by_coordinate, robust[stage.combine])
     return UpdateChannel(method, tuple(links), partial(HeldTotal, rule=rule))
+
+
+def _sent(method: Sends, tasks: int) -> Blocks:
+    """What clients of all tasks send, without what the server makes of it."""
+    sent = {name for task in range(tasks) for name in method.expected(task)}
+    return {name: shape for name, shape in method.blocks.items() if name in sent}
 
 
 def _errors(blocks: Blocks) -> Blocks:

@@ -285,12 +285,13 @@ class HideTask(Link):
     A server that sees sums only does not learn a client's task from them.
     """
 
-    def __init__(self, tasks: Sequence[str], blocks: Blocks) -> None:
+    def __init__(self, tasks: Sequence[str], blocks: Callable[[], Blocks]) -> None:
+        """blocks: what clients of all tasks send now."""
         self.tasks, self.blocks = tuple(tasks), blocks
 
     def encode(self, message: Message, sender: Sender) -> Message:
         """Padded."""
-        zeros = {n: np.zeros(s, np.float32) for n, s in self.blocks.items() if n not in message.arrays}
+        zeros = {n: np.zeros(s, np.float32) for n, s in self.blocks().items() if n not in message.arrays}
         present = np.eye(len(self.tasks), dtype=np.float32)[sender.task]
         return Message({**message.arrays, **zeros, "present": present}, message.scalars)
 
@@ -299,7 +300,7 @@ class HideTask(Link):
         present = message.array("present", "float32", (len(self.tasks),))
         if not np.isin(present, (0, 1)).all() or present.sum() != 1:
             raise MessageError("a client says that it has no task, or more than one")
-        arrays = {name: message.array(name, "float32", shape) for name, shape in self.blocks.items()}
+        arrays = {name: message.array(name, "float32", shape) for name, shape in self.blocks().items()}
         mine = ("", self.tasks[int(present.argmax())])
         return Message({n: a for n, a in arrays.items() if n.partition("@")[2] in mine}, message.scalars)
 

@@ -37,7 +37,7 @@ def contradictions(table: Mapping[str, Any]) -> list[str]:
         problems += [f"{where}.{problem}" for problem in found]
     model = table.get("model")
     problems += _of_model(model, bool(tasks)) if isinstance(model, dict) else []
-    problems += _of_prompts(given, model.get("task") == "choose" if isinstance(model, dict) else False)
+    problems += _of_prompts(given, str(model.get("task", "classify")) if isinstance(model, dict) else "classify")
     has_body = not isinstance(model, dict) or model.get("backbone") != "features"
     quantised = isinstance(model, dict) and bool(model.get("quantise"))
     data = table.get("data")
@@ -93,17 +93,24 @@ def _of_model(model: Mapping[str, Any], tasks: bool) -> list[str]:
     return problems
 
 
-def _of_prompts(tasks: Sequence[Any], chooses: bool) -> list[str]:
-    """What is wrong with the prompts of several tasks."""
+def _of_prompts(tasks: Sequence[Any], how: str) -> list[str]:
+    """What is wrong with the prompts of several tasks; how: what the model is to do with them."""
     problems = []
     for number, task in enumerate(tasks):
         given = {"prompt", "label_words"} & task.keys() if isinstance(task, dict) else set[str]()
         prompt = task.get("prompt") if isinstance(task, dict) else None
-        if given and not chooses:
-            problems.append(f"tasks.{number}: a prompt and label_words are for model.task = 'choose'; leave them out")
-        elif chooses and len(given) < 2:
+        masks = prompt.count("{mask}") if isinstance(prompt, str) else 0
+        if given and how == "generate":
+            problems.append(
+                f"tasks.{number}: prompts are in the data, and there are no classes; leave {min(given)} out"
+            )
+        elif ("label_words" in given or masks) and how == "classify":
+            problems.append(
+                f"tasks.{number}: words to choose from are for model.task = 'choose'; set it, or leave them"
+            )
+        elif how == "choose" and len(given) < 2:
             problems.append(f"tasks.{number}: to choose, a task needs a prompt, and label_words to choose from")
-        elif isinstance(prompt, str) and (prompt.count("{mask}") > 1 or "{text}" not in prompt):
+        elif isinstance(prompt, str) and (masks > 1 or "{text}" not in prompt):
             problems.append(f"tasks.{number}.prompt: write {{text}} where the text goes, and {{mask}} at most once")
     return problems
 
@@ -118,12 +125,18 @@ def _headless(stage: Mapping[str, Any], task: Any, tasks: bool) -> list[str]:
         problems.append(": a model that answers in words has its own head; leave head_init and head out")
     if kind and kind.trains and "personal" == kind.classifier != kind.representation:
         problems.append(f".method: {stage['method']} gives clients heads of their own, and there are none; use fedavg")
-    elif kind and task == "generate" and kind.personalises:
-        problems.append(".method: personalise goes by accuracy, and there is none; use local-only or fedsa-lora")
+    problems += [
+        f".{key}: a model that answers in words has its own head; leave {key} out"
+        for key in ("compute", *(["without_head"] if task == "generate" else []))
+        if stage.get(key)
+    ]
     if kind and task == "generate" and not kind.trains:
         problems.append(f".method: {stage['method']} computes a head, and a model that generates has none; use fedavg")
     elif kind and tasks and not kind.trains:
-        problems.append(f".method: {stage['method']} computes heads on what all tasks read alike; use fedyolo")
+        problems.append(
+            f".method: {stage['method']} computes heads on features of one length, and words are each task's own; "
+            "leave model.task and label_words out, for heads on the states that the prompts end in"
+        )
     if task == "generate" and (stage.get("keep") == "best" or "patience" in stage):
         problems.append(": keep = 'best' and patience go by accuracy, and there is none; leave them out")
     return problems

@@ -83,8 +83,8 @@ class StageKeys(Table):
     """Whether anything travels from round to round."""
     any_target: ClassVar[bool] = False
     """Whether it learns numbers and labels, too, and not classes alone."""
-    one_task: ClassVar[bool] = False
-    """Whether the method is defined for a single task only."""
+    one_task: ClassVar[str] = ""
+    """Why the method is for a single task only, and what to do instead; empty: it is for several, too."""
     personalises: ClassVar[bool] = False
     """Whether clients make the model their own, an epoch a round."""
     replays: ClassVar[bool] = False

@@ -163,7 +163,8 @@ class Task(Data):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
     """Names the task's files and clients."""
     prompt: str | None = None
-    """With model.task = "choose": the task's own prompt, as model.prompt is that of a single one."""
+    """The task's own prompt, in the place of model.prompt: that of its label words with model.task = "choose", or what
+    its texts are read in where a head is on features."""
     label_words: Annotated[tuple[str, ...], Field(strict=False)] | None = None
     """With model.task = "choose": the words that stand for the task's classes, in their order."""
 
@@ -335,9 +336,9 @@ class Recipe(Table):
     @property
     def models(self) -> tuple[Model, ...]:
         """The model of each task: one, which all share, or one under the prompt and the label words of each."""
-        if not self.tasks or self.model.task != "choose":
+        if not any(task.prompt for task in self.tasks or ()):
             return (self.model,)
-        own = [{"prompt": task.prompt, "label_words": task.label_words} for task in self.tasks]
+        own = [{"prompt": task.prompt or self.model.prompt, "label_words": task.label_words} for task in self.tasks]
         return tuple(self.model.model_copy(update=each) for each in own)
 
     def model_of(self, task: int) -> Model:

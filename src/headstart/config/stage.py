@@ -182,7 +182,6 @@ class AdaptiveStage(TrainingStage):
 class ZerothOrderStage(Plain, RoundKeys):
     """Slopes along random directions instead of gradients; batch norm and dropout as in evaluation."""
 
-    one_task: ClassVar[bool] = True
     checkpoint_gradients: ClassVar[bool] = False
     norm_statistics: ClassVar[Literal["freeze"]] = "freeze"
     augment: ClassVar[Literal["none"]] = "none"

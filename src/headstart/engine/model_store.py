@@ -191,7 +191,9 @@ class ModelStore:
         parts = []
         for task, part in enumerate(examples.source.parts):
             self.use(task)
-            parts.append(extract(self.backbone, part, f"{self._dataset.name.split('+')[task]} {split}"))
+            view = self.view(task)
+            assert view is not None
+            parts.append(extract(view, part, f"{self._dataset.name.split('+')[task]} {split}"))
         return np.concatenate(parts)
 
     def known(self, split: str) -> Features:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from headstart.config.recipe import Recipe
 from headstart.core.state import unpack
 from headstart.engine.model_store import ModelStore
 from headstart.engine.setup import plan_of
 from headstart.errors import HeadstartError
+from headstart.heads import LinearHead
 from headstart.methods import StageContext, Task, build
 from headstart.records import RunDirectory
 
@@ -27,33 +30,41 @@ def replay(path: Path, out: Path) -> list[str]:
         raise HeadstartError(f"{path} is no run of fedmezo: there is no log to replay")
     number = numbers[-1]
     stage, log = recipe.stages[number], directory.load_log(number)
-    store = ModelStore(recipe.model, None)
+    first, *others = recipe.models
+    store = ModelStore(first, None, others=others)
     begin = number - 1 if stage.start == "previous" else -1 if stage.start == "pretrained" else stage.start
-    head = store.label_words()
+    finals, _ = directory.load_model(number)
+    tasks = range(len(finals.heads))
+    heads: Sequence[LinearHead | None] = [store.label_words(task) for task in tasks]
     for earlier in range(number):
         earlier_model, version = directory.load_model(earlier)
         if version is not None:
             store.remember(earlier, version)
         if earlier == begin:
-            head = earlier_model.heads[0]
+            heads = earlier_model.heads
             store.load(earlier_model.body)
-    (final,) = directory.load_model(number)[0].heads
-    assert final is not None
-    made = final.arrays()
-    classes = len(made["weight"])
-    dim = store.backbone.dim if store.backbone else made.get("hidden.0.weight", made["weight"]).shape[1]
+    named = json.loads((path / "model" / "classes.json").read_text(encoding="utf-8"))
+    made = [head.arrays() for head in finals.heads if head is not None]
+    dim = store.backbone.dim if store.backbone else made[0].get("hidden.0.weight", made[0]["weight"]).shape[1]
     seed, plan = (recipe.seed, number), plan_of(stage, frozenset(), store.fixed_head)
+    values = store.module.values if store.module else ()
+    known = [
+        Task(name, len(made[task]["weight"]), head=heads[task], module=values[task] if values else None)
+        for task, name in enumerate(named)
+    ]
     store.attach(stage, plan, seed)
-    context = StageContext((Task("default", classes, head=head),), dim, seed, plan, store.model)
-    method = build(stage, context)
-    rebuilt_head = method.load(method.model(unpack(method.state_type, log)))
+    method = build(stage, StageContext(tuple(known), dim, seed, plan, store.model))
+    state: Any = unpack(method.state_type, log)
+    rebuilt_heads, rebuilt_values = [], []
+    for task in reversed(tasks):  # the first task's module is what stays on the backbone
+        rebuilt_heads.append(method.load(method.model(state, task), task))
+        rebuilt_values.append(store.module_values())
     rebuilt = RunDirectory(out)
     (out / "model").mkdir(parents=True, exist_ok=True)
     if plan.changes_features:
-        store.keep(number, stage.norm_statistics, [store.module_values()], plan.body == "shared")
-    named = json.loads((path / "model" / "classes.json").read_text(encoding="utf-8"))
+        store.keep(number, stage.norm_statistics, rebuilt_values[::-1], plan.body == "shared")
     trained = store if plan.changes_features else None
-    rebuilt.save_final(trained, [rebuilt_head], list(named), list(named.values()))
+    rebuilt.save_final(trained, rebuilt_heads[::-1], list(named), list(named.values()))
     return [
         file.name
         for file in sorted((out / "model").iterdir())

@@ -22,7 +22,7 @@ class CentralisedStage(TrainingStage):
 
     pooled: ClassVar[bool] = True
     communicates: ClassVar[bool] = False
-    one_task: ClassVar[bool] = True
+    one_task: ClassVar[str] = "has one machine with everybody's examples, and tasks have clients; run each as [data]"
     sgd_only: ClassVar[bool] = True
     method: Literal["centralised"]
 

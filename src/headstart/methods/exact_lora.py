@@ -35,7 +35,6 @@ _A, _B = ".lora_A.weight", ".lora_B.weight"
 
 
 class _ExactStage(TrainingStage):
-    one_task: ClassVar[bool] = True
     products: ClassVar[bool] = True
     train: Literal["lora"] = "lora"
 
@@ -43,6 +42,7 @@ class _ExactStage(TrainingStage):
 class FedExLoRAStage(_ExactStage):
     """LoRA with FedAvg, and what the mean of factors gets wrong folded into the weights (Singhal et al., 2025)."""
 
+    one_task: ClassVar[str] = "folds one task's residual into weights that all tasks read; use flexlora"
     folds: ClassVar[bool] = True
     method: Literal["fedex-lora"]
 

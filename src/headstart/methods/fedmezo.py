@@ -12,8 +12,10 @@ and so they change nothing of that.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Literal
+from functools import cached_property
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -33,9 +35,17 @@ from headstart.methods.registry import register
 from headstart.solvers.cohort import Cohort
 from headstart.solvers.objective import learning_rate
 
+if TYPE_CHECKING:  # methods are known before torch is loaded
+    from torch import Tensor
+
+    from headstart.solvers.network import Network
+    from headstart.solvers.zeroth import Descent
+
 # A slope that would need a loss to change by so much over the probe is no slope.
 _ABSURD = 200.0
 _TINY = 1e-12
+NOBODY = -1
+"""In the place of a seed: a round without a reply, in which nothing moves."""
 
 
 class FedMeZOStage(ZerothOrderStage):
@@ -69,6 +79,7 @@ class Log:
     """The state of the server, and the model: seeds [T] and mean slopes [T, P]."""
 
     seeds: Ints
+    """Of each step, what its directions are drawn from; `NOBODY` where none was taken."""
     slopes: npt.NDArray[np.float32]
 
     @classmethod
@@ -79,6 +90,10 @@ class Log:
     def message(self, first: int = 0, **scalars: int) -> Message:
         """Its steps from ``first`` on."""
         return Message({"seeds": self.seeds[first:], "slopes": self.slopes[first:]}, {**scalars, "first": first})
+
+    def and_then(self, seed: int, slopes: npt.NDArray[np.float64]) -> Log:
+        """The log after a step more; slopes: [P]."""
+        return Log(np.append(self.seeds, seed), np.vstack([self.slopes, slopes.astype(np.float32)]))
 
 
 @dataclass
@@ -114,6 +129,35 @@ class _Pace:
         return rate / max(math.sqrt(self.square / (1 - beta**steps)), _TINY)
 
 
+class Walk:
+    """Parameters on their way along a log: where they started from, and how many of its steps they have taken."""
+
+    def __init__(self, stage: FedMeZOStage, network: Network, descent: Descent) -> None:
+        self.stage, self.network, self.descent = stage, network, descent
+        self._start = self.values()
+        self._taken, self._pace = 0, _Pace(stage)
+        """Steps of the log that have been taken, and how far the next one goes."""
+
+    def values(self) -> dict[str, Tensor]:
+        """The parameters as they are now, in memory of their own."""
+        return {name: parameter.detach().clone() for name, parameter in self.descent.parameters.items()}
+
+    def follow(self, first: int, log: Log) -> None:
+        """Take the steps of a log that starts at step ``first``, from where the parameters are, or from the start where
+        they have taken more."""
+        if first + len(log.seeds) < self._taken:
+            self.network.load(self._start)
+            self.descent.rest()
+            self._taken, self._pace = 0, _Pace(self.stage)
+        if first > self._taken:
+            raise MessageError(f"the log starts at step {first}, and the weights have taken {self._taken}")
+        for number in range(self._taken, first + len(log.seeds)):
+            seed, slopes = int(log.seeds[number - first]), log.slopes[number - first]
+            if seed != NOBODY and (rate := self._pace.rate(number, slopes)):
+                self.descent.step(seed, slopes, rate, self.stage.weight_decay, self.stage.momentum)
+            self._taken = number + 1
+
+
 def _mean_square(values: npt.NDArray[np.float32]) -> float:
     return float(np.square(values.astype(np.float64)).mean())
 
@@ -131,11 +175,20 @@ class FedMeZO(Method[Log]):
         self.stage, self.context, self.plan = stage, context, context.plan
         self.weighting = stage.weighting
         self.blocks = {"slopes": (stage.num_directions,)}
-        self.network = Network(context.model, tensors(head_start(stage, context)), stage, self.plan)
+        head = tensors(head_start(stage, context))
+        self.network = Network(context.model, head, stage, self.plan, context.number)
         self.probes = ZerothOrder(self.network, stage.epsilon)
-        self._taken, self._pace = 0, _Pace(stage)
-        """Steps of the log that the weights have taken, and how far the next one goes."""
-        self._start = {name: parameter.detach().clone() for name, parameter in self.network.trained.items()}
+
+    @cached_property
+    def walk(self) -> Walk:
+        """All that is trained, from where the stage found it: nobody moves it before the first step."""
+        return self.walk_of(self.network.trained)
+
+    def walk_of(self, names: Iterable[str]) -> Walk:
+        """Some of what is trained, from where it is now."""
+        from headstart.solvers.zeroth import Descent
+
+        return Walk(self.stage, self.network, Descent(self.network, self.probes.drawn, names))
 
     # ------------------------------------------------------------------------------------------------ on the server
 
@@ -145,9 +198,10 @@ class FedMeZO(Method[Log]):
 
     def broadcast(self, state: Log, round: int, since: int, task: int = 0) -> Message:
         """This round's seed, and the log since the last round that the client took part in."""
-        return state.message(max(since, 0), round=round, seed=self._seed(round))
+        return state.message(max(since, 0), round=round, seed=self.seed_of(round))
 
-    def _seed(self, round: int) -> int:
+    def seed_of(self, round: int) -> int:
+        """What the directions of a round (from 0) are drawn from."""
         return int(np.random.default_rng([0x5EED, *self.context.seed, round]).integers(2**31))
 
     def check(self, message: Message) -> None:
@@ -158,8 +212,7 @@ class FedMeZO(Method[Log]):
 
     def server_update(self, state: Log, total: Total, round: int) -> Log:
         """The mean slopes enter the log."""
-        slopes = total.mean("slopes")[""].astype(np.float32)
-        return Log(np.append(state.seeds, self._seed(round)), np.vstack([state.slopes, slopes]))
+        return state.and_then(self.seed_of(round), total.mean("slopes")[""])
 
     def model(self, state: Log, task: int = 0) -> Message:
         """The whole log."""
@@ -172,7 +225,11 @@ class FedMeZO(Method[Log]):
 
     def load(self, message: Message, task: int = 0, personal: Arrays | None = None) -> LinearHead:
         """Take the steps of the log; the head after them."""
-        self._follow(0, Log.of(message))
+        self.walk.follow(0, Log.of(message))
+        return self.head()
+
+    def head(self) -> LinearHead:
+        """The head as it is now; the backbone is put into evaluation mode."""
         self.network.model.set_mode(False, "freeze")
         heads = {n.removeprefix("head."): p for n, p in self.network.parameters.items() if n.startswith("head.")}
         head = LinearHead.of_arrays({name: p.detach().cpu().numpy().copy() for name, p in heads.items()})
@@ -182,7 +239,7 @@ class FedMeZO(Method[Log]):
 
     def receive(self, cohort: Cohort, message: Message) -> Received:
         """Catch up with the log; all clients have the same weights."""
-        self._follow(int(message.scalars["first"]), Log.of(message))
+        self.walk.follow(int(message.scalars["first"]), Log.of(message))
         return Received(int(message.scalars["round"]), scalars=message.scalars)
 
     def client_update(self, cohort: Cohort, received: Received) -> ClientResult:
@@ -211,28 +268,13 @@ class FedMeZO(Method[Log]):
             drawn.append(np.sort(start + rng.permutation(size)[: self.stage.seen(int(size))]))
         return np.concatenate(drawn)
 
-    def _follow(self, first: int, log: Log) -> None:
-        """Take the steps of a log that starts at step ``first``, from where the weights are, or from the start where
-        they have taken more."""
-        if first + len(log.seeds) < self._taken:
-            self.network.load(self._start)
-            self.probes.rest()
-            self._taken, self._pace = 0, _Pace(self.stage)
-        if first > self._taken:
-            raise MessageError(f"the log starts at step {first}, and the weights have taken {self._taken}")
-        for number in range(self._taken, first + len(log.seeds)):
-            seed, slopes = int(log.seeds[number - first]), log.slopes[number - first]
-            if rate := self._pace.rate(number, slopes):
-                self.probes.step(seed, slopes, rate, self.stage.weight_decay, self.stage.momentum)
-            self._taken = number + 1
-
 
 def joined(earlier: Message | None, news: Message) -> Message:
     """The whole log of a client: what it was sent before, and then the new rounds."""
     first = int(news.scalars["first"])
     if not first:
         return news
-    known = 0 if earlier is None else len(earlier.arrays["seeds"])
+    known = 0 if earlier is None else len(next(iter(earlier.arrays.values())))
     if earlier is None or known < first:
         raise MessageError(f"the log starts at step {first}, and {known} steps are known")
     arrays = {name: np.concatenate([earlier.arrays[name][:first], news.arrays[name]]) for name in news.arrays}

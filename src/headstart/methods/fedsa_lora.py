@@ -18,7 +18,6 @@ from headstart.methods.training import Training
 class FedSALoRAStage(TrainingStage):
     """Of LoRA's factors B A, A is averaged and B stays with the client (Guo et al., 2025)."""
 
-    one_task: ClassVar[bool] = True
     lora_b: ClassVar[Role] = "personal"
     method: Literal["fedsa-lora"]
     train: Literal["lora"] = "lora"

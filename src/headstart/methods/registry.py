@@ -36,19 +36,25 @@ def build(stage: ClosedForm | Rounds, context: StageContext) -> Method[Any]:
     make = METHODS[stage.method]
 
     def made(stage: Any, context: StageContext) -> Any:
-        return make(_with_temperature(stage, context), context)
+        return make(with_temperature(stage, context), context)
 
+    if stage.phased:  # it makes a method of each phase, for as many tasks as there are
+        phases: Method[Any] = make(stage, context)
+        return phases
     if len(context.tasks) == 1:
         method: Method[Any] = made(stage, context)
         return method
+    from headstart.methods.log_tasks import LogTasks
     from headstart.methods.tasks import ClosedFormTasks, TrainingTasks
 
     if not stage.trains:
         return ClosedFormTasks(partial(made, stage), context)
+    if stage.replays:
+        return LogTasks(partial(made, stage), context)
     return TrainingTasks(partial(made, stage), context, stage.hide_task)
 
 
-def _with_temperature(stage: ClosedForm | Rounds, context: StageContext) -> ClosedForm | Rounds:
+def with_temperature(stage: ClosedForm | Rounds, context: StageContext) -> ClosedForm | Rounds:
     """A stage that trains, with the temperature of the head that it starts from where it has none of its own."""
     if not stage.trains or stage.temperature != "auto":
         return stage

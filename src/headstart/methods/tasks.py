@@ -121,7 +121,7 @@ class TrainingTasks(Method[TrainingStates]):
     @cached_property
     def blocks(self) -> Blocks:  # type: ignore[override]
         """Those of all tasks, each once, what is common first."""
-        every = [self.expected(task) for task in range(len(self.methods))]
+        every = [self._of_task(method.blocks, task) for task, method in enumerate(self.methods)]
         kinds = dict.fromkeys(name.partition(".")[0].partition("@")[0] for name in every[0])
         found = {name: shape for each in every for name, shape in each.items()}
         order = [(kind, n) for kind in kinds for n in found if n.partition(".")[0].partition("@")[0] == kind]
@@ -129,7 +129,10 @@ class TrainingTasks(Method[TrainingStates]):
 
     def expected(self, task: int) -> Blocks:
         """Of a task's own, and of what is common; a number of a client counts for both."""
-        mine = self.methods[task].blocks
+        return self._of_task(self.methods[task].expected(0), task)
+
+    def _of_task(self, mine: Blocks, task: int) -> Blocks:
+        """A task's arrays, by their names where several tasks are together."""
         both = {name: shape for name, shape in mine.items() if "." not in name and self.common}
         return {**both, **self._renamed(mine, task)}
 
@@ -147,6 +150,14 @@ class TrainingTasks(Method[TrainingStates]):
     def check(self, message: Message) -> None:
         """As the method."""
         self.methods[0].check(Message({name.partition("@")[0]: array for name, array in message.arrays.items()}))
+
+    def counted(self, arrays: Arrays) -> Arrays:
+        """As the method of the task that an update is of."""
+        found = dict(arrays)
+        for task, name in enumerate(self.names):
+            own = {full.removesuffix(f"@{name}"): array for full, array in arrays.items() if full.endswith(f"@{name}")}
+            found |= self._renamed(self.methods[task].counted(own), task) if own else {}
+        return found
 
     def init(self) -> TrainingStates:
         """The backbone of the first, and every task's own."""
@@ -224,6 +235,13 @@ class TrainingTasks(Method[TrainingStates]):
     def personal_params(self, read: ReadState, task: int = 0) -> dict[str, np.ndarray]:
         """As the task's method."""
         return self.methods[task].personal_params(self._reader(read, task))
+
+
+def training_of(
+    make: Callable[[StageContext], Training[Any]], context: StageContext, hide_task: bool
+) -> Training[Any] | TrainingTasks:
+    """A training method for the task of a context, or for each of several."""
+    return make(context) if len(context.tasks) == 1 else TrainingTasks(make, context, hide_task)
 
 
 def _part(state: TrainingState, names: list[str]) -> TrainingState:

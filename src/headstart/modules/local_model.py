@@ -72,7 +72,7 @@ class LocalModel:
             tensors[name].copy_(value)
 
     @torch.no_grad()
-    def subtract(self, parameter: nn.Parameter, change: Tensor, rate: float = 1.0) -> None:
+    def subtract(self, parameter: Tensor, change: Tensor, rate: float = 1.0) -> None:
         """θ ← θ − rate · change, in place."""
         parameter.sub_(change, alpha=rate)
 
@@ -92,10 +92,12 @@ class LocalModel:
         can = getattr(core, "supports_gradient_checkpointing", False)
         if on and not can:
             raise HeadstartError("checkpoint_gradients: no blocks of the backbone can be computed again; leave it out")
+        # Their names before and since transformers 5.
+        what = "activation" if hasattr(core, "activation_checkpointing_enable") else "gradient"
         if on:
-            core.gradient_checkpointing_enable({"use_reentrant": False})
+            getattr(core, f"{what}_checkpointing_enable")({"use_reentrant": False})
         elif can and any(getattr(module, "gradient_checkpointing", False) for module in core.modules()):
-            core.gradient_checkpointing_disable()
+            getattr(core, f"{what}_checkpointing_disable")()
 
     def arrange(self, memory_format: str) -> None:
         """How a backbone of images has its numbers in memory: "contiguous", or channels last."""

@@ -128,6 +128,12 @@ def remarks(stage: dict[str, Any]) -> list[str]:
         found.append(
             f"on clients' own examples: {initial} at first, {own} personalised (mean ± standard deviation over clients)"
         )
+    if "initial_perplexity_mean" in stage:
+        initial, own = _plain(stage, "initial_perplexity"), _plain(stage, "personalised_perplexity")
+        found.append(
+            f"perplexity of clients' own completions: {initial} at first, {own} personalised (mean ± standard "
+            "deviation over clients)"
+        )
     if "headless_accuracy_mean" in stage:
         initial, own = _spread(stage, "initial_headless_accuracy"), _spread(stage, "headless_accuracy")
         found.append(
@@ -143,6 +149,11 @@ def remarks(stage: dict[str, Any]) -> list[str]:
         found.append(
             f"on the whole {_split(stage)} split: {100 * stage['initial_whole_accuracy']:.2f} % at first, "
             f"{100 * stage['whole_accuracy']:.2f} % personalised; forgetting ratio {stage['forgetting_ratio']:.3f}"
+        )
+    if "whole_perplexity" in stage:
+        found.append(
+            f"perplexity on the whole {_split(stage)} split: {stage['initial_whole_perplexity']:.2f} at first, "
+            f"{stage['whole_perplexity']:.2f} personalised"
         )
     if "privacy" in stage:
         spent = stage["privacy"]

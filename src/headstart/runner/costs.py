@@ -111,14 +111,14 @@ def paper_cost(
     clients = sum(task.population.clients for task in tasks)
     if not stage.trains:
         return _closed_forms(stage, method.methods, tasks, counts, getattr(state, "tasks", (state,)))
-    if stage.method == "slora":
-        priming, tuning = (_module_size(part.shapes) for part in (method.priming, method.tuning))  # type: ignore[attr-defined]
-        facts = CostFacts(stage, tasks[0].n_classes, dim, clients, rounds, counts)
-        return slora(facts, method.switch, priming, tuning)  # type: ignore[attr-defined]
     # Where tasks differ, the mean over all clients.
+    classes = sum(t.population.clients * t.n_classes for t in tasks) / clients
+    if stage.method == "slora":  # modules of tasks are of one size
+        parts: Any = (method.priming, method.tuning)  # type: ignore[attr-defined]
+        facts = CostFacts(stage, classes, dim, clients, rounds, counts)  # type: ignore[arg-type]
+        return slora(facts, method.switch, *(_module_size(part.methods[0].shapes) for part in parts))  # type: ignore[attr-defined]
     weighted = list(zip(method.methods, tasks, strict=True))
     shared = sum(t.population.clients * _size(getattr(part, "shapes", {})) for part, t in weighted) / clients
-    classes = sum(t.population.clients * t.n_classes for t in tasks) / clients
     facts = CostFacts(stage, classes, dim, clients, rounds, counts, shared=shared)  # type: ignore[arg-type]
     return COSTS.get(stage.method, training)(facts)
 

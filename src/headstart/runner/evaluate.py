@@ -279,6 +279,21 @@ def _rates(right: npt.NDArray[np.bool_], groups: Ints, count: int) -> npt.NDArra
     return np.where(sizes > 0, hits / np.maximum(sizes, 1), np.nan)
 
 
+def own_metric(found: Evaluation) -> tuple[str, Floats]:
+    """What says how good a model is at each client [K]: its perplexity where it completes prompts, or its accuracy."""
+    if found.client_perplexity is not None:
+        return "perplexity", found.client_perplexity
+    assert found.client_accuracy is not None
+    return "accuracy", found.client_accuracy
+
+
+def personalised(found: Evaluation, epoch: int) -> dict[str, Any]:
+    """How good the clients' own models are after an epoch of making them their own, and before the first."""
+    what, each = own_metric(found)
+    figures: dict[str, Any] = spread(f"personalised_{what}", each)
+    return figures if epoch else figures | spread(f"initial_{what}", each)
+
+
 class Evaluator(Protocol):
     """Looks at what a method has made so far."""
 
@@ -356,10 +371,8 @@ class NodeEvaluator:
     def personalised(
         self, stage: PersonaliseStage, state: Any, epoch: int, found: Evaluation, before: dict[str, Any]
     ) -> dict[str, Any]:
-        """Accuracy of the clients' own models, at first and now."""
-        assert found.client_accuracy is not None
-        figures = spread("personalised_accuracy", found.client_accuracy)
-        return figures if epoch else figures | spread("initial_accuracy", found.client_accuracy)
+        """How good the clients' own models are, at first and now."""
+        return personalised(found, epoch)
 
 
 class LocalEvaluator:
@@ -406,16 +419,13 @@ class LocalEvaluator:
         self, stage: PersonaliseStage, state: Any, epoch: int, found: Evaluation, before: dict[str, Any]
     ) -> dict[str, Any]:
         """The figures of the FedBABU and FedYolo papers; before: what this has returned so far."""
-        assert found.client_accuracy is not None
-        figures: dict[str, Any] = spread("personalised_accuracy", found.client_accuracy)
-        if epoch == 0:
-            figures |= spread("initial_accuracy", found.client_accuracy)
+        figures = personalised(found, epoch)
         if stage.without_head and epoch in (0, stage.rounds):
             figures |= spread("headless_accuracy" if epoch else "initial_headless_accuracy", self._headless(state))
         if stage.forgetting and epoch in (0, stage.rounds):
-            whole = self._on_everything(state, stage.eval_split)
-            figures["initial_whole_accuracy" if epoch == 0 else "whole_accuracy"] = whole
-            if epoch:
+            whole, what = self._on_everything(state, stage.eval_split), own_metric(found)[0]
+            figures[f"whole_{what}" if epoch else f"initial_whole_{what}"] = whole
+            if epoch and what == "accuracy":
                 figures["forgetting_ratio"] = forgetting_ratio(before["initial_whole_accuracy"], whole)
         return figures
 
@@ -497,9 +507,13 @@ class LocalEvaluator:
             yield lambda chosen, head=head, own=own: head.scores(features("test", where[chosen], own))  # type: ignore[misc]
 
     def _on_everything(self, state: Any, split: str) -> float:
-        """Mean over the clients of their models' accuracy on the whole of their task's split."""
-        rates = []
+        """Mean over the clients of their models' accuracy, or perplexity, on the whole of their task's split."""
+        rates: list[float] = []
         for task in range(len(self.federation.tasks)):
+            if self.store.generates:
+                losses, tokens = self._own_completions(state, task, split, None).T
+                rates += np.exp(losses / tokens).tolist()
+                continue
             labels, _, _ = self._facts(task, split)
             for scorer in self._scorers(state, task, split):
                 rates.append(float((scorer(np.arange(len(labels))).argmax(axis=1) == labels).mean()))

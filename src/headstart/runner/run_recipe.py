@@ -150,7 +150,7 @@ def check_federation(recipe: Recipe, federation: Federation) -> None:
             if stage.keep == "best" or stage.patience:
                 raise HeadstartError(f"stages.{number}: keep = 'best' and patience need a validation split in the data")
         if len(federation.tasks) > 1 and stage.one_task:
-            raise HeadstartError(f"stages.{number}.method: {stage.method} is for one task; give [data] instead")
+            raise HeadstartError(f"stages.{number}.method: {stage.method} {stage.one_task}")
         if (target := federation.dataset.target) != "classes" and not stage.any_target:
             raise HeadstartError(
                 f"stages.{number}.method: {stage.method} learns classes, and the targets of the data are "

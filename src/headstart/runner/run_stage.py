@@ -97,7 +97,8 @@ class StageRun:
             self.ledger, slots = saved.stage.ledger, saved.stage.slots
             state = unpack(self.method.state_type, saved.stage.state)
             if self.method.replays:  # clients in this process share the weights that have taken the log's steps
-                self.method.load(self.method.model(state))
+                for task in range(len(self.tasks)):
+                    self.method.load(self.method.model(state, task), task)
             progress = saved.progress
             self.record = StageRecord(progress["round"], progress["metrics"], progress["best"])
         self.states = self._states(slots)

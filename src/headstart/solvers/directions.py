@@ -8,28 +8,39 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-_BLOCK = 1 << 18
+T = TypeVar("T")
+
+BLOCK = 1 << 18
+"""Values that are drawn from one key."""
 _WORDS = 1 << 16  # of 64 signs each, in a block
 
 
 def direction(seed: int, number: int, name: str, size: int) -> npt.NDArray[np.float32]:
     """Independent standard normal values [size]: the ``number``-th direction of a seed, for the parameter ``name``."""
     values = np.empty(size, np.float32)
-
-    def fill(block: int) -> None:
-        part = values[block * _BLOCK : (block + 1) * _BLOCK]
-        generator = _generator(f"{seed}/{number}/{name}/{block}")
-        np.random.Generator(generator).standard_normal(out=part, dtype=np.float32)
-
-    _for_each(fill, -(-size // _BLOCK))
+    for block, part in blocks(seed, number, name, size):
+        values[block * BLOCK : block * BLOCK + len(part)] = part
     return values
+
+
+def blocks(
+    seed: int, number: int, name: str, size: int, wanted: Sequence[int] | None = None
+) -> Iterator[tuple[int, npt.NDArray[np.float32]]]:
+    """A direction as its blocks [BLOCK], in order, each with its number: all, or those that are wanted."""
+
+    def drawn(block: int) -> tuple[int, npt.NDArray[np.float32]]:
+        generator = np.random.Generator(_generator(f"{seed}/{number}/{name}/{block}"))
+        return block, generator.standard_normal(min(BLOCK, size - block * BLOCK), dtype=np.float32)
+
+    return _each(drawn, range(-(-size // BLOCK)) if wanted is None else wanted)
 
 
 def signs(seed: int, number: int, name: str, size: int) -> npt.NDArray[np.uint8]:
@@ -41,7 +52,8 @@ def signs(seed: int, number: int, name: str, size: int) -> npt.NDArray[np.uint8]
         part = bits[block * _WORDS : (block + 1) * _WORDS]
         part[:] = _generator(f"signs/{seed}/{number}/{name}/{block}").random_raw(len(part))
 
-    _for_each(fill, -(-len(bits) // _WORDS))
+    for _ in _each(fill, range(-(-len(bits) // _WORDS))):
+        pass
     return bits.view(np.uint8)[: -(-size // 8)]
 
 
@@ -50,12 +62,9 @@ def _generator(name: str) -> np.random.Philox:
     return np.random.Philox(key=key)
 
 
-def _for_each(fill: Callable[[int], None], blocks: int) -> None:
-    """Fill the blocks of a direction, several at a time where there are several."""
-    if blocks == 1:
-        fill(0)
-    else:
-        list(_pool().map(fill, range(blocks)))
+def _each(make: Callable[[int], T], numbers: Sequence[int]) -> Iterator[T]:
+    """What is made of each number, in order; several at a time where there are several."""
+    return map(make, numbers) if len(numbers) == 1 else _pool().map(make, numbers)
 
 
 @cache

@@ -7,7 +7,8 @@ where they are small.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -15,21 +16,18 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from headstart.backbones import Backbone, evaluating, run_body, some
+from headstart.backbones import Backbone, evaluating, rows_read, run_body, some
 from headstart.core.params import Params
 from headstart.core.statistics import Ints
 from headstart.errors import HeadstartError
 from headstart.solvers.cohort import Cohort
-from headstart.solvers.directions import direction, signs
+from headstart.solvers.drawn import Drawn
 from headstart.solvers.network import Network
 from headstart.solvers.objective import LocalResult, Objective, learning_rate
 
-# Bytes of directions that are kept between two passes.
-_ROOM = 64 << 20
 # Examples in a forward pass: as many as stay small beside the weights, since the direction is drawn anew for each pass.
 # Of completions, every token is weighed against the whole vocabulary.
 BATCHES = {"image": 32, "text": 256, "completions": 16, "features": 8192}
@@ -55,14 +53,10 @@ class ZerothOrder:
 
     def __init__(self, network: Network, epsilon: float) -> None:
         self.network, self.epsilon = network, epsilon
+        self.drawn = Drawn(network.trained, network.stage)
         self._names = {id(parameter): name for name, parameter in network.trained.items()}
-        self._velocity: dict[str, Tensor] = {}
-        self._seed, self._drawn = -1, dict[tuple[int, str], Tensor]()
-        """The directions of the last seed, by number and name, where there is room for all of them."""
-        stage: Any = network.stage
-        self._signs = stage.perturbation == "rademacher"
-        size = sum(parameter.numel() for parameter in network.trained.values()) * stage.num_directions
-        self._has_room = (size // 8 if self._signs else 4 * size) <= _ROOM
+        self._spare = defaultdict[int, list[Tensor]](list)
+        """Memory of perturbed parameters, by its size, for the next layer: new memory costs as much as the addition."""
         if network.backbone:
             self._check(network.backbone)
 
@@ -107,55 +101,24 @@ class ZerothOrder:
                 with self._perturbed(*which, sign * self.epsilon) if sign else nullcontext():
                     losses = self.network.losses(batch, labels)
                 total[group] += factor * losses.double().cpu().numpy()
+        self._spare.clear()
         return total[rows]
 
-    @torch.no_grad()
-    def step(
-        self, seed: int, slopes: npt.NDArray[np.float32], rate: float, decay: float = 0.0, momentum: float = 0.0
-    ) -> None:
-        """v ← momentum · v + η Σ_p g_p z_p / P; θ ← θ − v − η · decay · θ, in float32, rounded alike everywhere."""
-        for name, parameter in self.network.trained.items():
-            if decay:
-                self.network.model.subtract(parameter, parameter * np.float32(rate * decay).item())
-            velocity = self._velocity.get(name)
-            if momentum:
-                self._velocity[name] = velocity = (
-                    torch.zeros_like(parameter) if velocity is None else velocity.mul_(np.float32(momentum).item())
-                )
-            for number, slope in enumerate(slopes):
-                factor = np.float32(rate * float(slope) / len(slopes)).item()
-                change = self._along(seed, number, name, parameter, factor)
-                if velocity is None:
-                    self.network.model.subtract(parameter, change)
-                else:
-                    velocity.add_(change)
-            if velocity is not None:
-                self.network.model.subtract(parameter, velocity)
-
-    def rest(self) -> None:
-        """Forget the velocity of earlier steps."""
-        self._velocity.clear()
-
-    def _along(self, seed: int, number: int, name: str, parameter: Tensor, factor: float) -> Tensor:
-        """A direction times a factor; drawn once for all batches, both signs and the step where there is room."""
-        if seed != self._seed:
-            self._seed, self._drawn = seed, {}
-        found, size = self._drawn.get((number, name)), parameter.numel()
-        if found is None:
-            drawn = (signs if self._signs else direction)(seed, number, name, size)
-            found = torch.from_numpy(drawn).to(parameter.device)
-            if self._has_room:
-                self._drawn[number, name] = found
-        if self._signs:
-            return self._signed(found, factor)[:size].view(parameter.shape)
-        scaled = found.mul(factor) if self._has_room else found.mul_(factor)
-        return scaled.view(parameter.shape)
-
-    def _signed(self, packed: Tensor, factor: float) -> Tensor:
-        """Packed signs [n] → plus and minus the factor [8 n], eight of them at a time."""
-        byte = torch.arange(256, device=packed.device)[:, None]
-        table = torch.where(byte >> torch.arange(8, device=packed.device) & 1 == 1, factor, -factor).float()
-        return functional.embedding(packed.int(), table).flatten()
+    def _moved(
+        self, which: tuple[int, int], name: str, parameter: Tensor, epsilon: float, rows: Tensor | None
+    ) -> Tensor:
+        """θ + εz in memory of its own; where a layer reads some rows alone, whatever there was in the others."""
+        spare = self._spare[parameter.numel()]
+        found = spare.pop() if spare else torch.empty(parameter.numel(), device=parameter.device)
+        values = parameter.data.reshape(-1)
+        some = None if rows is None else self.drawn.rows(*which, name, parameter, epsilon, rows)
+        if rows is not None and some is not None:
+            width = some.shape[1]
+            found.view(-1, width).index_copy_(0, rows, some.add_(values.view(-1, width)[rows]))
+        else:
+            for start, stop, piece in self.drawn.pieces(*which, name, parameter, epsilon):
+                torch.add(piece, values[start:stop], out=found[start:stop])
+        return found.view(parameter.shape)
 
     @contextmanager
     def _perturbed(self, seed: int, number: int, epsilon: float) -> Iterator[set[int]]:
@@ -171,23 +134,27 @@ class ZerothOrder:
             parameters = [parameter for part in parts for parameter in part.parameters(recurse=False)]
             return [(p, self._names[id(p)]) for p in parameters if id(p) in self._names]
 
-        def perturb(key: int, pairs: list[tuple[nn.Parameter, str]]) -> None:
+        def perturb(key: int, pairs: list[tuple[nn.Parameter, str]], rows: Tensor | None = None) -> None:
             found[key] = [(parameter, parameter.data) for parameter, _ in pairs]
             for parameter, name in pairs:
-                moved = self._along(seed, number, name, parameter, epsilon).add_(parameter.data)
-                model.substitute(parameter, moved)
+                model.substitute(parameter, self._moved((seed, number), name, parameter, epsilon, rows))
 
-        def restore(key: int) -> None:
+        def restore(key: int, output: Any = None) -> None:
+            given = {each.untyped_storage().data_ptr() for each in tree_leaves(output) if isinstance(each, Tensor)}
             for parameter, original in found.pop(key, []):
+                moved = parameter.data
                 model.substitute(parameter, original)
                 perturbed.discard(id(parameter))
+                # Not after an interrupt that came before the substitute, nor where a layer hands its parameter on.
+                if moved.data_ptr() != original.data_ptr() and moved.untyped_storage().data_ptr() not in given:
+                    self._spare[moved.numel()].append(moved.view(-1))
 
         def before(module: nn.Module, inputs: Any) -> None:
             perturbed.update(id(parameter) for parameter, _ in own(module))
-            perturb(id(module), own(module))
+            perturb(id(module), own(module), rows_read(module, inputs))
 
         def after(module: nn.Module, inputs: Any, output: Any) -> None:
-            restore(id(module))
+            restore(id(module), output)
 
         body = model.backbone.body if model.backbone else nn.Identity()
         layers = [module for module in body.modules() if own(module)]
@@ -212,12 +179,50 @@ def _batches(cohort: Cohort, groups: list[Ints]) -> Iterator[tuple[Tensor, ...]]
         yield from cohort.inputs.batches(cohort.rows[group] for group in groups)
 
 
+class Descent:
+    """Steps of some of a network's parameters along directions, with momentum."""
+
+    def __init__(self, network: Network, drawn: Drawn, names: Iterable[str]) -> None:
+        self.parameters = {name: network.trained[name] for name in names}
+        self._model, self._drawn = network.model, drawn
+        self._velocity: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def step(
+        self, seed: int, slopes: npt.NDArray[np.float32], rate: float, decay: float = 0.0, momentum: float = 0.0
+    ) -> None:
+        """v ← momentum · v + η Σ_p g_p z_p / P; θ ← θ − v − η · decay · θ, in float32, rounded alike everywhere."""
+        factors = [np.float32(rate * float(slope) / len(slopes)).item() for slope in slopes]
+        for name, parameter in self.parameters.items():
+            if decay:
+                self._model.subtract(parameter, parameter * np.float32(rate * decay).item())
+            if momentum:
+                velocity = self._velocity.setdefault(name, torch.zeros(parameter.numel(), device=parameter.device))
+                velocity.mul_(np.float32(momentum).item())
+                for number, factor in enumerate(factors):
+                    for start, stop, piece in self._drawn.pieces(seed, number, name, parameter, factor):
+                        velocity[start:stop].add_(piece)
+                self._model.subtract(parameter, velocity.view(parameter.shape))
+                continue
+            values = parameter.data.reshape(-1)  # a copy where a layer has its numbers in another order
+            for number, factor in enumerate(factors):
+                for start, stop, piece in self._drawn.pieces(seed, number, name, parameter, factor):
+                    self._model.subtract(values[start:stop], piece)
+            if not parameter.is_contiguous():
+                self._model.write({name: parameter}, {name: values.view(parameter.shape)})
+
+    def rest(self) -> None:
+        """Forget the velocity of earlier steps."""
+        self._velocity.clear()
+
+
 class ZerothSolver:
     """Local MeZO steps of one client at a time, on batches of its own."""
 
     def __init__(self, network: Network, stage: Any, seed: tuple[int, ...]) -> None:
         self.network, self.stage, self.seed = network, stage, seed
-        self.model = ZerothOrder(network, stage.epsilon)
+        self.probes = ZerothOrder(network, stage.epsilon)
+        self.descent = Descent(network, self.probes.drawn, network.trained)
 
     def __call__(self, start: Params, cohort: Cohort, round: int, objective: Objective) -> LocalResult:
         """start: parameters [1, …]; the cohort is one client."""
@@ -229,8 +234,8 @@ class ZerothSolver:
         count = size if stage.batch_size == "full" else min(stage.batch_size, size)
         for _ in range(stage.local_steps):
             rows, seed = np.sort(rng.permutation(size)[:count]), int(rng.integers(2**31))
-            slopes = [self.model.slopes(cohort, rows, seed, n).mean() for n in range(stage.num_directions)]
-            self.model.step(seed, np.array(slopes, np.float32), rate, stage.weight_decay)
+            slopes = [self.probes.slopes(cohort, rows, seed, n).mean() for n in range(stage.num_directions)]
+            self.descent.step(seed, np.array(slopes, np.float32), rate, stage.weight_decay)
         trained = {name: parameter.detach().cpu()[None].clone() for name, parameter in self.network.trained.items()}
         steps = np.array([stage.local_steps])
         return LocalResult(Params(trained), steps, 2 * stage.num_directions * count * steps, Params())
