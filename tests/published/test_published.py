@@ -301,6 +301,20 @@ def test_the_record_grows_and_keeps_what_was_computed(tiny: Path) -> None:
     assert not again[ncm.id].reference
 
 
+def test_two_reproductions_at_once_lose_no_row_of_the_record(tmp_path: Path) -> None:
+    first, second, third = (BY_ID[f"fedyolo/3/vit-l/{name}"] for name in ("lora", "vpt", "adapter"))
+
+    def meanwhile(found: Found, left: float | None) -> None:
+        if found.row is first:  # another process ends while this one is under way
+            reproduce([third], tmp_path, lambda *each: None)
+
+    reproduce([first, second], tmp_path, meanwhile)
+    record = read_results(tmp_path / "results.json")
+    assert record.keys() == {first.id, second.id, third.id}
+    assert record[third.id].figures == [520_484]
+    assert "2 of 3 come out as they are printed" in (tmp_path / "results.md").read_text()
+
+
 def test_the_page_says_what_is_not_reached_and_how_much_was_run() -> None:
     low, high, near = (BY_ID[f"fedcof/3/cub200/mobilenetv2/{name}"] for name in ("fedncm", "fed3r", "fedcof"))
     assert (low.value, high.value, near.value) == (58.3, 58.6, 62.5)
@@ -369,7 +383,7 @@ def test_the_command(tmp_path: Path, command: Command) -> None:
     )
     assert "fedncm/7/lp: left out: cifar10 is not in HEADSTART_DATA" in done.stdout
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
-        *(f"reproduce.{e}" for e in ("html", "csv", "md", "tex")), "results.json", "results.md",
+        *(f"reproduce.{e}" for e in ("html", "csv", "md", "tex")), "results.json", "results.md", "results.lock",
     }  # fmt: skip
     wrong = command("reproduce", "fedyolo/4", cwd=tmp_path)
     assert wrong.returncode == 2

@@ -15,6 +15,7 @@ from statistics import mean, stdev
 from typing import Any
 
 import numpy as np
+from filelock import FileLock
 
 from headstart.core.files import write_json, write_text
 from headstart.errors import HeadstartError
@@ -146,10 +147,10 @@ def reproduce(
     ``on_row`` is called with each row as it comes, and with the seconds that the others may take; what goes wrong with
     one is told, and the others come. ``as_published``: closed forms by the papers' own code, too;
     ``mirror``: with its mirrored images. Leaves reproduce.html, .csv, .md and .tex in ``out``, and results.json and
-    results.md, of everything that was ever computed there.
+    results.md, of everything that was ever computed there: by several processes at once, too.
     """
     out.mkdir(parents=True, exist_ok=True)
-    record = read_results(out / RESULTS)
+    read_results(out / RESULTS)  # one that is damaged is refused before anything is computed
     found, start, steps = list[Found](), time.monotonic(), _Steps(chosen)
     for row in chosen:
         try:
@@ -157,18 +158,24 @@ def reproduce(
             found.append(Found(row, [], reason) if reason else _compute(row, out, as_published, mirror))
         except HeadstartError as error:
             found.append(Found(row, [], str(error)))
-        if found[-1].figures:
-            record[row.id] = _kept(found[-1], record.get(row.id))
-        if found[-1].figures and not row.formula:  # whatever ends the next row
-            write_results(out, list(record.values()))
+        if not row.formula:  # whatever ends the next row
+            record_results(out, found[-1:])
         on_row(found[-1], steps.left(row, time.monotonic() - start))
     cells = [each.cells for each in found]
     sources = "".join(f"<li>{escape(source)}</li>" for source in dict.fromkeys(row.source for row in chosen))
     body = f"<h1>Published and measured</h1><ul>{sources}</ul>{html_table(COLUMNS, cells)}"
     write_text(out / "reproduce.html", html_page("Published and measured", body))
     write_tables(out / "reproduce", COLUMNS, cells)
-    write_results(out, list(record.values()))
+    record_results(out, found)
     return found
+
+
+def record_results(out: Path, found: Sequence[Found]) -> None:
+    """Add rows that have figures to the record of a folder, where another process may have added some since."""
+    with FileLock(out / "results.lock"):
+        record = read_results(out / RESULTS)
+        record |= {each.row.id: _kept(each, record.get(each.row.id)) for each in found if each.figures}
+        write_results(out, list(record.values()))
 
 
 def _kept(found: Found, earlier: Found | None) -> Found:
