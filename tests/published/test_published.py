@@ -22,7 +22,7 @@ from headstart.config.recipe import Model
 from headstart.data import Federation
 from headstart.errors import HeadstartError
 from headstart.modules import attach
-from headstart.published import Found, Row, published, reproduce, rows, select, why_not
+from headstart.published import Found, Row, listed, published, reproduce, rows, select, why_not
 from headstart.published.formulas import FORMULAS
 from headstart.published.reproduce import read_results
 from headstart.published.results import results_page
@@ -70,13 +70,15 @@ def tiny(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 PRINTED = {"fedbabu": 396, "fedcof": 336, "fedcof-early": 261, "fedncm": 186, "fedyolo": 70, "mezo": 57}
 """Figures of each paper; two versions of one of them have other tables."""
+UNPRINTED = {"unprinted": 16}
+"""Rows that follow a paper where it prints no figure."""
 
 
 def test_the_files_are_sound() -> None:
-    assert {path.stem: len(raw(path)) for path in HERE.glob("*.csv")} == PRINTED
+    assert {path.stem: len(raw(path)) for path in HERE.glob("*.csv")} == PRINTED | UNPRINTED
     assert len(BY_ID) == len(rows())
     for row in rows():
-        assert row.id.split("/")[0] in PRINTED
+        assert row.id.split("/")[0] in (PRINTED if row.printed else UNPRINTED)
         assert row.source
         assert row.table
         assert row.method
@@ -325,13 +327,35 @@ def test_the_page_says_what_is_not_reached_and_how_much_was_run() -> None:
     assert f"| `{low.id}` | -1.25 |" in lower
     assert high.id not in lower
     assert near.id not in lower
-    printed = [row for row in rows() if row.source == low.source]
+    printed = [row for row in rows() if row.source == low.source and row.printed]
     counts = len(printed), sum(bool(row.recipe) for row in printed), sum(bool(row.formula) for row in printed), 3
     assert f"| {low.source} | {' | '.join(map(str, counts))} |" in page
     assert "## Not reached" not in results_page(found[1:])
     _, _, absent = page.partition("## Not run")
     assert "`fedcof/3/cub200/mobilenetv2/oracle`" in absent
     assert "`fedcof/3/cub200/mobilenetv2/fed3r`" not in absent
+
+
+def test_a_row_without_a_printed_figure_has_no_verdict_and_says_what_is_known() -> None:
+    row, other = BY_ID["unprinted/fedbabu/small/fedbabu/initial"], BY_ID["fedcof/3/cub200/mobilenetv2/fedncm"]
+    page = results_page([Found(other, [58.3, 58.4]), Found(row, [12.5], seeds=[1], seconds=30.0, computed="today")])
+    assert f"| `{row.id}` | 12.50 | 1 | 30 | 2 | {row.note} |" in page
+    assert "2 figures: 1 agrees, 1 not printed." in page
+    assert f"| {row.source} | {PRINTED['fedbabu']} | 306 | 0 | 0 |" in page
+    assert f"  {row.id}: without a figure; cifar100 is not in HEADSTART_DATA" in list(listed([row]))
+
+
+def test_the_small_setting_of_fedbabu_is_its_protocol() -> None:
+    """But for the network, the data, the clients and the rounds, it is the recipe of the printed row."""
+    small, printed = (
+        BY_ID[name].points()[0].recipe.model_dump()
+        for name in ("unprinted/fedbabu/small/fedbabu/initial", "fedbabu/exp-1/s10/f0.1/tau1/fedbabu/initial")
+    )
+    assert small["stages"][1] == printed["stages"][1]
+    differ = {key for key in printed["stages"][0] if small["stages"][0][key] != printed["stages"][0][key]}
+    assert differ == {"rounds", "evaluate_every"}
+    partition = small["data"]["partition"] | {"clients": printed["data"]["partition"]["clients"]}
+    assert partition == printed["data"]["partition"]
 
 
 def test_the_page_of_the_documentation_is_that_of_its_record() -> None:

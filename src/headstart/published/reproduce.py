@@ -117,9 +117,14 @@ def _spread(figures: Sequence[float], places: int) -> str:
 
 
 def published(row: Row) -> str:
-    """The printed figure with its unit; empty where it was not at hand."""
+    """The printed figure with its unit; empty where there is none, or it was not at hand."""
     spread = "" if row.deviation is None else f" ± {row.deviation:g}"
     return "" if row.value is None else f"{row.value:,.10g}{spread} {row.unit}"
+
+
+def published_or_why(row: Row) -> str:
+    """The printed figure, or why there is none."""
+    return published(row) or ("not at hand" if row.printed else "without a figure")
 
 
 def listed(chosen: Sequence[Row]) -> Iterator[str]:
@@ -129,7 +134,7 @@ def listed(chosen: Sequence[Row]) -> Iterator[str]:
         for row in group:
             how = "by formula" if row.formula else why_not(row) or "runs"
             able[how if how in ("by formula", "runs") else "not computed"] += 1
-            lines.append(f"  {row.id}: {published(row) or 'not at hand'}; {how}")
+            lines.append(f"  {row.id}: {published_or_why(row)}; {how}")
         where = f"table {table}" if table[:1].isdigit() else table
         yield f"{source}, {where}: {', '.join(f'{count} {how}' for how, count in sorted(able.items()))}"
         yield from lines
