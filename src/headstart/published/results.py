@@ -33,7 +33,7 @@ Accuracies in %, each in three columns:
 
 Over each table stands the command that computes it; `headstart reproduce ROW --as-published` computes one row of it.
 Both write this page, and the figures of every seed as `results.json`, to `--out`. What data and weights they need is in
-[Published figures](reproduce.md). Seconds are of all seeds, by the clock, on a machine that did other things, too; a row
+[Published figures](reproduce.md). Seconds are of all seeds, by the clock, on a machine that did more than this; a row
 whose features were not in the cache yet has those of computing them.
 
 A difference is ours − published; its standard error has the printed deviation, that of our seeds, and the rounding of
@@ -77,7 +77,7 @@ def results_page(found: Sequence[Found]) -> str:
 
 
 def _table(lines: Sequence[tuple[Found, str]]) -> str:
-    """Rows with the number of their versions; where no figure is printed, with what is known instead of a difference."""
+    """Rows with the number of their versions; where no figure is printed, what is known instead of a difference."""
     if any(each.row.value is not None for each, _ in lines):
         return markdown(COLUMNS, [[*_cells(each), versions] for each, versions in lines])
     cells = []

@@ -51,7 +51,7 @@ class Row:
 
     @property
     def printed(self) -> bool:
-        """Whether a paper prints a figure, be it one that cannot be read; not, where a run only follows its protocol."""
+        """Whether a paper prints a figure, be it one that cannot be read; some runs only follow its protocol."""
         return self.value is not None or not self.recipe
 
     @property
