@@ -24,7 +24,7 @@ from headstart.errors import HeadstartError
 from headstart.modules import attach
 from headstart.published import Found, Row, listed, published, reproduce, rows, select, why_not
 from headstart.published.formulas import FORMULAS
-from headstart.published.reproduce import read_results
+from headstart.published.reproduce import Steps, read_results
 from headstart.published.results import results_page
 from headstart.published.tables import HERE, shortest
 from tests.command import Command
@@ -193,6 +193,17 @@ def test_rows_run_and_finished_ones_stay(tiny: Path) -> None:
     again = reproduce(chosen, tiny / "out", on_row, as_published=True, mirror=True)
     assert [each.figures for each in again] == [each.figures for each in found]
     assert {path: path.stat().st_mtime_ns for path in (tiny / "out").rglob("summary.json")} == written
+
+
+def test_the_time_left_does_not_count_what_was_finished_before(tiny: Path) -> None:
+    first, second = BY_ID["fedncm/2/cifar10-32/fedncm"], BY_ID["fedncm/7/fedncm"]
+    fresh = Steps([first, second], tiny)
+    assert [fresh.left(first, 6.0), fresh.left(second, 7.0)] == [6.0, 0.0]  # three runs each
+    for point in first.points():
+        (tiny / first.id / point.folder).mkdir(parents=True)
+        (tiny / first.id / point.folder / "summary.json").touch()
+    again = Steps([first, second], tiny)
+    assert [again.left(first, 0.1), again.left(second, 7.0)] == [None, 0.0]
 
 
 def test_a_run_cut_short_goes_on_and_rows_of_one_recipe_share_runs(tiny: Path) -> None:
@@ -421,7 +432,7 @@ def test_on_a_terminal_the_command_tells_the_time_that_is_left(
     quiet = command("reproduce", "fedncm/2/cifar10-32/fedncm", "fedncm/7/fedncm", "--out", "out", cwd=tiny)
     assert " left" not in quiet.stderr
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    told = command("reproduce", "fedncm/2/cifar10-32/fedncm", "fedncm/7/fedncm", "--out", "out", cwd=tiny)
+    told = command("reproduce", "fedncm/2/cifar10-32/fedncm", "fedncm/7/fedncm", "--out", "another", cwd=tiny)
     assert re.search(r"^about \d+ (s|min) left$", told.stderr, re.M)
 
 

@@ -156,7 +156,7 @@ def reproduce(
     """
     out.mkdir(parents=True, exist_ok=True)
     read_results(out / RESULTS)  # one that is damaged is refused before anything is computed
-    found, start, steps = list[Found](), time.monotonic(), _Steps(chosen)
+    found, start, steps = list[Found](), time.monotonic(), Steps(chosen, out)
     for row in chosen:
         try:
             reason = why_not(row)
@@ -212,32 +212,43 @@ def write_results(out: Path, found: Sequence[Found]) -> None:
     write_text(out / "results.md", results_page(ordered))
 
 
-class _Steps:
-    """How much of some rows is done: by the runs that they need, each recipe counted once."""
+class Steps:
+    """How much of some rows is left: by the runs that are not in ``out`` yet, each recipe counted once."""
 
-    def __init__(self, chosen: Sequence[Row]) -> None:
+    def __init__(self, chosen: Sequence[Row], out: Path) -> None:
         able = [row for row in chosen if row.recipe and why_not(row) is None]
-        self._runs = {(row.recipe, row.set): len(row.points()) for row in able}
+        self._runs = {(row.recipe, row.set): _unfinished(row, out) for row in able}
         self._all = sum(self._runs.values())
 
     def left(self, row: Row, seconds: float) -> float | None:
         """Seconds that the rows after this one may take, once so many have passed; None where that is not known."""
         self._runs.pop((row.recipe, row.set), None)
         rest = sum(self._runs.values())
+        if not rest:
+            return 0.0
         return seconds * rest / (self._all - rest) if rest < self._all else None
 
 
+def _unfinished(row: Row, out: Path) -> int:
+    folder = _folder(row, out)
+    return sum(not (folder / point.folder / "summary.json").is_file() for point in row.points())
+
+
+def _folder(row: Row, out: Path) -> Path:
+    """Where the runs of a row are: rows with the same recipe and settings share them."""
+    return out / next(other.id for other in rows() if (other.recipe, other.set) == (row.recipe, row.set))
+
+
 def _compute(row: Row, out: Path, as_published: bool, mirror: bool) -> Found:
-    """The figure of a row, of every seed; rows with the same recipe and settings share their runs."""
+    """The figure of a row, of every seed."""
     found = Found(row, [], command=f"headstart reproduce {row.id}")
     if row.formula:
         return replace(found, figures=[FORMULAS[row.formula](**row.arguments) / _SCALES.get(row.unit, 1)])
-    first = next(other for other in rows() if (other.recipe, other.set) == (row.recipe, row.set))
-    points = row.points()
-    summaries = sweep(points, out / first.id, lambda point, summary: None)
+    folder, points = _folder(row, out), row.points()
+    summaries = sweep(points, folder, lambda point, summary: None)
     seconds = sum(summary["total_seconds"] for summary in summaries)
     found = replace(found, seeds=[point.recipe.seed for point in points], seconds=seconds, computed=_behind(summaries))
-    runs = [Record.read(out / first.id / point.folder) for point in points]
+    runs = [Record.read(folder / point.folder) for point in points]
     if row.quantity == HELD:
         held = [run.holdings() for run in runs]
         return replace(found, figures=[np.count_nonzero(each.counts) / len(each.columns) for each in held if each])
@@ -249,7 +260,7 @@ def _compute(row: Row, out: Path, as_published: bool, mirror: bool) -> Found:
     several = getattr(points[0].recipe.stages[0], "means_per_client", 1) > 1
     if not as_published or row.recipe != CLOSED_FORM or several:
         return replace(found, figures=figures, curve=curve)
-    reference = [_by_reference(point, out / first.id, mirror) for point in points]
+    reference = [_by_reference(point, folder, mirror) for point in points]
     command = f"{found.command} {'--mirrored' if mirror else '--as-published'}"
     return replace(found, figures=figures, reference=reference, command=command)
 
