@@ -347,6 +347,21 @@ def test_the_page_says_what_is_not_reached_and_how_much_was_run() -> None:
     assert "`fedcof/3/cub200/mobilenetv2/fed3r`" not in absent
 
 
+def test_mirrored_images_have_a_command_of_their_own() -> None:
+    plain, several, turned = (
+        BY_ID[f"fedcof/15/cars/means-{name}"] for name in ("1/alpha-0.5", "2/alpha-0.5", "3/alpha-0.5")
+    )
+    commands = (" --as-published", "", " --mirrored")
+    page = results_page(
+        [
+            Found(row, [44.0], command=f"headstart reproduce {row.id}{command}")
+            for row, command in zip((plain, several, turned), commands, strict=True)
+        ]
+    )
+    first = f"headstart reproduce {plain.id} {several.id} --as-published"
+    assert f"```text\n{first}\nheadstart reproduce {turned.id} --mirrored\n```" in page
+
+
 def test_a_row_without_a_printed_figure_has_no_verdict_and_says_what_is_known() -> None:
     row, other = BY_ID["unprinted/fedbabu/small/fedbabu/initial"], BY_ID["fedcof/3/cub200/mobilenetv2/fedncm"]
     page = results_page([Found(other, [58.3, 58.4]), Found(row, [12.5], seeds=[1], seconds=30.0, computed="today")])

@@ -63,17 +63,21 @@ def results_page(found: Sequence[Found]) -> str:
         parts.append(_coverage(measured))
     for (source, table), group in groupby(measured, key=lambda each: (each.row.source, each.row.table)):
         mine = list(group)
-        options = "".join(
-            option
-            for option in (" --as-published", " --mirrored")
-            if any(each.command.endswith(option) for each in mine)
-        )
-        command = f"headstart reproduce {' '.join(shortest([each.row.id for each in mine]))}{options}"
-        parts.append(f"## {source}, {_named(table)}\n\n```text\n{command}\n```\n")
+        commands = "\n".join(_commands(mine))
+        parts.append(f"## {source}, {_named(table)}\n\n```text\n{commands}\n```\n")
         parts.append(_table([(each, str(editions.index(each.computed) + 1)) for each in mine]))
     parts += [*_curves(measured), *_open(measured), *_formulas([each for each in found if each.row.formula])]
     parts += _not_run(measured)
     return "\n".join(parts)
+
+
+def _commands(mine: Sequence[Found]) -> Iterator[str]:
+    """What computes these rows again: those with mirrored images, and the others."""
+    mirrored = [each for each in mine if each.command.endswith(" --mirrored")]
+    for group in ([each for each in mine if each not in mirrored], mirrored):
+        options = sorted({option for each in group for option in each.command.split() if option.startswith("--")})
+        if group:
+            yield " ".join(["headstart reproduce", *shortest([each.row.id for each in group]), *options])
 
 
 def _table(lines: Sequence[tuple[Found, str]]) -> str:
