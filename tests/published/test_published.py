@@ -22,9 +22,9 @@ from headstart.config.recipe import Model
 from headstart.data import Federation
 from headstart.errors import HeadstartError
 from headstart.modules import attach
-from headstart.published import Found, Row, published, reproduce, rows, select, why_not
+from headstart.published import Found, Row, listed, published, reproduce, rows, select, why_not
 from headstart.published.formulas import FORMULAS
-from headstart.published.reproduce import read_results
+from headstart.published.reproduce import Steps, read_results
 from headstart.published.results import results_page
 from headstart.published.tables import HERE, shortest
 from tests.command import Command
@@ -70,13 +70,15 @@ def tiny(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 PRINTED = {"fedbabu": 396, "fedcof": 336, "fedcof-early": 261, "fedncm": 186, "fedyolo": 70, "mezo": 57}
 """Figures of each paper; two versions of one of them have other tables."""
+UNPRINTED = {"unprinted": 16}
+"""Rows that follow a paper where it prints no figure."""
 
 
 def test_the_files_are_sound() -> None:
-    assert {path.stem: len(raw(path)) for path in HERE.glob("*.csv")} == PRINTED
+    assert {path.stem: len(raw(path)) for path in HERE.glob("*.csv")} == PRINTED | UNPRINTED
     assert len(BY_ID) == len(rows())
     for row in rows():
-        assert row.id.split("/")[0] in PRINTED
+        assert row.id.split("/")[0] in (PRINTED if row.printed else UNPRINTED)
         assert row.source
         assert row.table
         assert row.method
@@ -193,6 +195,17 @@ def test_rows_run_and_finished_ones_stay(tiny: Path) -> None:
     assert {path: path.stat().st_mtime_ns for path in (tiny / "out").rglob("summary.json")} == written
 
 
+def test_the_time_left_does_not_count_what_was_finished_before(tiny: Path) -> None:
+    first, second = BY_ID["fedncm/2/cifar10-32/fedncm"], BY_ID["fedncm/7/fedncm"]
+    fresh = Steps([first, second], tiny)
+    assert [fresh.left(first, 6.0), fresh.left(second, 7.0)] == [6.0, 0.0]  # three runs each
+    for point in first.points():
+        (tiny / first.id / point.folder).mkdir(parents=True)
+        (tiny / first.id / point.folder / "summary.json").touch()
+    again = Steps([first, second], tiny)
+    assert [again.left(first, 0.1), again.left(second, 7.0)] == [None, 0.0]
+
+
 def test_a_run_cut_short_goes_on_and_rows_of_one_recipe_share_runs(tiny: Path) -> None:
     row = BY_ID["fedncm/2/cifar10-32/fedncm"]
     (whole,) = reproduce([row], tiny / "out", lambda *each: None)
@@ -301,6 +314,20 @@ def test_the_record_grows_and_keeps_what_was_computed(tiny: Path) -> None:
     assert not again[ncm.id].reference
 
 
+def test_two_reproductions_at_once_lose_no_row_of_the_record(tmp_path: Path) -> None:
+    first, second, third = (BY_ID[f"fedyolo/3/vit-l/{name}"] for name in ("lora", "vpt", "adapter"))
+
+    def meanwhile(found: Found, left: float | None) -> None:
+        if found.row is first:  # another process ends while this one is under way
+            reproduce([third], tmp_path, lambda *each: None)
+
+    reproduce([first, second], tmp_path, meanwhile)
+    record = read_results(tmp_path / "results.json")
+    assert record.keys() == {first.id, second.id, third.id}
+    assert record[third.id].figures == [520_484]
+    assert "2 of 3 come out as they are printed" in (tmp_path / "results.md").read_text()
+
+
 def test_the_page_says_what_is_not_reached_and_how_much_was_run() -> None:
     low, high, near = (BY_ID[f"fedcof/3/cub200/mobilenetv2/{name}"] for name in ("fedncm", "fed3r", "fedcof"))
     assert (low.value, high.value, near.value) == (58.3, 58.6, 62.5)
@@ -311,13 +338,50 @@ def test_the_page_says_what_is_not_reached_and_how_much_was_run() -> None:
     assert f"| `{low.id}` | -1.25 |" in lower
     assert high.id not in lower
     assert near.id not in lower
-    printed = [row for row in rows() if row.source == low.source]
+    printed = [row for row in rows() if row.source == low.source and row.printed]
     counts = len(printed), sum(bool(row.recipe) for row in printed), sum(bool(row.formula) for row in printed), 3
     assert f"| {low.source} | {' | '.join(map(str, counts))} |" in page
     assert "## Not reached" not in results_page(found[1:])
     _, _, absent = page.partition("## Not run")
     assert "`fedcof/3/cub200/mobilenetv2/oracle`" in absent
     assert "`fedcof/3/cub200/mobilenetv2/fed3r`" not in absent
+
+
+def test_mirrored_images_have_a_command_of_their_own() -> None:
+    plain, several, turned = (
+        BY_ID[f"fedcof/15/cars/means-{name}"] for name in ("1/alpha-0.5", "2/alpha-0.5", "3/alpha-0.5")
+    )
+    commands = (" --as-published", "", " --mirrored")
+    page = results_page(
+        [
+            Found(row, [44.0], command=f"headstart reproduce {row.id}{command}")
+            for row, command in zip((plain, several, turned), commands, strict=True)
+        ]
+    )
+    first = f"headstart reproduce {plain.id} {several.id} --as-published"
+    assert f"```text\n{first}\nheadstart reproduce {turned.id} --mirrored\n```" in page
+
+
+def test_a_row_without_a_printed_figure_has_no_verdict_and_says_what_is_known() -> None:
+    row, other = BY_ID["unprinted/fedbabu/small/fedbabu/initial"], BY_ID["fedcof/3/cub200/mobilenetv2/fedncm"]
+    page = results_page([Found(other, [58.3, 58.4]), Found(row, [12.5], seeds=[1], seconds=30.0, computed="today")])
+    assert f"| `{row.id}` | 12.50 | 1 | 30 | 2 | {row.note} |" in page
+    assert "2 figures: 1 agrees, 1 not printed." in page
+    assert f"| {row.source} | {PRINTED['fedbabu']} | 306 | 0 | 0 |" in page
+    assert f"  {row.id}: without a figure; cifar100 is not in HEADSTART_DATA" in list(listed([row]))
+
+
+def test_the_small_setting_of_fedbabu_is_its_protocol() -> None:
+    """But for the network, the data, the clients and the rounds, it is the recipe of the printed row."""
+    small, printed = (
+        BY_ID[name].points()[0].recipe.model_dump()
+        for name in ("unprinted/fedbabu/small/fedbabu/initial", "fedbabu/exp-1/s10/f0.1/tau1/fedbabu/initial")
+    )
+    assert small["stages"][1] == printed["stages"][1]
+    differ = {key for key in printed["stages"][0] if small["stages"][0][key] != printed["stages"][0][key]}
+    assert differ == {"rounds", "evaluate_every"}
+    partition = small["data"]["partition"] | {"clients": printed["data"]["partition"]["clients"]}
+    assert partition == printed["data"]["partition"]
 
 
 def test_the_page_of_the_documentation_is_that_of_its_record() -> None:
@@ -369,7 +433,7 @@ def test_the_command(tmp_path: Path, command: Command) -> None:
     )
     assert "fedncm/7/lp: left out: cifar10 is not in HEADSTART_DATA" in done.stdout
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
-        *(f"reproduce.{e}" for e in ("html", "csv", "md", "tex")), "results.json", "results.md",
+        *(f"reproduce.{e}" for e in ("html", "csv", "md", "tex")), "results.json", "results.md", "results.lock",
     }  # fmt: skip
     wrong = command("reproduce", "fedyolo/4", cwd=tmp_path)
     assert wrong.returncode == 2
@@ -383,7 +447,7 @@ def test_on_a_terminal_the_command_tells_the_time_that_is_left(
     quiet = command("reproduce", "fedncm/2/cifar10-32/fedncm", "fedncm/7/fedncm", "--out", "out", cwd=tiny)
     assert " left" not in quiet.stderr
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    told = command("reproduce", "fedncm/2/cifar10-32/fedncm", "fedncm/7/fedncm", "--out", "out", cwd=tiny)
+    told = command("reproduce", "fedncm/2/cifar10-32/fedncm", "fedncm/7/fedncm", "--out", "another", cwd=tiny)
     assert re.search(r"^about \d+ (s|min) left$", told.stderr, re.M)
 
 

@@ -160,7 +160,7 @@ def reproduce(
     Data are looked for in HEADSTART_DATA, weights in HEADSTART_WEIGHTS. With --out of an interrupted reproduction,
     finished runs stay and the others go on.
     """
-    from headstart.published import COLUMNS, Found, listed, reproduce, select
+    from headstart.published import COLUMNS, Found, listed, published_or_why, reproduce, select
 
     rows = select(names or [], closed_form, formulas)
     if show:
@@ -170,8 +170,8 @@ def reproduce(
     where = out or free_path("reproduce")
 
     def say(found: Found, left: float | None) -> None:
-        row, printed, measured, difference, _, note = found.cells
-        beside = f"published {printed or 'not at hand'}" + (f", difference {difference}" if difference else "")
+        row, _, measured, difference, _, note = found.cells
+        beside = f"published {published_or_why(found.row)}" + (f", difference {difference}" if difference else "")
         print(f"{row}: {measured}; {beside}" if measured else f"{row}: left out: {note}", flush=True)
         if left and sys.stderr.isatty():
             print(f"about {left / 60:.0f} min left" if left > 90 else f"about {left:.0f} s left", file=sys.stderr)

@@ -15,6 +15,7 @@ from statistics import mean, stdev
 from typing import Any
 
 import numpy as np
+from filelock import FileLock
 
 from headstart.core.files import write_json, write_text
 from headstart.errors import HeadstartError
@@ -116,9 +117,14 @@ def _spread(figures: Sequence[float], places: int) -> str:
 
 
 def published(row: Row) -> str:
-    """The printed figure with its unit; empty where it was not at hand."""
+    """The printed figure with its unit; empty where there is none, or it was not at hand."""
     spread = "" if row.deviation is None else f" ± {row.deviation:g}"
     return "" if row.value is None else f"{row.value:,.10g}{spread} {row.unit}"
+
+
+def published_or_why(row: Row) -> str:
+    """The printed figure, or why there is none."""
+    return published(row) or ("not at hand" if row.printed else "without a figure")
 
 
 def listed(chosen: Sequence[Row]) -> Iterator[str]:
@@ -128,7 +134,7 @@ def listed(chosen: Sequence[Row]) -> Iterator[str]:
         for row in group:
             how = "by formula" if row.formula else why_not(row) or "runs"
             able[how if how in ("by formula", "runs") else "not computed"] += 1
-            lines.append(f"  {row.id}: {published(row) or 'not at hand'}; {how}")
+            lines.append(f"  {row.id}: {published_or_why(row)}; {how}")
         where = f"table {table}" if table[:1].isdigit() else table
         yield f"{source}, {where}: {', '.join(f'{count} {how}' for how, count in sorted(able.items()))}"
         yield from lines
@@ -146,29 +152,35 @@ def reproduce(
     ``on_row`` is called with each row as it comes, and with the seconds that the others may take; what goes wrong with
     one is told, and the others come. ``as_published``: closed forms by the papers' own code, too;
     ``mirror``: with its mirrored images. Leaves reproduce.html, .csv, .md and .tex in ``out``, and results.json and
-    results.md, of everything that was ever computed there.
+    results.md, of everything that was ever computed there: by several processes at once, too.
     """
     out.mkdir(parents=True, exist_ok=True)
-    record = read_results(out / RESULTS)
-    found, start, steps = list[Found](), time.monotonic(), _Steps(chosen)
+    read_results(out / RESULTS)  # one that is damaged is refused before anything is computed
+    found, start, steps = list[Found](), time.monotonic(), Steps(chosen, out)
     for row in chosen:
         try:
             reason = why_not(row)
             found.append(Found(row, [], reason) if reason else _compute(row, out, as_published, mirror))
         except HeadstartError as error:
             found.append(Found(row, [], str(error)))
-        if found[-1].figures:
-            record[row.id] = _kept(found[-1], record.get(row.id))
-        if found[-1].figures and not row.formula:  # whatever ends the next row
-            write_results(out, list(record.values()))
+        if not row.formula:  # whatever ends the next row
+            record_results(out, found[-1:])
         on_row(found[-1], steps.left(row, time.monotonic() - start))
     cells = [each.cells for each in found]
     sources = "".join(f"<li>{escape(source)}</li>" for source in dict.fromkeys(row.source for row in chosen))
     body = f"<h1>Published and measured</h1><ul>{sources}</ul>{html_table(COLUMNS, cells)}"
     write_text(out / "reproduce.html", html_page("Published and measured", body))
     write_tables(out / "reproduce", COLUMNS, cells)
-    write_results(out, list(record.values()))
+    record_results(out, found)
     return found
+
+
+def record_results(out: Path, found: Sequence[Found]) -> None:
+    """Add rows that have figures to the record of a folder, where another process may have added some since."""
+    with FileLock(out / "results.lock"):
+        record = read_results(out / RESULTS)
+        record |= {each.row.id: _kept(each, record.get(each.row.id)) for each in found if each.figures}
+        write_results(out, list(record.values()))
 
 
 def _kept(found: Found, earlier: Found | None) -> Found:
@@ -200,32 +212,43 @@ def write_results(out: Path, found: Sequence[Found]) -> None:
     write_text(out / "results.md", results_page(ordered))
 
 
-class _Steps:
-    """How much of some rows is done: by the runs that they need, each recipe counted once."""
+class Steps:
+    """How much of some rows is left: by the runs that are not in ``out`` yet, each recipe counted once."""
 
-    def __init__(self, chosen: Sequence[Row]) -> None:
+    def __init__(self, chosen: Sequence[Row], out: Path) -> None:
         able = [row for row in chosen if row.recipe and why_not(row) is None]
-        self._runs = {(row.recipe, row.set): len(row.points()) for row in able}
+        self._runs = {(row.recipe, row.set): _unfinished(row, out) for row in able}
         self._all = sum(self._runs.values())
 
     def left(self, row: Row, seconds: float) -> float | None:
         """Seconds that the rows after this one may take, once so many have passed; None where that is not known."""
         self._runs.pop((row.recipe, row.set), None)
         rest = sum(self._runs.values())
+        if not rest:
+            return 0.0
         return seconds * rest / (self._all - rest) if rest < self._all else None
 
 
+def _unfinished(row: Row, out: Path) -> int:
+    folder = _folder(row, out)
+    return sum(not (folder / point.folder / "summary.json").is_file() for point in row.points())
+
+
+def _folder(row: Row, out: Path) -> Path:
+    """Where the runs of a row are: rows with the same recipe and settings share them."""
+    return out / next(other.id for other in rows() if (other.recipe, other.set) == (row.recipe, row.set))
+
+
 def _compute(row: Row, out: Path, as_published: bool, mirror: bool) -> Found:
-    """The figure of a row, of every seed; rows with the same recipe and settings share their runs."""
+    """The figure of a row, of every seed."""
     found = Found(row, [], command=f"headstart reproduce {row.id}")
     if row.formula:
         return replace(found, figures=[FORMULAS[row.formula](**row.arguments) / _SCALES.get(row.unit, 1)])
-    first = next(other for other in rows() if (other.recipe, other.set) == (row.recipe, row.set))
-    points = row.points()
-    summaries = sweep(points, out / first.id, lambda point, summary: None)
+    folder, points = _folder(row, out), row.points()
+    summaries = sweep(points, folder, lambda point, summary: None)
     seconds = sum(summary["total_seconds"] for summary in summaries)
     found = replace(found, seeds=[point.recipe.seed for point in points], seconds=seconds, computed=_behind(summaries))
-    runs = [Record.read(out / first.id / point.folder) for point in points]
+    runs = [Record.read(folder / point.folder) for point in points]
     if row.quantity == HELD:
         held = [run.holdings() for run in runs]
         return replace(found, figures=[np.count_nonzero(each.counts) / len(each.columns) for each in held if each])
@@ -237,7 +260,7 @@ def _compute(row: Row, out: Path, as_published: bool, mirror: bool) -> Found:
     several = getattr(points[0].recipe.stages[0], "means_per_client", 1) > 1
     if not as_published or row.recipe != CLOSED_FORM or several:
         return replace(found, figures=figures, curve=curve)
-    reference = [_by_reference(point, out / first.id, mirror) for point in points]
+    reference = [_by_reference(point, folder, mirror) for point in points]
     command = f"{found.command} {'--mirrored' if mirror else '--as-published'}"
     return replace(found, figures=figures, reference=reference, command=command)
 

@@ -18,6 +18,7 @@ COLUMNS = (
     "row", "published", "as published", "ours", "difference", "standard error", "verdict",
     "seeds", "seconds", "versions",
 )  # fmt: skip
+_UNPRINTED = ("row", "ours", "seeds", "seconds", "versions", "what is known")
 _LOWER = ("row", "difference", "standard error", "verdict", "what was tried, and what is known")
 _POINTS = 8
 """Of a curve."""
@@ -32,8 +33,8 @@ Accuracies in %, each in three columns:
 
 Over each table stands the command that computes it; `headstart reproduce ROW --as-published` computes one row of it.
 Both write this page, and the figures of every seed as `results.json`, to `--out`. What data and weights they need is in
-[Published figures](reproduce.md). Seconds are of all seeds, by the clock; the first row with some features has those of
-computing them, too.
+[Published figures](reproduce.md). Seconds are of all seeds, by the clock, on a machine that did more than this; a row
+whose features were not in the cache yet has those of computing them.
 
 A difference is ours − published; its standard error has the printed deviation, that of our seeds, and the rounding of
 the printed figure. The verdict is **agrees** within two standard errors. Beyond them it is **the paper's code** where
@@ -46,6 +47,9 @@ width had to be chosen; otherwise **unexplained**.
 Where FedCOF's code differs from the paper in its setting, the rows of the early version, which prints the same figures,
 are computed as in the code, and those of version 3 as in the paper: the code normalises CIFAR-100 by the constants of
 CIFAR-10, and 200 rounds of 30 of 100 clients are 200 epochs there, of four rounds each.
+
+Names that begin with `unprinted` are of what a paper draws without figures, or prints for a setting that takes days
+here and is shown at a small one; they have no verdict.
 """
 
 
@@ -59,17 +63,32 @@ def results_page(found: Sequence[Found]) -> str:
         parts.append(_coverage(measured))
     for (source, table), group in groupby(measured, key=lambda each: (each.row.source, each.row.table)):
         mine = list(group)
-        options = "".join(
-            option
-            for option in (" --as-published", " --mirrored")
-            if any(each.command.endswith(option) for each in mine)
-        )
-        command = f"headstart reproduce {' '.join(shortest([each.row.id for each in mine]))}{options}"
-        parts.append(f"## {source}, {_named(table)}\n\n```text\n{command}\n```\n")
-        parts.append(markdown(COLUMNS, [[*_cells(each), str(editions.index(each.computed) + 1)] for each in mine]))
+        commands = "\n".join(_commands(mine))
+        parts.append(f"## {source}, {_named(table)}\n\n```text\n{commands}\n```\n")
+        parts.append(_table([(each, str(editions.index(each.computed) + 1)) for each in mine]))
     parts += [*_curves(measured), *_open(measured), *_formulas([each for each in found if each.row.formula])]
     parts += _not_run(measured)
     return "\n".join(parts)
+
+
+def _commands(mine: Sequence[Found]) -> Iterator[str]:
+    """What computes these rows again: those with mirrored images, and the others."""
+    mirrored = [each for each in mine if each.command.endswith(" --mirrored")]
+    for group in ([each for each in mine if each not in mirrored], mirrored):
+        options = sorted({option for each in group for option in each.command.split() if option.startswith("--")})
+        if group:
+            yield " ".join(["headstart reproduce", *shortest([each.row.id for each in group]), *options])
+
+
+def _table(lines: Sequence[tuple[Found, str]]) -> str:
+    """Rows with the number of their versions; where no figure is printed, what is known instead of a difference."""
+    if any(each.row.value is not None for each, _ in lines):
+        return markdown(COLUMNS, [[*_cells(each), versions] for each, versions in lines])
+    cells = []
+    for each, versions in lines:
+        name, _, _, ours, _, _, _, seeds, seconds = _cells(each)
+        cells.append([name, ours, seeds, seconds, versions, each.row.note])
+    return markdown(_UNPRINTED, cells)
 
 
 def _named(table: str) -> str:
@@ -78,7 +97,7 @@ def _named(table: str) -> str:
 
 def _counted(measured: Sequence[Found], editions: Sequence[str]) -> str:
     """How many figures there are, by verdict, and by the day and the versions behind them."""
-    counted = Counter(each.verdict or "nothing printed" for each in measured)
+    counted = Counter(each.verdict or "not printed" for each in measured)
     said = ", ".join(f"{count} {name}" for name, count in counted.most_common())
     runs = {(each.row.recipe, each.row.set): each.seconds for each in measured}  # some rows share their runs
     of = Counter(each.computed for each in measured)
@@ -135,10 +154,10 @@ def _below(found: Found) -> bool:
 
 def _coverage(measured: Sequence[Found]) -> str:
     """How many figures of each paper are printed, have a recipe or a formula, and are on the page."""
-    here = Counter(each.row.source for each in measured)
+    here = Counter(each.row.source for each in measured if each.row.printed)
     cells = []
     for source in dict.fromkeys(row.source for row in rows()):
-        mine = [row for row in rows() if row.source == source]
+        mine = [row for row in rows() if row.source == source and row.printed]
         able = sum(bool(row.recipe) for row in mine), sum(bool(row.formula) for row in mine)
         cells.append([source, str(len(mine)), *map(str, able), str(here[source])])
     return markdown(("paper", "figures printed", "with a recipe", "with a formula", "run here"), cells)

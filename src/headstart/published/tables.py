@@ -36,7 +36,7 @@ class Row:
     """accuracy of the last round, best accuracy (of the round that is best on test data, as some papers print it),
     initial, personalised, headless or training accuracy, communication, compute, parameters, clients per class."""
     value: float | None
-    """None: the printed figure was not at hand."""
+    """None: the printed figure was not at hand or, with a recipe, none is printed."""
     deviation: float | None
     unit: str
     bytes: float | None
@@ -48,6 +48,11 @@ class Row:
     formula: str
     note: str
     """Slips of the printed figure, and what is different here."""
+
+    @property
+    def printed(self) -> bool:
+        """Whether a paper prints a figure, be it one that cannot be read; some runs only follow its protocol."""
+        return self.value is not None or not self.recipe
 
     @property
     def settings(self) -> list[str]:
