@@ -175,7 +175,8 @@ def interruptible(out: Path, how: str) -> Iterator[None]:
         else:
             print_ignored(error)
 
-    signal.signal(signal.SIGINT, interrupt)
+    if handler is signal.default_int_handler:  # a job in the background may ignore Ctrl-C
+        signal.signal(signal.SIGINT, interrupt)
     sys.unraisablehook = ignored
     try:
         yield
