@@ -178,8 +178,8 @@ def costs() -> None:
 
 @torch.inference_mode()
 def choices(count: int = 16) -> None:
-    """Processor seconds of the scores of six candidates of several tokens: in one pass with the prompt, each after a cache
-    of the prompt's keys and values, and each with a prompt of its own."""
+    """Processor seconds of the scores of six candidates of several tokens: in one pass with the prompt, each after a
+    cache of the prompt's keys and values, and each with a prompt of its own."""
     torch.set_num_threads(1)
     kinds = ["an abbreviation", "an entity", "a description", "a human being", "a location", "a number"]
     table = recipe("trec", STAGES["norms"], 100.0, count, 1).model_dump(mode="json", exclude_none=True)
