@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("flwr")
@@ -15,7 +16,7 @@ from headstart.config.recipe import Recipe
 from headstart.core.files import write_text
 from headstart.runner import run
 from tests.backbones.test_language import folder_of
-from tests.engine.test_node import Grid, assert_same_models, serve
+from tests.engine.test_node import Grid, assert_same_models, model_of, serve
 from tests.runner.test_choose import lines
 from tests.runner.test_generate import PAIRS
 
@@ -86,7 +87,10 @@ CHOICES = {"on": ("film : {text} :", ["good", "bad"]), "back": ("the {text} very
 
 @pytest.mark.parametrize("secure", [False, True])
 @pytest.mark.parametrize("kind", ["choose", "generate"])
-def test_nodes_of_two_tasks_train_modules_as_clients_in_process_do(kind: str, secure: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["fedyolo", "fedmezo"])
+def test_nodes_of_two_tasks_train_modules_as_clients_in_process_do(
+    method: str, kind: str, secure: bool, tmp_path: Path
+) -> None:
     folder_of(tmp_path / "model")
     members = MEMBERS | ({"e": "on", "f": "back"} if secure else {})
     for split, count in (("train", 24), ("test", 9)):
@@ -107,17 +111,23 @@ def test_nodes_of_two_tasks_train_modules_as_clients_in_process_do(kind: str, se
         data = {"client_column": "who", "partition": {"kind": "natural", "test": "follow"}}
         here.append({"name": task, "dataset": str(tmp_path / task), **data, **more})
         there.append({"name": task, "dataset": "x", **more})
-    stage = {"method": "fedyolo", "train": "lora", "rank": 2, "lr": 0.1, "batch_size": 4, "rounds": 2, "secure": secure}
+    stage = {"method": method, "train": "lora", "rank": 2, "batch_size": 4, "rounds": 2, "secure": secure}
+    stage |= {"lr": 0.1} if method == "fedyolo" else {"lr": 0.01, "epsilon": 0.1}
     table = {
         "model": {"backbone": str(tmp_path / "model"), "task": kind, "samples": 0},
-        "stages": [stage | ({"hide_task": True} if secure else {})],
+        "stages": [stage | ({"hide_task": True} if secure and method == "fedyolo" else {})],
     }
     run(Recipe.parse(table | {"tasks": here}), tmp_path / "here")
     names = tuple(sorted(members, key=lambda name: (members[name] != "on", name)))
     grid = Folders(Recipe.parse(table | {"tasks": there}), tmp_path / "silos", tmp_path / "state", None, names)
     grid.tasks = members
     serve(grid, tmp_path / "there")
-    assert_same_models(tmp_path / "here", tmp_path / "there", 1)
+    if method == "fedyolo":
+        assert_same_models(tmp_path / "here", tmp_path / "there", 1)
+    else:  # in process, texts of several clients are in one batch, and their losses are rounded with others
+        ours, theirs = (model_of(tmp_path / place, 0) for place in ("here", "there"))
+        for name in ours:
+            np.testing.assert_allclose(theirs[name], ours[name], atol=1e-5, err_msg=name)
     what = "perplexity" if kind == "generate" else "accuracy"
     for one, other in zip(lines(tmp_path / "here")[1:], lines(tmp_path / "there"), strict=True):
         assert other[what] == pytest.approx(one[what], rel=1e-5)

@@ -24,6 +24,7 @@ from headstart.export.replay import replay
 from headstart.methods.fedmezo import NOBODY
 from headstart.records import RunDirectory
 from headstart.runner import run
+from headstart.runner.dry_run import dry_run
 from tests.backbones.test_cloze import folder_of as masked_folder
 from tests.backbones.test_language import LONG, SHORT, folder_of
 from tests.command import Command
@@ -197,6 +198,17 @@ def test_other_methods_train_every_task_as_if_it_were_alone(method: str, tables:
         for both, one in zip(together, lines(tmp_path / name), strict=True):
             assert both["tasks"][name]["loss"] == pytest.approx(one["loss"], rel=1e-5)
         assert together[-1]["tasks"][name]["loss"] != together[0]["tasks"][name]["loss"]
+
+
+@pytest.mark.parametrize(
+    "stage", [MEZO | KINDS["lora"], MEZO | {"train": "norms"}, FULL | {"method": "slora", "rank": 2}]
+)
+def test_what_tasks_will_send_is_known_before(stage: dict[str, Any], tmp_path: Path) -> None:
+    recipe = Recipe.parse(choosing(tmp_path) | {"stages": [stage]})
+    _, [(_, bill)] = dry_run(recipe, Federation.of(recipe))
+    (found,) = run(recipe).summary["stages"]
+    foreseen = bill.ledger.bytes_up.sum(), bill.ledger.bytes_down.sum(), bill.ledger.forward_passes.sum()
+    assert foreseen == (found["bytes_up"], found["bytes_down"], found["forward_passes"])
 
 
 @pytest.mark.parametrize("method", ["slora", "flexlora"])
