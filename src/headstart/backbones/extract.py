@@ -213,8 +213,9 @@ def torch_runner(backbone: Backbone, device: torch.device) -> Runner:
     few = device.type == "cpu" and backbone.kind == "image" and not backbone.by_batch
 
     def run(batch: tuple[Tensor, ...]) -> npt.NDArray[np.float32]:
-        rows = torch.arange(len(batch[0]))
-        parts = [taken(batch, part) for part in rows.split(_CPU_IMAGES)] if few else [batch]
+        rows, parts = torch.arange(len(batch[0])), [batch]
+        if few:
+            parts = [taken(batch, rows[start : start + _CPU_IMAGES]) for start in range(0, len(rows), _CPU_IMAGES)]
         with torch.inference_mode():
             return np.concatenate([run_body(body, moved(part, device)).float().cpu().numpy() for part in parts])
 

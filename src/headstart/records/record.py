@@ -253,9 +253,9 @@ def grouped(records: Sequence[Record]) -> list[Group]:
     for name, table in zip(names, tables, strict=True):
         peers.setdefault(name, []).append(table)
     changed = [runs[0].recipe.settings(defaults=False) for runs in several]
-    said = [_apart(t, own, peers[name]) for name, t, own in zip(names, tables, changed, strict=True)]
+    texts = [_apart(t, own, peers[name]) for name, t, own in zip(names, tables, changed, strict=True)]
     one = len(peers) == 1  # then the name of the recipe sets nothing apart
-    labels = [(told if one else f"{name}: {told}") if told else name for name, told in zip(names, said, strict=True)]
+    labels = [(text if one else f"{name}: {text}") if text else name for name, text in zip(names, texts, strict=True)]
     twice = {label for label in labels if labels.count(label) > 1}  # what differs is long: its beginning does not tell
     labels = [f"{label} ({place})" if label in twice else label for place, label in enumerate(labels, 1)]
     return [Group(label, runs) for label, runs in zip(labels, several, strict=True)]
@@ -267,10 +267,10 @@ def _apart(table: Mapping[str, Any], changed: Mapping[str, Any], peers: Sequence
     apart = [key for key in keys if len({json.dumps(peer.get(key)) for peer in peers}) > 1]
     ends = [key.rpartition(".")[2] for key in apart]
     called = {key: end if ends.count(end) == 1 else key for key, end in zip(apart, ends, strict=True)}
-    told = [key for key in apart if key in table and _tells(key, table, changed, peers)]
-    told.sort(key=lambda key: not key.endswith(".method"))
-    said = ", ".join(str(table[key]) if called[key] == "method" else f"{called[key]} {table[key]}" for key in told)
-    return said if len(said) <= _LONGEST else f"{said[:_LONGEST]}…"
+    shown = [key for key in apart if key in table and _tells(key, table, changed, peers)]
+    shown.sort(key=lambda key: not key.endswith(".method"))
+    text = ", ".join(str(table[key]) if called[key] == "method" else f"{called[key]} {table[key]}" for key in shown)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
 
 
 def _tells(key: str, table: Mapping[str, Any], changed: Mapping[str, Any], peers: Sequence[Mapping[str, Any]]) -> bool:
