@@ -237,8 +237,8 @@ class Group:
 
     @property
     def method(self) -> str:
-        """Of the last stage."""
-        return self.runs[0].recipe.stages[-1].method
+        """The methods that led to the last stage."""
+        return chain(self.runs[0], len(self.runs[0].recipe.stages) - 1)
 
 
 def grouped(records: Sequence[Record]) -> list[Group]:
@@ -296,7 +296,7 @@ class Curve:
     """[n] over the seeds; 0 where there is one."""
     has_classes: bool = True
     method: str = ""
-    """Of the stage: the same has the same colour in every picture."""
+    """Those that led to the stage: the same have the same colour in every picture."""
 
 
 def curves(groups: Sequence[Group]) -> list[Curve]:
@@ -324,8 +324,8 @@ def _curves(group: Group) -> list[Curve]:
         accuracy = np.array([np.mean([a for _, a in step]) for step in steps])
         deviation = np.array([np.std([a for _, a in step], ddof=len(step) > 1) for step in steps])
         has_classes = all(line.get("r2") is None for record in group.runs for line in record.metrics)
-        method = first.recipe.stages[stage].method
-        found.append(Curve(chain(first, stage), costs, accuracy, deviation, has_classes, method))
+        methods = chain(first, stage)
+        found.append(Curve(methods, costs, accuracy, deviation, has_classes, methods))
     return found
 
 

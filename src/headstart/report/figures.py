@@ -289,8 +289,8 @@ def _titled(text: str, group: str, texts: Sequence[str]) -> str:
     if len(marks) != len(texts):  # a long line has none
         return text
     part = text[start:stop]
-    for mark, text in zip(marks, texts, strict=True):
-        part = part.replace(mark, f"{mark[:-2]}><title>{escape(text)}</title></use>", 1)
+    for mark, value in zip(marks, texts, strict=True):
+        part = part.replace(mark, f"{mark[:-2]}><title>{escape(value)}</title></use>", 1)
     return text[:start] + part + text[stop:]
 
 
