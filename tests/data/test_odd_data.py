@@ -196,7 +196,8 @@ def test_paths_that_are_not_there_are_all_listed(tmp_path: Path) -> None:
     assert len(kept.train) + len(kept.test) == 18
     assert "2 of 20 files are not there" in kept.notes[0]
     path.write_text(path.read_text().replace("images/3", "imges/3"))
-    with pytest.raises(HeadstartError, match=r"3 of 20 files .*there is no folder .*imges; did you mean '.*images'\?"):
+    lost = r"3 of 20 files .*; there is no folder .*imges; did you mean '.*images'\?"
+    with pytest.raises(HeadstartError, match=lost):
         load(path)
 
 
