@@ -51,10 +51,11 @@ def counted(number: int, thing: str) -> str:
 
 def nearest_path(path: str) -> str:
     """A clause that names what is there instead of a path that is not, or else the first folder that is missing."""
-    place = Path(os.path.expanduser(path))
+    given = place = Path(os.path.expanduser(path))
     while place.parent != place and not os.path.isdir(place.parent):
         place = place.parent
-    here = f"there is no {place}" if place != Path(path) else "it is not there"
+    what = f"folder {place}" if place != given else str(place)
+    here = f"there is no {what}" if place != Path(path) else "it is not there"
     return here + similar_path(place)
 
 

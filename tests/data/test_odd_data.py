@@ -196,7 +196,8 @@ def test_paths_that_are_not_there_are_all_listed(tmp_path: Path) -> None:
     assert len(kept.train) + len(kept.test) == 18
     assert "2 of 20 files are not there" in kept.notes[0]
     path.write_text(path.read_text().replace("images/3", "imges/3"))
-    with pytest.raises(HeadstartError, match=r"3 of 20 files .*; there is no .*imges; did you mean '.*images'\?"):
+    lost = r"3 of 20 files .*; there is no folder .*imges; did you mean '.*images'\?"
+    with pytest.raises(HeadstartError, match=lost):
         load(path)
 
 
@@ -310,7 +311,7 @@ def test_the_nearest_name_of_a_misspelt_path(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(HeadstartError, match=r"it is not there; did you mean '.*patients\.csv'\?"):
         load(tmp_path / "pateints.csv")
     (tmp_path / "study").mkdir()
-    with pytest.raises(HeadstartError, match=r"there is no .*stduy; did you mean '.*study'\?"):
+    with pytest.raises(HeadstartError, match=r"there is no folder .*stduy; did you mean '.*study'\?"):
         load(tmp_path / "stduy" / "a.npz")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert load("~/patients.csv").classes == ("a", "b")

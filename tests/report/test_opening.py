@@ -15,7 +15,7 @@ from scipy.stats import binomtest
 import headstart
 from headstart.core.metrics import wilson_interval
 from headstart.records import Record
-from headstart.records.record import Curve, grouped
+from headstart.records.record import Curve, curves, grouped
 from headstart.report import report_body
 from headstart.report.figures import curve_figure, hover_texts, looks, partition_figure, svg
 from headstart.report.panels import accuracy_figure, all_clients_figure
@@ -83,6 +83,18 @@ def _boxes(figure: Figure) -> tuple[Any, Any]:
     figure.draw_without_rendering()
     legend = figure.legends[0].get_window_extent()
     return legend, figure.axes[0].get_window_extent()
+
+
+def test_training_after_different_heads_has_different_colours(tmp_path: Path) -> None:
+    data = {"X": np.eye(8), "y": np.arange(8) % 2, "client": np.arange(8) // 4}
+    train = {"method": "fedavg", "train": "head", "rounds": 2, "lr": 0.1}
+    for name, stages in {"a": [{"method": "fedcof"}, train], "b": [{"method": "fedncm"}, train], "c": [train]}.items():
+        recipe = {"name": name, "data": {"test_fraction": 0.5}, "model": {"backbone": "features"}, "stages": stages}
+        headstart.run(recipe, tmp_path / name, data=data)
+    groups = grouped([Record.read(tmp_path / name) for name in "abc"])
+    assert [group.method for group in groups] == ["fedcof → fedavg", "fedncm → fedavg", "fedavg"]
+    assert [curve.method for curve in curves(groups)] == [group.method for group in groups]
+    assert len({look.colour for look in looks([group.method for group in groups])}) == 3
 
 
 def test_the_legend_covers_no_data() -> None:

@@ -30,8 +30,8 @@ class CompletionTransform(TextTransform):
     def shown(self, value: Any, where: str) -> tuple[str, str]:
         """What the model reads of an example, tokens that were cut left out, and what it is to go on with."""
         ids, of_completion = self(value, where).T
-        read, said = (self.tokenizer.decode(ids[of_completion == part]) for part in (0, 1))
-        return str(read), str(said)
+        read, completion = (self.tokenizer.decode(ids[of_completion == part]) for part in (0, 1))
+        return str(read), str(completion)
 
     def collate(self, values: list[Any]) -> tuple[Any, ...]:
         """Padded ids, mask, and what belongs to the completion, each [B, L]."""

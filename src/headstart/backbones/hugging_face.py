@@ -161,10 +161,10 @@ def hugging_face(place: str, model: Model, name: str) -> Backbone:
     pooling: str = model.pooling
     if pooling == "auto":  # what a sentence-transformers folder says; otherwise the token that has seen the others
         mode = settings.get("pooling_mode")
-        said = [each for each, (new, old) in _POOLINGS.items() if mode == new or settings.get(f"pooling_mode_{old}")]
+        named = [each for each, (new, old) in _POOLINGS.items() if mode == new or settings.get(f"pooling_mode_{old}")]
         try:
             usual = "mean" if config.is_encoder_decoder else "last" if _causal(encoder) else "cls"
-            pooling = said[0] if said else usual
+            pooling = named[0] if named else usual
         except (ValueError, RuntimeError, AttributeError) as error:
             raise cannot_load(name, error) from None
     return _reading(_Pooled(encoder, pooling, image=False), config, tokenizer, name, key, model)

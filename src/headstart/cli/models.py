@@ -61,25 +61,25 @@ def predict(
         from headstart.export.completions import completions, write_completions
 
         how, streams = Sampling(max_new_tokens, temperature, top_p, seed, chat), sys.stdout.isatty()
-        said: list[tuple[str, str]] = []
+        completed: list[tuple[str, str]] = []
         begun: list[str] = []
 
         def show(prompt: str, piece: str) -> None:
-            if len(begun) == len(said):  # the first piece of the next completion
+            if len(begun) == len(completed):  # the first piece of the next completion
                 begun.append(prompt)
                 print(f"{_short(prompt)}\n    ", end="")
             print(piece, end="", flush=True)
 
         for prompt, completion in completions(model, inputs, how, show if streams else None):
-            said.append((prompt, completion))
+            completed.append((prompt, completion))
             print("" if streams else f"{_short(prompt)}\n    {completion.strip()}", flush=True)
         if out is not None:
-            write_completions(out, said)
+            write_completions(out, completed)
             print(f"completions: {out}")
         return
     found = model.predict(inputs)
     columns, rows = found.table()
-    show_table(columns, [[_short(given), *said] for given, *said in rows[:_SHOWN]])
+    show_table(columns, [[_short(given), *cells] for given, *cells in rows[:_SHOWN]])
     if len(rows) > _SHOWN:
         print(f"and {len(rows) - _SHOWN:,} more" + ("" if out else "; --out FILE.csv writes all of them"))
     if out is not None:

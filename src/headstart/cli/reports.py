@@ -105,5 +105,5 @@ def _show_texts(recipe: Recipe, federation: Federation, count: int) -> None:
         transform: Any = views[task if len(views) > 1 else 0].transform
         words = recipe.model_of(task).label_words or names[task]
         for number, (value, label) in enumerate(zip(dataset.train.take(rows).raw(0, count), labels, strict=True)):
-            read, said = transform.shown(value, f"training example {number}")
-            print(f"{read}\n  → {said or words[label]}\n")
+            read, completion = transform.shown(value, f"training example {number}")
+            print(f"{read}\n  → {completion or words[label]}\n")

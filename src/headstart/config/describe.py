@@ -86,8 +86,8 @@ def _accepted(kind: Any, metadata: list[Any]) -> list[str]:
 def _bounds(metadata: list[Any]) -> str:
     """> 0, < 1."""
     pairs = [(sign, getattr(each, name)) for each in metadata for name, sign in _BOUNDS.items() if hasattr(each, name)]
-    said = [f"{sign} {bound:g}" for sign, bound in pairs]
-    return f" {' and '.join(said)}" if said else ""
+    bounds = [f"{sign} {bound:g}" for sign, bound in pairs]
+    return f" {' and '.join(bounds)}" if bounds else ""
 
 
 def schema() -> str:

@@ -86,8 +86,8 @@ class ClientStatistics:
         basis, sums = sketching_basis(self.dim, len(self.sketch)), self.sums.astype(np.float64, copy=False)
         around = self.sketch - (sums @ basis).T @ (sums / np.maximum(self.counts, 1)[:, None])
         found = nystrom(basis, around.T, self.noise_floor or 0.0)
-        whole, told = max(float(self.around_means().sum()), 0.0), float(np.vdot(found, found))
-        return replace(self, directions=found * np.sqrt(min(1.0, whole / told)) if told else found, sketch=None)
+        whole, kept = max(float(self.around_means().sum()), 0.0), float(np.vdot(found, found))
+        return replace(self, directions=found * np.sqrt(min(1.0, whole / kept)) if kept else found, sketch=None)
 
     def folded(self, squares: Floats) -> Floats:
         """Squares [d], one for each dimension, as the second moments have them: a trace is their sum."""

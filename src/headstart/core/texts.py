@@ -13,9 +13,9 @@ def exact_match(completion: str, reference: str) -> bool:
 
 def rouge_l(completion: str, reference: str) -> float:
     """ROUGE-L (Lin, 2004) between 0 and 1: F1 of the longest common subsequence of words, in lower case."""
-    said, meant = (re.findall(r"\w+", text.lower()) for text in (completion, reference))
-    common = _longest_common(said, meant)
-    return 2 * common / (len(said) + len(meant)) if common else 0.0
+    words, meant = (re.findall(r"\w+", text.lower()) for text in (completion, reference))
+    common = _longest_common(words, meant)
+    return 2 * common / (len(words) + len(meant)) if common else 0.0
 
 
 def _longest_common(one: Sequence[str], other: Sequence[str]) -> int:

@@ -32,14 +32,14 @@ def csv_settings(files: Sequence[Path], data: Data, notes: list[str]) -> dict[st
     if not long:  # rows without a value are the reader's to refuse or to leave out
         return extra
     if not data.skip_unreadable:
-        told = "; ".join(f"{file}: {rows}" for file, rows in found.items() if rows.long or rows.short)
+        problems = "; ".join(f"{file}: {rows}" for file, rows in found.items() if rows.long or rows.short)
         raise HeadstartError(
-            f"{told}; quote texts that hold a {separator!r}, or set data.skip_unreadable = true to leave them out"
+            f"{problems}; quote texts that hold a {separator!r}, or set data.skip_unreadable = true to leave them out"
         )
     more = "more fields than columns in line"
     if len(files) > 1:
-        told = "; ".join(f"{file}: {more} {listed(rows.values())}" for file, rows in long.items())
-        raise HeadstartError(f"{told}; of several files, none can be skipped: mend them")
+        problems = "; ".join(f"{file}: {more} {listed(rows.values())}" for file, rows in long.items())
+        raise HeadstartError(f"{problems}; of several files, none can be skipped: mend them")
     lines = long[files[0]]
     left = "it is left out" if len(lines) == 1 else "they are left out"
     notes.append(f"{more} {listed(lines.values())}; {left}")
@@ -107,8 +107,8 @@ class _OddRows:
     short: list[int]
 
     def __str__(self) -> str:
-        told = {"more fields than columns": self.long.values(), "no value in a column that is read": self.short}
-        return ", and ".join(f"{what} in line {listed(lines)}" for what, lines in told.items() if lines)
+        found = {"more fields than columns": self.long.values(), "no value in a column that is read": self.short}
+        return ", and ".join(f"{what} in line {listed(lines)}" for what, lines in found.items() if lines)
 
 
 def _odd_rows(file: Path, separator: str, data: Data) -> _OddRows:

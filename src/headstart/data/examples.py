@@ -213,10 +213,10 @@ def all_unreadable(
     ]
     if len(bad) < 2:
         return error
-    told = "\n".join(f"  - {problem}" for problem in bad)
+    lines = "\n".join(f"  - {problem}" for problem in bad)
     count = sum(map(len, splits.values()))
     fix = "data.skip_unreadable = true leaves them out"
-    return UnreadableError(f"{what}: {len(bad)} of {count} images cannot be read; {fix}:\n{told}")
+    return UnreadableError(f"{what}: {len(bad)} of {count} images cannot be read; {fix}:\n{lines}")
 
 
 def readable(dataset: Dataset) -> Dataset:

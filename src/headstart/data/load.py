@@ -61,8 +61,8 @@ def load_dataset(
     """
     dataset = _loaded(data, seed, alone, unlabelled, given)
     if dataset.notes and data.strict:
-        told = "\n".join(f"  - {note}" for note in dataset.notes)
-        raise HeadstartError(f"{dataset.name}: data.strict is set, and there are warnings:\n{told}")
+        lines = "\n".join(f"  - {note}" for note in dataset.notes)
+        raise HeadstartError(f"{dataset.name}: data.strict is set, and there are warnings:\n{lines}")
     for note in dataset.notes:
         log.warning(f"warning: {dataset.name}: {note}")
     return dataset

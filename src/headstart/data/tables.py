@@ -316,11 +316,11 @@ def _missing(table: Any, column: str) -> Ints:
 def _refuse_missing(tables: Tables, column: str) -> None:
     missing = {split: rows for split, table in tables.items() if len(rows := _missing(table, column))}
     if missing:
-        told = [
+        problems = [
             f"{split}: {len(rows)} examples have no {column!r}, in row {listed(rows)}"
             for split, rows in missing.items()
         ]
-        raise HeadstartError(f"{'; '.join(told)}; data.skip_unreadable = true leaves them out")
+        raise HeadstartError(f"{'; '.join(problems)}; data.skip_unreadable = true leaves them out")
 
 
 def _complete(table: Any, columns: Iterable[str | None], split: str, notes: list[str]) -> Any:

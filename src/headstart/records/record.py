@@ -237,8 +237,8 @@ class Group:
 
     @property
     def method(self) -> str:
-        """Of the last stage."""
-        return self.runs[0].recipe.stages[-1].method
+        """The methods that led to the last stage."""
+        return chain(self.runs[0], len(self.runs[0].recipe.stages) - 1)
 
 
 def grouped(records: Sequence[Record]) -> list[Group]:
@@ -253,9 +253,9 @@ def grouped(records: Sequence[Record]) -> list[Group]:
     for name, table in zip(names, tables, strict=True):
         peers.setdefault(name, []).append(table)
     changed = [runs[0].recipe.settings(defaults=False) for runs in several]
-    said = [_apart(t, own, peers[name]) for name, t, own in zip(names, tables, changed, strict=True)]
+    texts = [_apart(t, own, peers[name]) for name, t, own in zip(names, tables, changed, strict=True)]
     one = len(peers) == 1  # then the name of the recipe sets nothing apart
-    labels = [(told if one else f"{name}: {told}") if told else name for name, told in zip(names, said, strict=True)]
+    labels = [(text if one else f"{name}: {text}") if text else name for name, text in zip(names, texts, strict=True)]
     twice = {label for label in labels if labels.count(label) > 1}  # what differs is long: its beginning does not tell
     labels = [f"{label} ({place})" if label in twice else label for place, label in enumerate(labels, 1)]
     return [Group(label, runs) for label, runs in zip(labels, several, strict=True)]
@@ -267,10 +267,10 @@ def _apart(table: Mapping[str, Any], changed: Mapping[str, Any], peers: Sequence
     apart = [key for key in keys if len({json.dumps(peer.get(key)) for peer in peers}) > 1]
     ends = [key.rpartition(".")[2] for key in apart]
     called = {key: end if ends.count(end) == 1 else key for key, end in zip(apart, ends, strict=True)}
-    told = [key for key in apart if key in table and _tells(key, table, changed, peers)]
-    told.sort(key=lambda key: not key.endswith(".method"))
-    said = ", ".join(str(table[key]) if called[key] == "method" else f"{called[key]} {table[key]}" for key in told)
-    return said if len(said) <= _LONGEST else f"{said[:_LONGEST]}…"
+    shown = [key for key in apart if key in table and _tells(key, table, changed, peers)]
+    shown.sort(key=lambda key: not key.endswith(".method"))
+    text = ", ".join(str(table[key]) if called[key] == "method" else f"{called[key]} {table[key]}" for key in shown)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
 
 
 def _tells(key: str, table: Mapping[str, Any], changed: Mapping[str, Any], peers: Sequence[Mapping[str, Any]]) -> bool:
@@ -296,7 +296,7 @@ class Curve:
     """[n] over the seeds; 0 where there is one."""
     has_classes: bool = True
     method: str = ""
-    """Of the stage: the same has the same colour in every picture."""
+    """Those that led to the stage: the same have the same colour in every picture."""
 
 
 def curves(groups: Sequence[Group]) -> list[Curve]:
@@ -324,8 +324,8 @@ def _curves(group: Group) -> list[Curve]:
         accuracy = np.array([np.mean([a for _, a in step]) for step in steps])
         deviation = np.array([np.std([a for _, a in step], ddof=len(step) > 1) for step in steps])
         has_classes = all(line.get("r2") is None for record in group.runs for line in record.metrics)
-        method = first.recipe.stages[stage].method
-        found.append(Curve(chain(first, stage), costs, accuracy, deviation, has_classes, method))
+        methods = chain(first, stage)
+        found.append(Curve(methods, costs, accuracy, deviation, has_classes, methods))
     return found
 
 

@@ -289,8 +289,8 @@ def _titled(text: str, group: str, texts: Sequence[str]) -> str:
     if len(marks) != len(texts):  # a long line has none
         return text
     part = text[start:stop]
-    for mark, said in zip(marks, texts, strict=True):
-        part = part.replace(mark, f"{mark[:-2]}><title>{escape(said)}</title></use>", 1)
+    for mark, value in zip(marks, texts, strict=True):
+        part = part.replace(mark, f"{mark[:-2]}><title>{escape(value)}</title></use>", 1)
     return text[:start] + part + text[stop:]
 
 
@@ -310,7 +310,7 @@ def _cells(figure: Figure, texts: Sequence[Sequence[str]]) -> str:
     wide, high = place.width * width / len(texts[0]), place.height * height / len(texts)
     return "".join(
         f'<rect x="{place.x0 * width + column * wide:.1f}" y="{(1 - place.y1) * height + row * high:.1f}" '
-        f'width="{wide:.1f}" height="{high:.1f}" fill="none" pointer-events="all"><title>{escape(said)}</title></rect>'
+        f'width="{wide:.1f}" height="{high:.1f}" fill="none" pointer-events="all"><title>{escape(text)}</title></rect>'
         for row, line in enumerate(texts)
-        for column, said in enumerate(line)
+        for column, text in enumerate(line)
     )

@@ -23,22 +23,22 @@ def opening(groups: Sequence[Group]) -> str:
         return f'<p class="lead">{_of_one(groups[0].runs[0])}</p>'
     scored.sort(key=lambda each: -each[1])
     best = scored[0][0]
-    told = f"<b>{_cell(best)}</b>{_tested(best)}: {escape(best.label)}, {_runs(best)}, {_sent(best)}"
+    text = f"<b>{_cell(best)}</b>{_tested(best)}: {escape(best.label)}, {_runs(best)}, {_sent(best)}"
     if len(scored) > 1:
-        told += f"; next is {escape(scored[1][0].label)} with {_cell(scored[1][0])}, {_sent(scored[1][0])}"
-    return f'<p class="lead">{told}.</p>'
+        text += f"; next is {escape(scored[1][0].label)} with {_cell(scored[1][0])}, {_sent(scored[1][0])}"
+    return f'<p class="lead">{text}.</p>'
 
 
 def _of_one(record: Record) -> str:
-    stage, told = record.stages[-1], escape(record.stages[-1]["method"])
+    stage, method = record.stages[-1], escape(record.stages[-1]["method"])
     summary: Mapping[str, Any] = record.summary or {}
     clients = f"{summary['clients']:,} clients" if "clients" in summary else "clients"
     sent = f"the {clients} sent {human_bytes(stage['bytes_up'])}"
     if len(record.stages) > 1:  # which may build on those before it, or start afresh
         sent += f" in this stage, {human_bytes(sum(each['bytes_up'] for each in record.stages))} in all stages"
     if stage.get("r2") is not None:
-        return f"<b>R² {stage['r2']:.4f}</b> (variance explained) by {told}; {sent}."
-    return f"{correct(stage, record)} by {told}; {sent}."
+        return f"<b>R² {stage['r2']:.4f}</b> (variance explained) by {method}; {sent}."
+    return f"{correct(stage, record)} by {method}; {sent}."
 
 
 def correct(stage: Mapping[str, Any], record: Record | None = None) -> str:
@@ -46,9 +46,9 @@ def correct(stage: Mapping[str, Any], record: Record | None = None) -> str:
     accuracy, examples = stage["accuracy"], stage.get("test_examples")
     split = stage.get("eval_split", "test")
     of = f" of {examples:,} {split} examples" if examples else f" on the {split} split"
-    told = f"<b>{100 * accuracy:.2f} %</b>{of}"
+    text = f"<b>{100 * accuracy:.2f} %</b>{of}"
     if stage.get("average_precision") is not None:  # of several labels
-        told += " with every label right"
+        text += " with every label right"
     notes = []
     if examples:
         low, high = wilson_interval(accuracy, examples)
@@ -58,7 +58,7 @@ def correct(stage: Mapping[str, Any], record: Record | None = None) -> str:
         counts = confusion.counts.sum(axis=1)
         usual = confusion.rows[int(np.argmax(counts))]
         notes.append(f"always predicting {escape(usual)!r} gives {100 * counts.max() / counts.sum():.1f} %")
-    return f"{told} ({'; '.join(notes)})" if notes else told
+    return f"{text} ({'; '.join(notes)})" if notes else text
 
 
 def _score(group: Group) -> float | None:

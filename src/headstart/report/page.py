@@ -158,12 +158,12 @@ def report_body(records: Sequence[Record]) -> str:
 
 def _about(record: Record) -> str:
     recipe, summary = record.recipe, record.summary
-    told = f"{escape(recipe.datasets)} through {escape(recipe.model.backbone)}"
+    text = f"{escape(recipe.datasets)} through {escape(recipe.model.backbone)}"
     if summary is None:
-        return f"<p>{told}. The run is not finished.</p>"
+        return f"<p>{text}. The run is not finished.</p>"
     unused = f", {summary['unused_examples']:,} left unused" if summary["unused_examples"] else ""
     return (
-        f"<p>{told}: {summary['clients']:,} clients, {summary['examples']:,} training examples{unused}, "
+        f"<p>{text}: {summary['clients']:,} clients, {summary['examples']:,} training examples{unused}, "
         f"{_learned(summary)}. Peak memory {human_bytes(summary['peak_rss_bytes'])}.</p>"
     )
 
@@ -186,10 +186,10 @@ def _legend(methods: Mapping[str, str]) -> str:
 
 
 def _curves(drawn: Sequence[Curve]) -> str:
-    shown = {name: said for name, said in AXES.items() if _varies(drawn, name)}
+    shown = {name: label for name, label in AXES.items() if _varies(drawn, name)}
     pictures = [
-        svg(accuracy_figure(drawn, name, 2, legend=False), f"accuracy against {said}", hover_texts(drawn, name))
-        for name, said in shown.items()
+        svg(accuracy_figure(drawn, name, 2, legend=False), f"accuracy against {label}", hover_texts(drawn, name))
+        for name, label in shown.items()
     ]
     kind = "figures panels" if len(drawn) > MANY else "figures"
     return f'<div class="{kind}">{"".join(f"<figure>{picture}</figure>" for picture in pictures)}</div>'
@@ -218,8 +218,8 @@ def _by_class(confusion: Matrix | None, held: Matrix | None) -> str:
     table = html_table(("class", "test examples", "sensitivity (recall), %", "precision, %"), rows)
     opened = " open" if len(rows) <= _SHORT else ""
     untested = [name for name in (held.columns if held is not None else ()) if name not in confusion.rows]
-    told = f"<p>No test examples: {escape(listed(untested))}; accuracy says nothing about them.</p>" if untested else ""
-    return f"<h2>Classes</h2>{told}<details{opened}><summary>Sensitivity and precision</summary>{table}</details>"
+    text = f"<p>No test examples: {escape(listed(untested))}; accuracy says nothing about them.</p>" if untested else ""
+    return f"<h2>Classes</h2>{text}<details{opened}><summary>Sensitivity and precision</summary>{table}</details>"
 
 
 def _share(part: int, whole: int) -> str:
@@ -241,8 +241,8 @@ def _formulas(records: Sequence[Record]) -> str:
     stages = [stage for record in records for stage in record.stages if "published_formula" in stage]
     if not stages:
         return ""
-    said = dict.fromkeys(f"{stage['method']}: {stage['published_formula']}" for stage in stages)
-    lines = "".join(f"<li>{escape(line)}</li>" for line in said)
+    formulas = dict.fromkeys(f"{stage['method']}: {stage['published_formula']}" for stage in stages)
+    lines = "".join(f"<li>{escape(line)}</li>" for line in formulas)
     return (
         "<details><summary><small>Bytes are those of the serialised messages; beside them, as the papers count"
         f"</small></summary><ul><small>{lines}</small></ul></details>"
@@ -250,13 +250,13 @@ def _formulas(records: Sequence[Record]) -> str:
 
 
 def _remarks(groups: Sequence[Group]) -> str:
-    said = [
+    lines = [
         f"{group.label}: {remark}" if len(groups) > 1 else remark
         for group in groups
         for stage in group.runs[0].stages
         for remark in remarks(stage)
     ]
-    return f"<ul>{''.join(f'<li>{escape(line)}</li>' for line in said)}</ul>" if said else ""
+    return f"<ul>{''.join(f'<li>{escape(line)}</li>' for line in lines)}</ul>" if lines else ""
 
 
 def _privacy(records: Sequence[Record]) -> str:
@@ -335,8 +335,8 @@ def _holdings(held: Matrix | None) -> str:
     figure = partition_figure(held.counts, held.columns, held.rows)
     picture = heat_map(figure, "data distribution across clients", cells)
     classes = np.count_nonzero(held.counts, axis=1)
-    told = f"A client holds {classes.mean():.1f} of {len(held.columns)} classes on average, {classes.min()} at least."
-    return f"<h2>Data distribution across clients</h2><figure>{picture}<figcaption>{told}</figcaption></figure>"
+    text = f"A client holds {classes.mean():.1f} of {len(held.columns)} classes on average, {classes.min()} at least."
+    return f"<h2>Data distribution across clients</h2><figure>{picture}<figcaption>{text}</figcaption></figure>"
 
 
 def _confusion(confusion: Matrix | None) -> str:
@@ -391,5 +391,5 @@ def _recipe(record: Record) -> str:
 
 def _versions(records: Sequence[Record]) -> str:
     versions = [(record.summary or {}).get("versions", {}) for record in records]
-    said = dict.fromkeys(", ".join(f"{name} {version}" for name, version in each.items()) for each in versions)
-    return "".join(f"<p><small>{escape(line)}</small></p>" for line in said if line)
+    lines = dict.fromkeys(", ".join(f"{name} {version}" for name, version in each.items()) for each in versions)
+    return "".join(f"<p><small>{escape(line)}</small></p>" for line in lines if line)

@@ -86,12 +86,12 @@ def metric_cell(name: str, stages: Sequence[Mapping[str, Any]]) -> str:
 def quality(stage: Mapping[str, Any]) -> str | None:
     """The metrics of a stage beside the one in its table, in one line."""
     first = "accuracy" if stage.get("r2") is None else "r2"
-    said = []
+    parts = []
     if "accuracy_interval" in stage:
         low, high = (f"{100 * bound:.1f}" for bound in stage["accuracy_interval"])
-        said.append(f"of {stage['test_examples']:,} examples (95 % confidence: {low} to {high} %)")
-    said += [metric_text(name, stage) for name in SHOWN if name != first and stage.get(name) is not None]
-    return f"{stage['method']}: {', '.join(said)}" if said else None
+        parts.append(f"of {stage['test_examples']:,} examples (95 % confidence: {low} to {high} %)")
+    parts += [metric_text(name, stage) for name in SHOWN if name != first and stage.get(name) is not None]
+    return f"{stage['method']}: {', '.join(parts)}" if parts else None
 
 
 def metric_text(name: str, stage: Mapping[str, Any]) -> str:

@@ -357,12 +357,15 @@ class NodeEvaluator:
 
     def _by_client(self, each: Mapping[int, Tally]) -> ClientMetrics:
         """What clients tell of their tests in the clear."""
-        told = [each.get(client, {}) for client in range(self.federation.n_clients)]
-        examples = np.array([tally["figures"][0] if "figures" in tally else np.nan for tally in told])
+        tallies = [each.get(client, {}) for client in range(self.federation.n_clients)]
+        examples = np.array([tally["figures"][0] if "figures" in tally else np.nan for tally in tallies])
         kind = self.federation.dataset.target
         if kind == "classes":
-            return {"test_examples": examples, **of_tallies([tally if "classes" in tally else None for tally in told])}
-        return {"test_examples": examples, **of_target_tallies(told, kind)}
+            return {
+                "test_examples": examples,
+                **of_tallies([tally if "classes" in tally else None for tally in tallies]),
+            }
+        return {"test_examples": examples, **of_target_tallies(tallies, kind)}
 
     def features(self, state: Any, split: str) -> Features:
         """They stay with the clients."""

@@ -198,4 +198,4 @@ class Observers:
 
 def _mean(score: Callable[[str, str], float], rows: Sequence[tuple[str, str, str]]) -> float:
     """Of the scores of completions against those that were meant."""
-    return sum(score(said, meant) for _, meant, said in rows) / len(rows)
+    return sum(score(completion, meant) for _, meant, completion in rows) / len(rows)

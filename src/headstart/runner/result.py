@@ -76,5 +76,5 @@ class Result:
     def _repr_html_(self) -> str:
         """A table of the stages, and the metrics beside it, for notebooks."""
         stages = self.summary["stages"]
-        said = "".join(f"<p>{escape(line)}</p>" for stage in stages if (line := quality(stage)))
-        return html_table(SUMMARY_COLUMNS, [stage_cells(stage) for stage in stages]) + said
+        lines = "".join(f"<p>{escape(line)}</p>" for stage in stages if (line := quality(stage)))
+        return html_table(SUMMARY_COLUMNS, [stage_cells(stage) for stage in stages]) + lines
