@@ -253,7 +253,8 @@ def _compute(row: Row, out: Path, as_published: bool, mirror: bool) -> Found:
         held = [run.holdings() for run in runs]
         return replace(found, figures=[np.count_nonzero(each.counts) / len(each.columns) for each in held if each])
     figures, tests = [100 * summary["stages"][-1][_METRICS[row.quantity]] for summary in summaries], _tests(runs)
-    curve = [(after, 100 * mean(each[after] for each in tests)) for after in tests[0]] if len(tests[0]) > 1 else []
+    curved = len(tests[0]) > 1 and row.quantity not in ("initial accuracy", "headless accuracy")
+    curve = [(after, 100 * mean(each[after] for each in tests)) for after in tests[0]] if curved else []
     if row.quantity == BEST:
         return replace(found, figures=[100 * max(each.values()) for each in tests], last=figures, curve=curve)
     # Of several means, the reference leaves the code out.
