@@ -17,6 +17,7 @@ from headstart.core.files import write_text
 from headstart.errors import HeadstartError, nearest
 
 SCHEMA = "recipe.schema.json"
+_BESIDE = f"#:schema {SCHEMA}"
 _WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
 _BOUNDS = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
 
@@ -110,10 +111,21 @@ def write_schema(folder: Path) -> None:
         write_text(path, schema())
 
 
-def write_recipe(path: Path, text: str) -> None:
-    """Write a recipe whose first line names the schema that editors check it by: that of the folder above where there
-    is one, and otherwise one beside it."""
+def naming_schema(path: Path, text: str) -> str:
+    """A recipe for a file, whose first line names the schema that editors check it by: that of the folder above where
+    there is one, and otherwise one beside it."""
     above = (path.absolute().parent.parent / SCHEMA).exists() and not path.with_name(SCHEMA).exists()
-    if not above:
-        write_schema(path.parent)
-    write_text(path, f"#:schema {'../' * above}{SCHEMA}\n{text}")
+    return f"#:schema {'../' * above}{SCHEMA}\n{text}"
+
+
+def add_schema(path: Path) -> None:
+    """Write the schema that a recipe names, where that is one beside it."""
+    with path.open(encoding="utf-8") as file:
+        if file.readline() == f"{_BESIDE}\n":
+            write_schema(path.parent)
+
+
+def write_recipe(path: Path, text: str) -> None:
+    """Write a recipe, and the schema that it names."""
+    write_text(path, naming_schema(path, text))
+    add_schema(path)

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from filelock import FileLock, Timeout
 from safetensors.numpy import save_file
 
-from headstart.config.describe import SCHEMA, write_recipe
+from headstart.config.describe import add_schema, naming_schema
 from headstart.config.recipe import Recipe
 from headstart.core.files import (
     append_text,
@@ -67,7 +67,7 @@ class RunDirectory:
         try:
             path.mkdir(parents=True, exist_ok=True)
             sync_folder(path.parent)
-            write_recipe(path / "recipe.toml", recipe.to_toml())
+            write_text(path / "recipe.toml", naming_schema(path / "recipe.toml", recipe.to_toml()))
             run._make_folders()
         except OSError as error:
             run.discard()
@@ -186,7 +186,7 @@ class RunDirectory:
         if not self.path.is_dir():
             return
         tables = ("clients", "rounds", "holdings", "confusion", "samples")
-        for name in ("recipe.toml", SCHEMA, "metrics.jsonl", "run.log", *(f"{table}.csv" for table in tables)):
+        for name in ("recipe.toml", "metrics.jsonl", "run.log", *(f"{table}.csv" for table in tables)):
             (self.path / name).unlink(missing_ok=True)
         for folder in ("model", "checkpoint"):
             shutil.rmtree(self.path / folder, ignore_errors=True)
@@ -418,7 +418,8 @@ class RunDirectory:
         write_text(path, csv_text([columns, *before, *rows]))
 
     def finish(self, summary: dict[str, Any]) -> None:
-        """The summary: written last, its presence says that the run is complete."""
+        """The summary: written last, its presence says that the run is complete; before it the schema of the recipe."""
+        add_schema(self.path / "recipe.toml")
         write_json(self.path / "summary.json", summary)
 
     def summary(self) -> dict[str, Any] | None:
