@@ -128,23 +128,28 @@ def faulty_run(seed: str, rounds: str) -> None:
 def faulty(seed: int, text: str, folder: Path, message: FlowerMessage, context: Context) -> FlowerMessage:
     """The answer of a simulated node, or a fault that the round and the client decide; each leaves a file."""
     from headstart.core.message import Message
-    from headstart.deploy.apps import simulated
+    from headstart.deploy.apps import simulated_node
+    from headstart.engine.respond import respond
+
+    def answered() -> FlowerMessage:
+        node = simulated_node(text, folder)
+        return respond(message, node, node.federation.names[int(context.node_config["partition-id"])])
 
     given: Any = message.content.config_records["headstart"]
     facts = json.loads(given["facts"])
     if facts["kind"] != "answer":
-        return simulated(text, folder, message, context)
+        return answered()
     number = int(Message.from_bytes(given["message"]).scalars["round"])
     rng = np.random.default_rng([seed, number, facts["client"]])
     draw = rng.random()
     if draw > FAIL + LIE:
-        return simulated(text, folder, message, context)
+        return answered()
     fault = "failure" if draw < FAIL else LIES[int(rng.integers(len(LIES)))]
     (folder / "faults").mkdir(exist_ok=True)
     (folder / "faults" / f"{number + 1}-{facts['client']} {fault}").touch()
     if fault == "failure":
         raise RuntimeError("the power is out")
-    reply = simulated(text, folder, message, context)
+    reply = answered()
     record: Any = reply.content.config_records["headstart"]
     said = Message.from_bytes(record["message"])
     if fault == "random bytes":

@@ -130,7 +130,7 @@ def shares(names: list[str]) -> None:
             for owners, chosen in parts:
                 mine = np.isin(data["domain"], chosen) if len(chosen) else np.ones(len(data["y"]), bool)
                 ends = _ends(name, owners, mine)
-                at = data["X"][test & mine] @ np.stack([_solved(*ends, share) for share in tried]).astype(np.float32)
+                at = data["X"][test & mine] @ np.stack([_solved(share, *ends) for share in tried]).astype(np.float32)
                 right_by_share = np.mean(at.argmax(axis=2) == data["y"][test & mine], axis=1)
                 found.append([np.nanmean(right(FedCOF(), name, owners, chosen)), *right_by_share])
             rows.append((name, *key.split(), *(f"{100 * each:.2f}" for each in np.mean(found, axis=0))))
@@ -139,7 +139,7 @@ def shares(names: list[str]) -> None:
     show("FedCOF by the share of the means", columns, rows)
 
 
-def _ends(name: str, owners: np.ndarray, mine: np.ndarray) -> tuple[np.ndarray, ...]:
+def _ends(name: str, owners: np.ndarray, mine: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """The paper's matrix in units of the scatter that was told, and that of `within = "trace"`, both [d, d] and with
     N μ_g μ_gᵀ; the shrinkage that both have; N_c μ_c [d, C]."""
     data = features(name)
@@ -160,7 +160,7 @@ def _ends(name: str, owners: np.ndarray, mine: np.ndarray) -> tuple[np.ndarray, 
     return paper, between + inside / dim * np.eye(dim) + common, 0.5 * spread / dim * np.eye(dim), means.T * counts
 
 
-def _solved(paper: np.ndarray, trace: np.ndarray, ridge: np.ndarray, targets: np.ndarray, share: float) -> np.ndarray:
+def _solved(share: float, paper: np.ndarray, trace: np.ndarray, ridge: np.ndarray, targets: np.ndarray) -> np.ndarray:
     weight = np.linalg.solve(share * paper + (1 - share) * trace + ridge, targets)
     return np.asarray(weight / np.linalg.norm(weight, axis=0))
 

@@ -210,15 +210,21 @@ def simulate(
 
 def simulated(text: str, folder: Path, message: Message) -> Message:
     """The reply of a simulated node, which several clients share."""
-    from headstart.data import Federation
-    from headstart.engine.node import Node
     from headstart.engine.respond import respond
     from headstart.engine.shared_nodes import reply_to_all
+
+    node = simulated_node(text, folder)
+    return reply_to_all(message, lambda request, client: respond(request, node, node.federation.names[client]))
+
+
+def simulated_node(text: str, folder: Path) -> Node:
+    """This process's node of a simulation, which replies for any client."""
+    from headstart.data import Federation
+    from headstart.engine.node import Node
 
     key = text, str(folder)
     if key not in _NODES:
         recipe = _recipe(text)
         _NODES.clear()
         _NODES[key] = Node(recipe, Federation.of(recipe), folder, deployed=False)
-    node = _NODES[key]
-    return reply_to_all(message, lambda request, client: respond(request, node, node.federation.names[client]))
+    return _NODES[key]
