@@ -165,18 +165,23 @@ def test_a_run_of_several_logs_goes_on_where_it_was_stopped(tmp_path: Path) -> N
         assert (tmp_path / "cut" / "model" / name).read_bytes() == (tmp_path / "whole" / "model" / name).read_bytes()
 
 
+def run_as_one_task(table: dict[str, Any], folder: Path) -> None:
+    """The examples of all tasks as one data set with the same clients, into `one`."""
+    federation = Federation.of(Recipe.parse(table))
+    given = zip(federation.dataset.train.raw(0, 100), federation.owners, strict=True)
+    rows = [{"prompt": p, "completion": c, "who": f"{owner}"} for (p, c), owner in given]
+    (folder / "pooled").mkdir()
+    write_text(folder / "pooled" / "train.jsonl", "\n".join(map(json.dumps, rows)))
+    write_text(folder / "pooled" / "test.jsonl", "\n".join(map(json.dumps, rows[:3])))
+    one = {"dataset": str(folder / "pooled"), "client_column": "who", "partition": {"kind": "natural"}}
+    run(Recipe.parse({"data": one, "model": table["model"], "stages": table["stages"]}), folder / "one")
+
+
 def test_a_backbone_that_tasks_share_takes_the_steps_of_all_clients(tmp_path: Path) -> None:
     """Norms, and completions of two tasks at six clients: to the body, those of one task at six clients."""
     table = completing(tmp_path) | {"stages": [MEZO | {"train": "norms"}]}
     run(Recipe.parse(table), tmp_path / "both")
-    federation = Federation.of(Recipe.parse(table))
-    given = zip(federation.dataset.train.raw(0, 100), federation.owners, strict=True)
-    rows = [{"prompt": p, "completion": c, "who": f"{owner}"} for (p, c), owner in given]
-    (tmp_path / "pooled").mkdir()
-    write_text(tmp_path / "pooled" / "train.jsonl", "\n".join(map(json.dumps, rows)))
-    write_text(tmp_path / "pooled" / "test.jsonl", "\n".join(map(json.dumps, rows[:3])))
-    one = {"dataset": str(tmp_path / "pooled"), "client_column": "who", "partition": {"kind": "natural"}}
-    run(Recipe.parse({"data": one, "model": table["model"], "stages": table["stages"]}), tmp_path / "one")
+    run_as_one_task(table, tmp_path)
     ours, theirs = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("both", "one"))
     for name in ours:
         np.testing.assert_allclose(ours[name], theirs[name], atol=1e-5)
@@ -284,17 +289,7 @@ def test_tasks_that_share_a_body_average_it_over_the_clients_of_all(tmp_path: Pa
     """Completions of two tasks at six clients are, to a body that all share, those of one task at six clients."""
     table = completing(tmp_path, method="fedavg", train="all", lr=0.05, weighting="examples")
     run(Recipe.parse(table), tmp_path / "both")
-    dataset = Federation.of(Recipe.parse(table)).dataset
-    owners = Federation.of(Recipe.parse(table)).owners
-    rows = [
-        {"prompt": p, "completion": c, "who": f"{owner}"}
-        for (p, c), owner in zip(dataset.train.raw(0, 100), owners, strict=True)
-    ]
-    (tmp_path / "pooled").mkdir()
-    write_text(tmp_path / "pooled" / "train.jsonl", "\n".join(map(json.dumps, rows)))
-    write_text(tmp_path / "pooled" / "test.jsonl", "\n".join(map(json.dumps, rows[:3])))
-    one = {"dataset": str(tmp_path / "pooled"), "client_column": "who", "partition": {"kind": "natural"}}
-    run(Recipe.parse({"data": one, "model": table["model"], "stages": table["stages"]}), tmp_path / "one")
+    run_as_one_task(table, tmp_path)
     ours, theirs = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("both", "one"))
     pretrained = ModelStore(Recipe.parse(table).model, None).arrays()
     for name in ours:
