@@ -111,12 +111,14 @@ def _curves(measured: Sequence[Found]) -> Iterator[str]:
     curved = [each for each in measured if each.curve]
     if curved:
         yield "## Curves\n\nAccuracy after so many rounds of the last stage, the mean over the seeds.\n"
+    by_rounds: dict[tuple[int, ...], list[list[str]]] = {}
     for each in curved:
         last = len(each.curve) - 1
-        chosen = [each.curve[round(last * step / (_POINTS - 1))] for step in range(_POINTS)]
-        shown = dict(chosen)
+        shown = dict(each.curve[round(last * step / (_POINTS - 1))] for step in range(_POINTS))
         cells = [f"`{each.row.id}`", *(f"{accuracy:.2f}" for accuracy in shown.values())]
-        yield markdown(("rounds", *map(str, shown)), [cells])
+        by_rounds.setdefault(tuple(shown), []).append(cells)
+    for rounds, lines in by_rounds.items():
+        yield markdown(("rounds", *map(str, rounds)), lines)
 
 
 def _open(measured: Sequence[Found]) -> Iterator[str]:
