@@ -2,7 +2,9 @@
 
 ``python -m benchmarks.language sst2`` plays all methods on one data set, ``… sst2 norms,lora 0.1`` two of them at one
 α; what comes before the blocks that train is computed once for all. ``… costs`` measures memory, bytes and (``paces``,
-alone) seconds; ``… crowds`` the memory of 10 and of 100 clients; ``… choices`` what it takes to compare candidates.
+alone) seconds; ``… paces 128 2 "all gaussian"`` those of 128 sentences by the clock on two threads; ``… crowds`` the
+memory of 10 and of 100 clients; ``… choices`` what it takes to compare candidates. ``… learns FOLDER trec,sst2 0.1`` is
+FedMeZO with more tests, rounds and seeds; what is in the folder already is not run again, or goes on.
 """
 
 from __future__ import annotations
@@ -12,7 +14,9 @@ import math
 import os
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar
 from unittest.mock import patch
 
@@ -36,7 +40,7 @@ from headstart.runner import run
 from headstart.solvers.cohort import Cohort
 from headstart.solvers.directions import blocks, signs
 
-TRAIN, TEST, CLIENTS, TUNED, REPEATS = 256, 300, 10, 1, 3
+TRAIN, TEST, CLIENTS, TUNED, REPEATS, AT_ONCE = 256, 300, 10, 1, 3, 16
 PROMPTS: dict[str, tuple[str, list[str]]] = {
     "sst2": ("Review: {text}\nSentiment:", ["negative", "positive"]),
     "sst5": ("Review: {text}\nSentiment:", ["terrible", "bad", "okay", "good", "great"]),
@@ -59,6 +63,8 @@ STAGES: dict[str, dict[str, Any]] = {
     # B alone: what descended fastest of a few tries on 128 training examples of TREC.
     "lora": LORA | ZEROTH | {"freeze_a": True, "batch_size": 4, "lr": 0.08, "rounds": 60, "evaluate_every": 30},
 }
+# All tests that there are, but of AG News, which has 7,600.
+TESTS, SEEDS, ROUNDS = {"trec": 500, "sst2": 1821, "sst5": 2210, "ag_news": 2000, "mnli": 1000}, (0, 1, 2), 250
 # LoRA last, as it stays on the backbone.
 PACES = (("all", "rademacher"), ("all", "gaussian"), ("norms", "gaussian"), ("lora", "gaussian"))
 COSTS: dict[str, dict[str, Any]] = {
@@ -73,11 +79,14 @@ def partition(alpha: float) -> dict[str, Any]:
     return {"kind": "dirichlet", "clients": CLIENTS, "alpha": alpha, "leftovers": "assign"}
 
 
-def recipe(task: str, stage: dict[str, Any], alpha: float, train: int = TRAIN, test: int = TEST) -> Recipe:
+def recipe(
+    task: str, stage: dict[str, Any], alpha: float, train: int = TRAIN, test: int = TEST, seed: int = 0
+) -> Recipe:
     os.environ.setdefault("HEADSTART_DATA", str(SHARED / "data"))
     prompt, words = PROMPTS[task]
     return Recipe.parse(
         {
+            "seed": seed,
             "data": {
                 "dataset": task, "train_examples": train, "test_examples": test, "partition": partition(alpha),
             },
@@ -89,22 +98,6 @@ def recipe(task: str, stage: dict[str, Any], alpha: float, train: int = TRAIN, t
     )  # fmt: skip
 
 
-class _Behind(StateFile):
-    """States behind all blocks; the same pass leaves those that LoRA in the last blocks goes on from."""
-
-    def __init__(self, before: StateFile) -> None:
-        super().__init__()
-        self.before, self.seen = before, torch.empty(0)
-
-    def see(self, block: object, inputs: tuple[Tensor, ...], named: dict[str, Tensor]) -> None:
-        self.seen = inputs[0] if inputs else next(iter(named.values()))
-
-    def write(self, row: int, states: Any) -> None:
-        super().write(row, states)
-        if row not in self.before:
-            self.before.write(row, self.seen[0].numpy())
-
-
 class _Shared(Inputs):
     """Batches whose states, from before what trains, are computed once for all runs of this process."""
 
@@ -112,16 +105,32 @@ class _Shared(Inputs):
 
     def __init__(self, backbone: Any, examples: Any, what: str, prefix: Any = None, others: Any = ()) -> None:
         super().__init__(backbone, examples, what, prefix, others)
-        if prefix is None:
-            return
-        count = len(blocks_of(backbone.core))
-        before = self.files.setdefault((what, count - TUNED), StateFile())
-        if len(prefix._blocks) < count:
-            self._states = before
-        else:
-            behind = _Behind(before)
-            self._states = behind = self.files.setdefault((what, count), behind)  # type: ignore[assignment]
-            prefix._blocks[-TUNED].register_forward_pre_hook(behind.see, with_kwargs=True)
+        if prefix is not None:
+            key, count = examples.fingerprint(), len(blocks_of(backbone.core))
+            before, behind = (self.files.setdefault((key, each), StateFile()) for each in (count - TUNED, count))
+            self._states = before if len(prefix._blocks) < count else behind
+            if self._states is behind:
+                self._fill(prefix, before, behind)
+
+    @torch.inference_mode()
+    def _fill(self, prefix: Any, before: StateFile, behind: StateFile) -> None:
+        """One pass over all examples, several of like length at a time, leaves states behind all blocks and those that
+        LoRA in the last ones goes on from."""
+        seen: list[Tensor] = []
+
+        def see(block: object, given: tuple[Tensor, ...], named: dict[str, Tensor]) -> None:
+            seen.append(given[0] if given else next(iter(named.values())))
+
+        handle = prefix._blocks[-TUNED].register_forward_pre_hook(see, with_kwargs=True)
+        rows = np.array([row for row in range(len(self._examples)) if row not in behind], np.int64)
+        order = rows[self.by_length(rows)]
+        for group in np.split(order, range(AT_ONCE, len(order), AT_ONCE)) if len(order) else []:
+            values = list(self._prepare(group.tolist()).values())
+            states = prefix.states(self._views[0].transform.collate(values), self._views[0].body)
+            for row, value, *both in zip(group.tolist(), values, states, seen.pop(), strict=True):
+                for file, each in zip((behind, before), both, strict=True):
+                    file.write(row, each[: len(value)].numpy())
+        handle.remove()
 
 
 @torch.inference_mode()
@@ -146,11 +155,8 @@ def rows(task: str, stage: str, alpha: float) -> list[list[object]]:
     found: list[list[object]] = []
 
     def note(line: dict[str, Any]) -> None:
-        accuracy = line["accuracy"]
-        error = math.sqrt(accuracy * (1 - accuracy) / TEST)
-        sent = (line["bytes_up"] + line["bytes_down"]) / 1e6
-        shown = f"{100 * accuracy:.1f} ± {100 * error:.1f}"
-        found.append([task, stage, f"{alpha:g}", line["round"], shown, f"{line['loss']:.4f}", f"{sent:.2f}"])
+        shown = _accuracy(line["accuracy"], TEST)
+        found.append([task, stage, f"{alpha:g}", line["round"], shown, f"{line['loss']:.4f}", _megabytes(line)])
         print(*found[-1], file=sys.stderr, flush=True)
 
     if stage == "fedcof":
@@ -160,6 +166,44 @@ def rows(task: str, stage: str, alpha: float) -> list[list[object]]:
         with patch("headstart.backbones.Inputs", _Shared):
             run(recipe(task, STAGES[stage], alpha), on_metrics=note)
     return found
+
+
+def _error(accuracy: float, tests: int) -> float:
+    """The standard error of an accuracy over so many tests."""
+    return math.sqrt(accuracy * (1 - accuracy) / tests)
+
+
+def _accuracy(accuracy: float, tests: int) -> str:
+    return f"{100 * accuracy:.1f} ± {100 * _error(accuracy, tests):.1f}"
+
+
+def _megabytes(line: dict[str, Any]) -> str:
+    """Of all clients so far, both ways."""
+    return f"{(line['bytes_up'] + line['bytes_down']) / 1e6:.2f}"
+
+
+def learns(folder: str, tasks: str = ",".join(TESTS), alphas: str = "0.1") -> None:
+    """FedMeZO on the last norm, by seeds, each of which draws training examples, clients and directions of its own."""
+    shown: list[list[object]] = []
+    each = [(task, alpha, seed) for task in tasks.split(",") for alpha in alphas.split(",") for seed in SEEDS]
+    for task, alpha, seed in each:
+        out = Path(folder) / f"{task}-{alpha}-{seed}"
+        found = recipe(task, STAGES["norms"] | {"rounds": ROUNDS}, float(alpha), TRAIN, TESTS[task], seed)
+        if not (out / "summary.json").exists():
+            with patch("headstart.backbones.Inputs", _Shared):
+                run(found, out, resume=out.exists(), report=False)
+            (out / "model" / "model.safetensors").unlink()  # 651 MB, which the log beside it gives again
+        first, *middle, last = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
+        gained = last["accuracy"] - first["accuracy"]
+        error = math.hypot(*(_error(line["accuracy"], TESTS[task]) for line in (first, last)))
+        row = [task, alpha, seed, TESTS[task], _accuracy(first["accuracy"], TESTS[task])]
+        row += [f"{100 * line['accuracy']:.1f}" for line in middle] + [_accuracy(last["accuracy"], TESTS[task])]
+        row += [f"{100 * gained:+.1f}", f"{gained / error:.1f}"]
+        shown.append([*row, f"{first['loss']:.3f} → {last['loss']:.3f}", _megabytes(last)])
+        print(*shown[-1], file=sys.stderr, flush=True)
+    rounds = range(50, ROUNDS + 1, 50)
+    columns = ("data", "α", "seed", "tests", "zero-shot, %", *map(str, rounds), "gain", "of its error", "loss", "MB")
+    show(f"SmolLM2-135M chooses, FedMeZO on the last norm: {TRAIN} examples, {CLIENTS} clients", columns, shown)
 
 
 def costs() -> None:
@@ -264,16 +308,20 @@ def _passes(store: ModelStore, count: int) -> None:
         store.backbone.body(*batch)
 
 
-def paces(count: int = 16) -> None:
-    """Processor seconds of a round of FedMeZO, its step included, beside two forward passes over the same sentences, in
-    turns: on one thread they do not depend on what else the machine does."""
-    torch.set_num_threads(1)
+def paces(sentences: str = "16", threads: str = "1", only: str = "") -> None:
+    """A round of FedMeZO, its step included, beside two forward passes over the same sentences, in turns: processor
+    seconds on one thread, which do not depend on what else the machine does, seconds by the clock on several."""
+    count, alone = int(sentences), threads == "1"
+    torch.set_num_threads(int(threads))
+    clock, seconds = (time.process_time, "processor seconds") if alone else (time.perf_counter, "seconds")
     found = recipe("sst2", STAGES["norms"], 100.0, count, 8)
     dataset = Federation.of(found).dataset
     store, shown = ModelStore(found.model, dataset), []
     task = Task("default", 2, Population(1, count), store.label_words())
     labels, nothing = dataset.train.labels, np.zeros(0, np.float32)
     for train, drawn in PACES:
+        if only not in f"{train} {drawn}":
+            continue
         keys = {"method": "fedmezo", "train": train, "perturbation": drawn, "lr": 1e-6}
         stage = recipe("sst2", keys, 100.0).stages[0]
         method, _ = method_of(stage, plan_of(stage, frozenset(), True), (0, 0), store, (task,))
@@ -286,14 +334,15 @@ def paces(count: int = 16) -> None:
             reply = method.client_update(cohort, Received(0, scalars={"seed": seed}))
             method.walk.descent.step(seed, reply.blocks["slopes"][""][0], 1e-6)
 
-        passes = alternate({"two": lambda: _passes(store, count), "round": round_}, REPEATS, time.process_time)
+        passes = alternate({"two": lambda: _passes(store, count), "round": round_}, REPEATS, clock)
         ratio = passes["round"] / passes["two"]
         shown.append([train, drawn, f"{passes['two']:.2f}", f"{passes['round']:.2f}", f"{ratio:.2f}"])
         print(*shown[-1], file=sys.stderr, flush=True)
-        if train == "all":
+        if train == "all" and alone:
             _profile(drawn, method, passes["two"] / 2, store.flops_per_pass * count)
     columns = ("`train`", "`perturbation`", "two forward passes, s", "round, s", "ratio")
-    show(f"FedMeZO on SmolLM2-135M, {count} sentences, processor seconds, median of {REPEATS}", columns, shown)
+    title = f"FedMeZO on SmolLM2-135M, {count} sentences, threads: {threads}, {seconds}, median of {REPEATS}"
+    show(title, columns, shown)
 
 
 @torch.inference_mode()
@@ -328,9 +377,10 @@ def main(arguments: tuple[str, ...] = ()) -> None:
     if not SHARED.is_dir():
         print("\nlanguage: set HEADSTART_SHARED to a folder with data/; skipped")
         return
-    measures = {"costs": costs, "paces": paces, "crowds": crowds, "choices": choices}
-    if len(arguments) == 1 and arguments[0] in measures:
-        measures[arguments[0]]()
+    measures: dict[str, Callable[..., None]] = {"costs": costs, "paces": paces, "crowds": crowds, "choices": choices}
+    measures |= {"learns": learns}
+    if arguments and arguments[0] in measures:
+        measures[arguments[0]](*arguments[1:])
         return
     task, stage, alpha = (*arguments, *("", "", "")[len(arguments) :])
     found = [

@@ -148,6 +148,8 @@ def test_matrices_are_held_in_bfloat16_and_nothing_else(name: str, tmp_path: Pat
     assert half == {f"{each}.weight" for each in linear}
     for each in half:
         assert torch.equal(found.core.get_parameter(each), plain.core.get_parameter(each).bfloat16())
+    held, before = (sum(each.nbytes for each in body.core.parameters()) for body in (found, plain))
+    assert before - held == 2 * sum(plain.core.get_parameter(each).numel() for each in half)
     np.testing.assert_allclose(scores(found, TEXTS), scores(plain, TEXTS), atol=0.1)
     assert found.fingerprint() != plain.fingerprint()
 

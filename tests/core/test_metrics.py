@@ -127,6 +127,7 @@ def test_the_worst_tenth_of_the_clients() -> None:
     assert found["local_accuracy_worst_tenth"] == pytest.approx(0.05)  # of 21 clients, 0, 0.05 and 0.1
     assert spread("local_accuracy", np.array([0.3, 0.5]))["local_accuracy_worst_tenth"] == 0.3
     assert spread("local_accuracy", np.array([np.nan]))["local_accuracy_worst_tenth"] is None
+    assert spread("local_perplexity", np.array([3.0, 9.0, 5.0]))["local_perplexity_worst_tenth"] == 9.0
 
 
 @pytest.mark.parametrize(("right", "count"), [(0, 5), (5, 5), (71, 77), (1, 1), (900, 1000)])

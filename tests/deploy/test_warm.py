@@ -4,18 +4,26 @@ finds where it runs."""
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import tomli_w
 
 pytest.importorskip("flwr")
 
+from headstart.backbones import load_backbone
+from headstart.config.recipe import Recipe
+from headstart.core.files import write_text
 from headstart.deploy.guard import app_digest
+from tests.backbones.test_language import folder_of, scores
 from tests.deploy.processes import recipe_of, wait_for
 from tests.deploy.test_deployment import Machines, set_variables
+from tests.runner.test_choose import recipe_of as recipe_of_words
 
 pytestmark = [
     pytest.mark.slow,
@@ -191,6 +199,48 @@ def test_every_message_has_a_fresh_process_that_finds_nothing_of_the_one_before(
         assert len(set(column)) == 3
     # The recipe trains nothing; what one child imported is loaded for the next.
     assert [answer["torch"] for answer in answers] == [False, True, True]
+
+
+HELD = """
+import os, shutil, sys
+from pathlib import Path
+from headstart.deploy import warm
+
+os.environ[warm.RECIPE] = sys.argv[1]
+warm.hold()
+shutil.rmtree(sys.argv[2])  # from here on, weights are in memory or nowhere
+for number in range(2):
+    if not os.fork():
+        import torch
+        from headstart.backbones import load_backbone
+        from headstart.config.recipe import Recipe
+
+        torch.set_num_threads(2)
+        assert (torch.ones(500, 500) @ torch.ones(500, 500) == 500).all()
+        backbone = load_backbone(Recipe.load(Path(sys.argv[1])).model)
+        with torch.no_grad():
+            ids, mask = backbone.transform.collate([backbone.transform("the cat", "x")])[:2]
+            print(number, *backbone.body(ids, mask)[0].tolist(), flush=True)
+            for parameter in backbone.body.parameters():
+                parameter.zero_()  # nobody else's
+        os._exit(0)
+    os.wait()
+"""
+
+
+def test_children_share_the_weights_that_the_warm_process_has_loaded(tmp_path: Path) -> None:
+    place = folder_of(tmp_path / "llama")
+    recipe = recipe_of_words(tmp_path).model_dump(mode="json", exclude_none=True)
+    recipe["model"]["backbone"] = str(place)
+    write_text(tmp_path / "recipe.toml", tomli_w.dumps({key: recipe[key] for key in ("data", "model", "stages")}))
+    expected = scores(load_backbone(Recipe.load(tmp_path / "recipe.toml").model), ["the cat"])[0]
+    command = [sys.executable, "-c", HELD, tmp_path / "recipe.toml", place]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    for number, line in enumerate(done.stdout.splitlines()):
+        first, *found = line.split()
+        assert int(first) == number
+        np.testing.assert_allclose([float(each) for each in found], expected, rtol=1e-5)
+    assert number == 1
 
 
 def test_a_warm_process_that_is_killed_is_started_again(machines: Probed, tmp_path: Path) -> None:

@@ -163,11 +163,12 @@ def test_at_full_rank_the_switch_changes_no_output() -> None:
     assert np.abs(switched.features[-1] - embed(bert_backbone(dropout=0.0), SENTENCES, "x")).max() > 1e-2
 
 
-def test_factors_of_a_matrix_of_low_rank_give_it_back() -> None:
+@pytest.mark.parametrize("rank", [3, 5, 9])  # the last is more than the matrix can have
+def test_factors_of_a_matrix_of_low_rank_give_it_back(rank: int) -> None:
     rng = np.random.default_rng(0)
     matrix = rng.normal(size=(7, 3)) @ rng.normal(size=(3, 5))
-    left, right = factors(matrix, 3)
-    assert (left.shape, right.shape) == ((7, 3), (3, 5))
+    left, right = factors(matrix, rank)
+    assert (left.shape, right.shape) == ((7, rank), (rank, 5))
     np.testing.assert_allclose(left @ right, matrix, atol=1e-12)
 
 

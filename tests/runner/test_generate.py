@@ -6,7 +6,9 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
+import pandas
 import pytest
 import tomli_w
 import torch
@@ -202,6 +204,33 @@ def test_texts_are_shown_as_the_model_reads_them(
     # Of seven tokens, the first of the prompt is cut.
     assert done.stdout.count("the dog :\n  → ran very </s>\n") == 2
     assert "film" not in done.stdout
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_completions_are_read_alike_from_every_format(chat: bool, tmp_path: Path) -> None:
+    """By client, and by a column of categories."""
+    rows: list[dict[str, Any]] = [{"prompt": p or "a", "completion": c} for p, c in PAIRS * 3]
+    if chat:
+        rows = [{"messages": [{"role": "user", "content": row["prompt"]},
+                              {"role": "assistant", "content": row["completion"]}]} for row in rows]  # fmt: skip
+    rows = [row | {"who": "ab"[n % 2], "kind": "xyz"[n % 3]} for n, row in enumerate(rows)]
+    given = table(tmp_path, rows)
+    frame = pandas.DataFrame(rows)
+    frame.to_parquet(tmp_path / "train.parquet")
+    files = ["train.jsonl", "train.parquet"]
+    if not chat:  # a field of a CSV file is one text
+        frame.to_csv(tmp_path / "train.csv", index=False)
+        files.append("train.csv")
+    by_kind = {"client_column": None, "domain_column": "kind", "partition": {"kind": "domains"}}
+    for keys, names in (({}, ("a", "b")), (by_kind, ("x", "y", "z"))):
+        data = {key: value for key, value in (given["data"] | keys).items() if value is not None}
+        read = [Federation.of(Recipe.parse(given | {"data": data | {"dataset": str(tmp_path / f)}})) for f in files]
+        held = Recipe.parse(given | {"data": data | {"dataset": "memory"}})
+        read += [Federation.of(held, each) for each in (frame, datasets.Dataset.from_pandas(frame))]
+        for each in read:
+            assert each.names == names
+            np.testing.assert_array_equal(each.owners, read[0].owners)
+            assert list(each.dataset.train.raw(0, 99)) == list(read[0].dataset.train.raw(0, 99))
 
 
 @pytest.mark.parametrize(("column", "holds"), [(["prompt", "who"], "int64"), ("prompt", "string")])

@@ -5,7 +5,13 @@ from headstart.backbones.extract import embed, embed_rows, extract
 from headstart.backbones.inputs import Inputs
 from headstart.backbones.language import rows_read
 from headstart.backbones.prefix import Prefix, Prefixed, evaluating
-from headstart.backbones.registry import BACKBONES, load_backbone, load_backbones, register_backbone
+from headstart.backbones.registry import (
+    BACKBONES,
+    hold_backbones,
+    load_backbone,
+    load_backbones,
+    register_backbone,
+)
 
 __all__ = [
     "BACKBONES",
@@ -17,6 +23,7 @@ __all__ = [
     "embed_rows",
     "evaluating",
     "extract",
+    "hold_backbones",
     "load_backbone",
     "load_backbones",
     "moved",

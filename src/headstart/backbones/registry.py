@@ -51,8 +51,20 @@ def load_backbones(models: Sequence[Model]) -> tuple[Backbone, ...]:
     return first, *(first.under(model) for model in models[1:] if first.under)
 
 
+_held: list[tuple[Model, Backbone]] = []
+
+
+def hold_backbones(models: Sequence[Model]) -> None:
+    """Load one network for processes that are forked from this one: in each, the first to ask for it has it."""
+    _held[:] = zip(models, load_backbones(models), strict=True)
+
+
 def load_backbone(model: Model) -> Backbone:
     """The backbone that a recipe names, with its weights, in evaluation mode."""
+    held = [backbone for known, backbone in _held if known == model]
+    if held:
+        _held.clear()  # whoever has it may train it
+        return held[0]
     keep_freed_memory()
     with torch.random.fork_rng():
         torch.manual_seed(0)  # what is random is the same in every process, and so are its features

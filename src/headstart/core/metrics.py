@@ -168,10 +168,10 @@ def added(tallies: Sequence[Tally]) -> dict[str, Floats]:
 
 
 def spread(name: str, values: Floats) -> Metrics:
-    """Mean and standard deviation over the clients that have a value, and the mean of the lowest tenth of them, at
-    least one."""
+    """Mean and standard deviation over the clients that have a value, and the mean of the worst tenth of them, at
+    least one: those of the highest perplexity, or of the lowest value otherwise."""
     there = np.sort(values[np.isfinite(values)])
-    worst = there[: ceil(len(there) / 10)]
+    worst = (there[::-1] if name.endswith("perplexity") else there)[: ceil(len(there) / 10)]
     found = (there.mean(), there.std(), worst.mean()) if len(there) else (None, None, None)
     names = (f"{name}_mean", f"{name}_std", f"{name}_worst_tenth")
     return {key: None if value is None else float(value) for key, value in zip(names, found, strict=True)}

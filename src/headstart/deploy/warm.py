@@ -5,9 +5,10 @@ to a node:
 
 - the SuperNode, which `headstart.deploy.guard` starts, and which looks for messages (`headstart.deploy.polling`);
 - Flower's SuperExec (`python -m headstart.deploy.warm superexec`), which asks the next one;
-- the warm process (`python -m headstart.deploy.warm serve`), which only imports: no threads of its own, no computation.
-  For a message it forks, and the child runs Flower's `flwr-clientapp`. All that comes back from a child is the names of
-  modules that it had to import, which the next one finds loaded: torch, where something is trained.
+- the warm process (`python -m headstart.deploy.warm serve`), which only imports and loads: no threads of its own, no
+  computation. For a message it forks, and the child runs Flower's `flwr-clientapp`. All that comes back from a child is
+  the names of modules that it had to import, which the next one finds loaded: torch, where something is trained. Once a
+  child had to load a backbone, the warm process has its pre-trained weights, too, which children share with it.
 """
 
 from __future__ import annotations
@@ -29,14 +30,22 @@ from contextlib import suppress
 from logging import ERROR
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    from headstart.config.recipe import Recipe
 
 LOADED = ("flwr.supernode.cli.flwr_clientapp", "headstart.deploy.apps", "headstart.data", "headstart.engine.respond")
 """What answers any message."""
 RECIPE = "HEADSTART_RECIPE"
 """Environment variable: the file of the recipe that the node takes part in."""
-LEARNED = ("anyio", "certifi", "flwr", "h11", "headstart", "httpcore", "httpx", "numpy", "scipy", "sklearn", "torch")
+LEARNED = (
+    "anyio", "certifi", "flwr", "h11", "headstart", "httpcore", "httpx", "numpy", "peft", "scipy", "sklearn", "torch",
+    "transformers",
+)  # fmt: skip
 """Packages whose modules the warm process imports once a child has."""
+LOADS = "headstart.backbones.registry"
+"""What a child imports to load a backbone."""
 AGAIN = 5.0
 """Seconds between two starts of a warm process that ends by itself."""
 
@@ -103,6 +112,8 @@ def superexec(arguments: Sequence[str]) -> None:
 def serve() -> None:
     """Fork for every command, a line on standard input, until that ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal, which SuperNode and children hear as well
+    # Modules that are imported ask whether there is a GPU; by CUDA itself, no fork could use it any more.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     _load((*LOADED, *_needed()))
     requests, children = b"", dict[int, tuple[int, bytearray]]()
     while True:
@@ -121,16 +132,44 @@ def serve() -> None:
                     _fork(json.loads(line), children)
 
 
-def _needed() -> tuple[str, ...]:
-    """torch, where the node's recipe trains something or has a backbone; a child says what is wrong with a recipe."""
+def _recipe() -> Recipe | None:
+    """The node's recipe; a child says what is wrong with it."""
     from headstart.config.recipe import Recipe
 
     try:
-        recipe = Recipe.load(Path(os.environ[RECIPE]))
+        return Recipe.load(Path(os.environ[RECIPE]))
     except (KeyError, OSError, ValueError):
+        return None
+
+
+def _needed() -> tuple[str, ...]:
+    """torch, where the node's recipe trains something or has a backbone."""
+    recipe = _recipe()
+    if recipe is None:
         return ()
     trains = any(stage.trains for stage in recipe.stages)
     return ("torch",) if trains or recipe.model.backbone != "features" else ()
+
+
+def hold() -> None:
+    """Load the backbone of the node's recipe for all children to come; one that does not load, a child speaks of.
+
+    Not one that a user has added, nor one of few bits: they may start threads, or a GPU, which no fork could use then.
+    """
+    import torch
+
+    from headstart.backbones import BACKBONES, hold_backbones
+
+    recipe, threads = _recipe(), torch.get_num_threads()
+    if recipe is None or recipe.model.backbone == "features" or recipe.model.quantise:
+        return
+    if (known := BACKBONES.get(recipe.model.backbone)) and known.registered:
+        return
+    torch.set_num_threads(1)  # threads of OpenMP do not survive a fork, and whoever needs them then waits for ever
+    with suppress(Exception):
+        hold_backbones(recipe.models)
+    torch.set_num_threads(threads)
+    _load(())
 
 
 def _load(names: Sequence[str], *skipped: type[Exception]) -> None:
@@ -191,7 +230,10 @@ def _end(report: int, child: int, names: bytearray) -> None:
     if os.WIFSIGNALED(status):
         print(f"flwr-clientapp {child} was ended by signal {os.WTERMSIG(status)}", file=sys.stderr, flush=True)
     if names:
-        _load(names.decode().split(), ImportError)  # some are made by other modules, and not found
+        new = names.decode().split()
+        _load(new, ImportError)  # some are made by other modules, and not found
+        if LOADS in new:
+            hold()
 
 
 if __name__ == "__main__":

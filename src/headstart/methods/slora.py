@@ -180,10 +180,12 @@ class SLoRA(Method[AnyState]):
 
 
 def factors(matrix: Floats, rank: int) -> tuple[Floats, Floats]:
-    """B [m, r] and A [r, n] with the best B A of that rank, the singular values split evenly between them."""
+    """B [m, r] and A [r, n] with the best B A of that rank, the singular values split evenly between them; zeros where
+    the matrix has fewer."""
     left, values, right = np.linalg.svd(matrix, full_matrices=False)
     roots = np.sqrt(values[:rank])
-    return left[:, :rank] * roots, roots[:, None] * right[:rank]
+    missing = (0, rank - len(roots))
+    return np.pad(left[:, :rank] * roots, ((0, 0), missing)), np.pad(roots[:, None] * right[:rank], (missing, (0, 0)))
 
 
 register(SLoRAStage, SLoRA)
