@@ -217,7 +217,7 @@ def test_reports_of_runs_and_where_there_is_none(recipe: Path, tmp_path: Path, c
     assert command("report", "runs/one", cwd=tmp_path).returncode == 0
     assert (tmp_path / "runs" / "one" / "figures" / "confusion.svg").is_file()
     (tmp_path / "empty").mkdir()
-    for folder, why in (("empty", "there is no run"), ("nowhere", "no such directory")):
+    for folder, why in (("empty", "there is no run"), ("nowhere", "no such directory"), ("emptiy", "'empty'?")):
         for name in ("report", "dashboard"):
             if (folder, name) != ("empty", "dashboard"):  # runs may come
                 done = command(name, folder, cwd=tmp_path)
