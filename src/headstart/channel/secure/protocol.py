@@ -56,8 +56,8 @@ class Terms:
             raise HeadstartError(f"secure aggregation needs at least 3 clients, not {self.clients}")
         if not 2 * self.clients < 3 * self.threshold <= 3 * self.clients:
             raise HeadstartError(
-                f"the threshold of secure aggregation of {self.clients} clients is from {2 * self.clients // 3 + 1} (more "
-                f"than two thirds) to {self.clients}, not {self.threshold}"
+                f"the threshold of secure aggregation of {self.clients} clients is from {2 * self.clients // 3 + 1} "
+                f"(more than two thirds) to {self.clients}, not {self.threshold}"
             )
 
     @property
