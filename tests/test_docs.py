@@ -672,6 +672,13 @@ def test_every_method_has_its_formula(name: str) -> None:
     assert formula.count("{") == formula.count("}")
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_no_formula_is_left_as_text(page: Path) -> None:
+    aside = r"```.*?```|`[^`\n]*`|\$[^$\n]*\$|\]\([^)]*\)"  # code, formulas, links
+    text = re.sub(aside, "", page.read_text("utf-8"), flags=re.DOTALL)
+    assert not re.findall(r"(?<!\w)[^\W\d_]_[^\W\d_].*", text)  # a letter with an index, such as μ_c
+
+
 def navigation() -> dict[str, Any]:
     """The pages of mkdocs.yml, by the titles around them."""
     found: dict[str, Any] = {}

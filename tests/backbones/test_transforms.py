@@ -222,7 +222,7 @@ def test_a_pixel_range_says_what_is_black_and_white(
 
 @pytest.mark.parametrize("values", [np.array([[0.0, 0.5]], np.float32), np.array([[0, 70_000]], np.int32)])
 def test_grey_without_a_white_is_refused(values: npt.NDArray[Any]) -> None:
-    with pytest.raises(HeadstartError, match=r"^scan 3 is not a readable image: .*32 bits.*8 or 16 bits"):
+    with pytest.raises(HeadstartError, match=r"^scan 3: grey of 32 bits .*8 or 16 bits$"):
         ImageTransform(2)(record(encoded(Image.fromarray(values), "TIFF")), "scan 3")
 
 

@@ -383,7 +383,7 @@ def test_a_node_takes_the_threshold_from_its_own_recipe(tmp_path: Path) -> None:
     silo = Silo(tmp_path / "few", SECURE)
     for count in (1, 2):
         facts, _ = silo.ask("secure", statistics(), told=begun("s", count, 3))
-        assert facts == {"error": f"a secure sum needs at least 3 clients, not {count}"}
+        assert facts == {"error": f"secure aggregation needs at least 3 clients, not {count}"}
     plain = Silo(tmp_path / "plain", {"method": "fedncm"})
     facts, _ = plain.ask("secure", Wire(), told=begun("s", 4, 3))
     assert facts == {"error": "the recipe has no secure aggregation in this stage"}

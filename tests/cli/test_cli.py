@@ -217,7 +217,7 @@ def test_reports_of_runs_and_where_there_is_none(recipe: Path, tmp_path: Path, c
     assert command("report", "runs/one", cwd=tmp_path).returncode == 0
     assert (tmp_path / "runs" / "one" / "figures" / "confusion.svg").is_file()
     (tmp_path / "empty").mkdir()
-    for folder, why in (("empty", "there is no run"), ("nowhere", "no such directory")):
+    for folder, why in (("empty", "there is no run"), ("nowhere", "no such directory"), ("emptiy", "'empty'?")):
         for name in ("report", "dashboard"):
             if (folder, name) != ("empty", "dashboard"):  # runs may come
                 done = command(name, folder, cwd=tmp_path)
@@ -309,13 +309,15 @@ class MineStage(FedNCMStage):
     method: Literal["mine"]
 
 headstart.register(MineStage, FedNCM)
+headstart.register_aggregation("first", lambda updates, weights: {name: each[0] for name, each in updates.items()})
 """
 
 
 @pytest.mark.parametrize("name", ["my_methods", "my_methods.py"])
 def test_a_method_is_imported_and_its_report_needs_no_registration(name: str, recipe: Path, tmp_path: Path) -> None:
     (tmp_path / "my_methods.py").write_text(METHOD)
-    change = ("--set", "stages.0.method=mine")
+    training = '{method = "fedavg", train = "head", rounds = 1, combine = "first"}'
+    change = ("--set", f'stages=[{{method = "mine"}}, {training}]')
     assert "'mine' is not known" in headstart("run", recipe, *change, cwd=tmp_path).stderr
     done = headstart("run", recipe, *change, "--import", name, "--out", "run", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -323,13 +325,18 @@ def test_a_method_is_imported_and_its_report_needs_no_registration(name: str, re
     assert done.returncode == 0, done.stderr
     page = (tmp_path / "page" / "report.html").read_text()
     assert "mine" in page
+    assert "combine = &quot;first&quot;" in page
     done = headstart("methods", "mine", "--import", name, cwd=tmp_path)
     assert "The nearest mean, once more" in done.stdout
 
 
 def test_a_module_that_does_not_import_is_a_sentence(recipe: Path, tmp_path: Path, command: Command) -> None:
     (tmp_path / "broken.py").write_text("1 / 0\n")
-    for name, why in (("absent", "ModuleNotFoundError"), ("broken.py", "ZeroDivisionError: division by zero")):
+    for name, why in (
+        ("absent", "ModuleNotFoundError"),
+        ("borken.py", "it is not there; did you mean 'broken.py'?"),
+        ("broken.py", "ZeroDivisionError: division by zero"),
+    ):
         done = command("run", recipe, "--import", name, cwd=tmp_path)
         assert done.returncode == 2
         assert f"--import {name}: {why}" in done.stderr

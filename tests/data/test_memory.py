@@ -91,6 +91,17 @@ def test_an_image_keeps_its_sixteen_bits_and_is_turned_upright() -> None:
     assert decode_image(inputs([lying])[1][0], "").size == (2, 3)
 
 
+@pytest.mark.parametrize("kind", [np.float32, np.int32])
+def test_an_image_of_32_bits_keeps_them_and_one_in_inks_is_read(kind: type) -> None:
+    deep = np.array([[0, 100_000]], kind)
+    (_, source) = inputs([Image.fromarray(deep)])
+    np.testing.assert_array_equal(np.asarray(decode_image(source[0], "", (0, 200_000))), [[0, 127.5]])
+    with pytest.raises(HeadstartError, match=r"^example 0: grey of 32 bits"):
+        decode_image(source[0], "example 0")
+    (_, source) = inputs([Image.new("CMYK", (1, 1), (255, 0, 0, 0))])
+    np.testing.assert_array_equal(np.asarray(decode_image(source[0], "")), [[[0, 255, 255]]])
+
+
 def test_tables_and_texts() -> None:
     texts, labels = ["a b", "c d", "e f", "g h"] * 3, ["x", "y"] * 6
     table = {"text": texts, "label": labels, "site": ["p", "q", "r"] * 4}

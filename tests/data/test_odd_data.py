@@ -236,6 +236,8 @@ def test_other_separators(separator: str, tmp_path: Path) -> None:
         load(path)
     assert str(refused.value).endswith(f"where ',' is expected; set data.separator = {separator!r}")
     assert load(path, separator=separator).classes == ("a", "b")
+    with pytest.raises(HeadstartError, match=r"where '#' is expected; set data\.separator = "):
+        load(path, separator="#")
 
 
 def test_rows_with_too_many_fields_are_all_listed(tmp_path: Path) -> None:

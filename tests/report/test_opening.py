@@ -67,6 +67,7 @@ def test_several_runs_open_with_the_best(tmp_path: Path) -> None:
     assert f"next is {other} with {100 * scores[other]:.2f} %" in body
     assert "What the recipes differ in" in body
     assert "stages.0.method" in body
+    assert re.findall("<h3>(.*?)</h3><pre>", body) == ["fedncm", "fed3r"]  # whose recipe it is
 
 
 def test_a_method_has_its_colour_wherever_it_is_and_twelve_series_differ() -> None:

@@ -167,6 +167,7 @@ def test_a_page_needs_nothing_from_elsewhere_and_says_what_there_is_to_say(tmp_p
         "torch 2.",
     ):
         assert said in page, said
+    assert "<tbody></tbody>" not in page
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert f"{100 * summary['accuracy']:.2f}" in page
     assert human_bytes(summary["stages"][1]["published_bytes"]) in page

@@ -2,6 +2,7 @@
 
 import json
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -194,6 +195,29 @@ def test_images_that_are_nearly_black(tmp_path: Path, caplog: pytest.LogCaptureF
         assert (tmp_path / str(times) / "run.log").read_text().count(said.partition(" of ")[0]) == times
 
 
+def scans(root: Path, kind: type, values: Sequence[float]) -> Path:
+    """A scan of two pixels, black and one of these values, for each, in two classes."""
+    for number, value in enumerate(values):
+        (root / "ab"[number % 2]).mkdir(parents=True, exist_ok=True)
+        image = Image.fromarray(np.array([[0, value]], kind))
+        image.save(root / "ab"[number % 2] / f"{number}.{'png' if kind is np.uint16 else 'tiff'}")
+    return root
+
+
+@pytest.mark.parametrize(("kind", "most"), [(np.float32, 1.5), (np.int32, 90_000)])
+def test_grey_of_32_bits_is_one_problem_with_the_values_that_there_are(kind: type, most: float, tmp_path: Path) -> None:
+    root = scans(tmp_path / "scans", kind, [most / 2, most] * 5)
+    text = f'[data]\ndataset = "{root}"\npartition = {{kind = "iid", clients = 2}}\n'
+    text += '[model]\nbackbone = "conv4"\nweights = "random"\n[[stages]]\nmethod="fedncm"'
+    path = recipe(tmp_path / "r.toml", text)
+    (problem,) = check(path).problems
+    assert problem.startswith("10 images, the first train: example 0 (")
+    assert problem.endswith(f"set model.pixel_range, or save 8 or 16 bits; these images have values from 0 to {most:g}")
+    with pytest.raises(HeadstartError, match=r"(?s)10 of 10 images cannot be read:\n  - 10 images, the first [^\n]*$"):
+        run(Recipe.load(path))
+    assert not check(path, [f"model.pixel_range=[0, {most}]"]).problems
+
+
 # --------------------------------------------------------------------------------------------------------------- new
 
 
@@ -219,6 +243,22 @@ def test_a_recipe_for_photos_by_hospital(tmp_path: Path, command: Command) -> No
     assert table["data"]["partition"]["kind"] == "natural"
     assert table["model"]["backbone"] == "efficientnet-lite0"
     assert [stage["method"] for stage in table["stages"]] == ["fed3r"]  # two clients
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "expected"),
+    [
+        (np.float32, [0.25, 0.75], [0, 0.75]),
+        (np.int32, [-1000, 3000], [-1000, 3000]),
+        (np.uint16, [1000, 3500], [0, 4095]),  # twelve bits in sixteen
+        (np.uint16, [1000, 65535], None),
+    ],
+)
+def test_a_recipe_for_scans_says_what_is_black_and_white(
+    kind: type, values: list[float], expected: list[float] | None, tmp_path: Path, command: Command
+) -> None:
+    scans(tmp_path / "scans", kind, values * 5)
+    assert made(command, Path("scans"), tmp_path)["model"].get("pixel_range") == expected
 
 
 def test_a_recipe_for_a_table_from_a_spreadsheet(tmp_path: Path, command: Command) -> None:

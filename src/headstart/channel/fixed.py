@@ -27,16 +27,16 @@ Fixed = npt.NDArray[np.int64]
 def check_values(values: Mapping[str, Array], clients: int) -> None:
     """Refuse what a sum cannot carry: no arrays, other types than float64 and int64, NaN, integers that overflow."""
     if not values:
-        raise HeadstartError("a secure sum needs at least one array of values")
+        raise HeadstartError("secure aggregation needs at least one array of values")
     for name, array in values.items():
         if array.dtype == np.int64:
             largest = max(abs(int(array.min(initial=0))), abs(int(array.max(initial=0))))
             if largest > (2**63 - 1) // clients:
                 raise HeadstartError(f"array {name!r} holds {largest}, which {clients} clients cannot add in 64 bits")
         elif array.dtype != np.float64:
-            raise HeadstartError(f"array {name!r} is {array.dtype}; a secure sum takes float64 or int64")
+            raise HeadstartError(f"array {name!r} is {array.dtype}; secure aggregation takes float64 or int64")
         elif not np.isfinite(array).all():
-            raise HeadstartError(f"array {name!r} holds NaN or infinity, which a secure sum cannot carry")
+            raise HeadstartError(f"array {name!r} holds NaN or infinity, which secure aggregation cannot carry")
 
 
 def exponents_of(values: Mapping[str, Array]) -> dict[str, int]:

@@ -24,7 +24,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from headstart.core.progress import hide_progress
-from headstart.errors import HeadstartError, first_line
+from headstart.errors import HeadstartError, first_line, nearest_path
 
 _NUMBER = re.compile(r"([-−]?[\d.,]+(e[-+]?\d+)?( (%|[kMGT]?B|s))?( ± [\d.,]+)?)?")
 
@@ -43,6 +43,8 @@ def _import(names: list[str] | None) -> list[str] | None:
             if not name.endswith(".py"):
                 import_module(name)
                 continue
+            if not Path(name).is_file():
+                raise HeadstartError(f"--import {name}: {nearest_path(name)}")
             spec = spec_from_file_location(Path(name).stem, name)
             assert spec is not None
             assert spec.loader is not None

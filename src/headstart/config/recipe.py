@@ -13,6 +13,7 @@ import tomli_w
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
 
 from headstart.config.stage import STAGES, Stage, Table, load_plugins, of_family
+from headstart.core.aggregation import aggregations
 from headstart.core.target import Target
 from headstart.errors import HeadstartError, RecipeError, nearest, similar_path
 
@@ -282,17 +283,24 @@ class Recipe(Table):
 
     @classmethod
     def read(cls, path: Path | str) -> Recipe:
-        """The recipe of a run, to look at: methods that nobody has registered in this process are taken as they are."""
+        """The recipe of a run, to look at: methods and aggregation rules that nobody has registered in this process are
+        taken as they are."""
         table = read_table(path)
         load_plugins()
         given = [stage for stage in table.get("stages", ()) if isinstance(stage, dict)]
-        if all(stage.get("method") in STAGES for stage in given):
+        foreign = [stage.get("method") not in STAGES for stage in given]
+        rules = [stage.get("combine", "mean") for stage in given]
+        own = [{} if rule in aggregations() else {"combine": rule} for rule in rules]
+        known = [
+            {"method": "fedncm"} if other else {**stage, **dict.fromkeys(keys, "mean")}
+            for stage, other, keys in zip(given, foreign, own, strict=True)
+        ]
+        if known == given:
             return cls.parse(table)
-        known = [stage if stage.get("method") in STAGES else {"method": "fedncm"} for stage in given]
         recipe = cls.parse({**table, "stages": known})
         stages = [
-            of_family(stage) if stage.get("method") not in STAGES else parsed
-            for stage, parsed in zip(given, recipe.stages, strict=True)
+            of_family(stage) if other else parsed.model_copy(update=keys)
+            for stage, other, keys, parsed in zip(given, foreign, own, recipe.stages, strict=True)
         ]
         return recipe.model_copy(update={"stages": tuple(stages)})
 

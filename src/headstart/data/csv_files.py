@@ -14,7 +14,7 @@ from headstart.errors import HeadstartError, listed
 
 _CHUNK = 1 << 20
 _UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-_SEPARATORS = {";": "a semicolon", "\t": "a tab", "|": "a bar"}
+_SEPARATORS = {",": "a comma", ";": "a semicolon", "\t": "a tab", "|": "a bar"}
 
 
 def csv_settings(files: Sequence[Path], data: Data, notes: list[str]) -> dict[str, Any]:
@@ -91,7 +91,7 @@ def _check_header(file: Path, separator: str, data: Data) -> None:
     with file.open(encoding=data.encoding or "utf-8-sig", newline="", errors="replace") as stream:
         header = stream.readline()
     other = next((each for each in _SEPARATORS if each in header), None)
-    if data.separator is None and separator not in header and other is not None:
+    if separator not in header and other is not None:
         raise HeadstartError(
             f"{file} has {_SEPARATORS[other]} between its columns, where {separator!r} is expected; set "
             f"data.separator = {other!r}"

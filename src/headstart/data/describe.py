@@ -14,7 +14,16 @@ import numpy as np
 from PIL import Image
 
 from headstart.core.progress import progress
-from headstart.data.examples import Dataset, Examples, bytes_of, decode_image, in_dicom
+from headstart.data.examples import (
+    Dataset,
+    Examples,
+    NoRangeError,
+    UnreadableError,
+    bytes_of,
+    decode_image,
+    in_dicom,
+    problems_of,
+)
 from headstart.errors import HeadstartError, counted, listed
 
 _BLOCK = 256
@@ -34,9 +43,10 @@ class Description:
 def describe(dataset: Dataset, pixel_range: tuple[float, float] | None = None) -> Description:
     """Look at every example once; pixel_range: as in [model]."""
     seen: dict[bytes, list[tuple[str, int]]] = defaultdict(list)
-    facts, problems = Counter[str](), list[str]()
+    facts, errors = Counter[str](), list[UnreadableError]()
     sizes: list[tuple[int, ...]] = []
     brightest: float | None = None  # of grey of more than 8 bits
+    shades: list[float] = []  # of grey of 32 bits that nothing says the range of
     splits = dataset.splits
     with progress(f"examples of {dataset.name}", sum(map(len, splits.values()))) as advance:
         for split, examples in splits.items():
@@ -47,8 +57,9 @@ def describe(dataset: Dataset, pixel_range: tuple[float, float] | None = None) -
                     try:
                         image = decode_image(value, f"{split}: example {place}", pixel_range)
                         mode, size = _mode(value)
-                    except HeadstartError as error:
-                        problems.append(str(error))
+                    except UnreadableError as error:
+                        errors.append(error)
+                        shades += _shades(value) if isinstance(error, NoRangeError) else ()
                         continue
                     facts[mode] += 1
                     if image.mode == "F" and not in_dicom(value):
@@ -60,27 +71,72 @@ def describe(dataset: Dataset, pixel_range: tuple[float, float] | None = None) -
     warnings = [*_warnings(dataset, seen, sizes, labels)]
     if pixel_range is None:
         warnings += _darkness(brightest)
+    problems = problems_of(errors)
+    if shades:
+        problems[-1] += f"; these images have values from {min(shades):g} to {max(shades):g}"
     return Description(_facts(dataset, sizes, facts), tuple(warnings), tuple(problems))
 
 
 def darkness(examples: Examples) -> list[str]:
     """A warning where a few images, from all over the examples, are grey of 16 bits and nearly black."""
-    places = np.unique(np.linspace(0, len(examples) - 1, min(len(examples), _FEW)).astype(np.int64))
+    return _darkness(_brightest(examples))
+
+
+def grey_range(examples: Examples) -> tuple[float, float] | None:
+    """What ``model.pixel_range`` should be by a few images of grey of 32 bits, or of 16 and nearly black; or None."""
+    shades: list[float] = []
+    for value in _some(examples):
+        try:
+            decode_image(value, "example")
+        except NoRangeError:
+            shades += _shades(value)
+        except UnreadableError:
+            continue
+    if shades and min(shades) < max(shades):
+        return min(shades), max(shades)
+    brightest = _brightest(examples)
+    return (0, _white(brightest)) if brightest is not None and brightest < _DARK else None
+
+
+def _some(examples: Examples) -> Iterator[Any]:
+    """A few images from all over the examples."""
+    for place in np.unique(np.linspace(0, len(examples) - 1, min(len(examples), _FEW)).astype(np.int64)):
+        yield from examples.raw(place, place + 1)
+
+
+def _brightest(examples: Examples) -> float | None:
+    """The highest value of grey of 16 bits in a few images, of 255."""
     found = []
-    for value in (value for at in places for value in examples.raw(at, at + 1) if not in_dicom(value)):
+    for value in (value for value in _some(examples) if not in_dicom(value)):
         with suppress(HeadstartError):  # whoever reads all of them says which cannot be read
             image = decode_image(value, "example")
             found += [float(np.asarray(image).max())] if image.mode == "F" else []
-    return _darkness(max(found, default=None))
+    return max(found, default=None)
 
 
 def _darkness(brightest: float | None) -> list[str]:
     """brightest: the highest value of grey of 16 bits, of 255."""
     if brightest is None or brightest >= _DARK:
         return []
-    most = round(brightest * 257)
-    white = 2 ** max(1, most.bit_length()) - 1  # what a detector of so many bits calls white
+    most, white = round(brightest * 257), _white(brightest)
     return [f"grey of 16 bits goes up to {most:,} of 65,535 and is nearly black; set model.pixel_range = [0, {white}]"]
+
+
+def _white(brightest: float) -> int:
+    """What a detector of as many bits as this value of 255 has in 16 calls white."""
+    return int(2 ** max(1, round(brightest * 257).bit_length()) - 1)
+
+
+def _shades(value: Any) -> tuple[float, float]:
+    """The lowest and the highest value of an image file."""
+    with _opened(value) as image:
+        shades = np.asarray(image)
+    return float(shades.min()), float(shades.max())
+
+
+def _opened(value: Any) -> Image.Image:
+    """An image file as Pillow sees it before it is decoded."""
+    return Image.open(io.BytesIO(value["bytes"]) if value["bytes"] is not None else value["path"])
 
 
 def _values(examples: Examples) -> Iterator[tuple[int, Any]]:
@@ -94,7 +150,7 @@ def _mode(value: Any) -> tuple[str, tuple[int, int]]:
         return "array", (value.shape[1], value.shape[0])
     if in_dicom(value):
         return "DICOM", decode_image(value, "").size
-    with Image.open(io.BytesIO(value["bytes"]) if value["bytes"] is not None else value["path"]) as image:
+    with _opened(value) as image:
         return f"{image.format} {image.mode}", image.size
 
 

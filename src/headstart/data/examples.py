@@ -168,6 +168,10 @@ class UnreadableError(HeadstartError):
     """An image that cannot be read, or several of them."""
 
 
+class NoRangeError(UnreadableError):
+    """Grey of 32 bits, and no ``model.pixel_range`` to scale it by."""
+
+
 def in_dicom(value: Any) -> bool:
     """Whether an image record, or an array, is a DICOM file."""
     if isinstance(value, np.ndarray):
@@ -179,6 +183,7 @@ def decode_image(value: Any, where: str, pixel_range: tuple[float, float] | None
     """`upright` of a Hugging Face image record or an array [H, W] or [H, W, 3]; a damaged image is an error."""
     if isinstance(value, np.ndarray):
         return upright(Image.fromarray(value), pixel_range)
+    image = None
     try:
         if in_dicom(value):
             return dicom_image(bytes_of(value))
@@ -186,20 +191,32 @@ def decode_image(value: Any, where: str, pixel_range: tuple[float, float] | None
             return upright(image, pixel_range)
     except Exception as error:  # every format's decoder raises what it likes
         name = f" ({value['path']})" if value.get("path") else ""
+        if isinstance(error, ValueError) and image is not None and image.mode in ("I", "F"):
+            raise NoRangeError(f"{where}{name}: {error}") from None
         reason = "no known format" if isinstance(error, UnidentifiedImageError) else error
         raise UnreadableError(f"{where}{name} is not a readable image: {reason}{_REPLACE}") from None
 
 
-def unreadable(examples: Examples, pixel_range: tuple[float, float] | None, what: str = "") -> dict[int, str]:
+def unreadable(
+    examples: Examples, pixel_range: tuple[float, float] | None, what: str = ""
+) -> dict[int, UnreadableError]:
     """Images that cannot be read: their positions, and why; what: what is said before the number of an example."""
-    found: dict[int, str] = {}
+    found: dict[int, UnreadableError] = {}
     for start in range(0, len(examples), 256):
         for place, value in enumerate(examples.raw(start, start + 256), start):
             try:
                 decode_image(value, f"{what}example {place}", pixel_range)
             except UnreadableError as error:
-                found[place] = str(error)
+                found[place] = error
     return found
+
+
+def problems_of(errors: Iterable[UnreadableError]) -> list[str]:
+    """A sentence for each image that cannot be read, and one for all that lack a range."""
+    errors = list(errors)
+    bare = [error for error in errors if isinstance(error, NoRangeError)]
+    each = [str(error) for error in errors if not isinstance(error, NoRangeError)]
+    return each + ([f"{len(bare)} images, the first {bare[0]}"] if len(bare) > 1 else [str(error) for error in bare])
 
 
 def all_unreadable(
@@ -213,10 +230,11 @@ def all_unreadable(
     ]
     if len(bad) < 2:
         return error
-    lines = "\n".join(f"  - {problem}" for problem in bad)
+    lines = "\n".join(f"  - {problem}" for problem in problems_of(bad))
     count = sum(map(len, splits.values()))
-    fix = "data.skip_unreadable = true leaves them out"
-    return UnreadableError(f"{what}: {len(bad)} of {count} images cannot be read; {fix}:\n{lines}")
+    bare = all(isinstance(problem, NoRangeError) for problem in bad)
+    fix = "" if bare else "; data.skip_unreadable = true leaves them out"
+    return UnreadableError(f"{what}: {len(bad)} of {count} images cannot be read{fix}:\n{lines}")
 
 
 def readable(dataset: Dataset) -> Dataset:
@@ -237,7 +255,7 @@ def only_readable(examples: Examples) -> tuple[Examples, str]:
     if not bad:
         return examples, ""
     kept = examples.take(np.setdiff1d(np.arange(len(examples)), list(bad)))
-    names = listed(problem.removesuffix(_REPLACE) for problem in bad.values())
+    names = listed(str(problem).removesuffix(_REPLACE) for problem in bad.values())
     return kept, f"{len(bad)} images cannot be read, and are left out: {names}"
 
 

@@ -28,6 +28,7 @@ from headstart.data.examples import (
 from headstart.errors import HeadstartError
 
 SPLITS = ("train", "validation", "test")
+_PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I", "I;16", "I;16B")
 _COLUMNS = ("X", "y", "split", "client", "domain")
 _ACCEPTED = (
     "a pair (X, y), a mapping with X and y and optionally split, client and domain, a DataFrame, a Hugging Face data "
@@ -221,11 +222,17 @@ def _pixels(values: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
 
 
 def _record(value: Image.Image | Path) -> dict[str, Any]:
-    """An image as the record that Hugging Face's tables have; its mode stays, so that 16 bits are still there."""
+    """An image as the record that Hugging Face's tables have; grey keeps its 16 or 32 bits."""
     if isinstance(value, Path):
         return {"bytes": None, "path": str(value)}
     written = io.BytesIO()
-    ImageOps.exif_transpose(value).save(written, "PNG", compress_level=1)
+    image = ImageOps.exif_transpose(value)
+    # Pillow's "I" is 16 bits where the format has no more; a PNG would cut 32 bits off.
+    if image.mode == "F" or (image.mode == "I" and value.format not in ("PNG", "PPM")):
+        image.save(written, "TIFF")
+    else:
+        image = image if image.mode in _PNG_MODES else image.convert("RGB")
+        image.save(written, "PNG", compress_level=1)
     return {"bytes": written.getvalue(), "path": None}
 
 

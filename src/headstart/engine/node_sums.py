@@ -53,7 +53,7 @@ def next_exchange(node: Node, request: NodeRequest, received: Message, test: boo
         raise MessageError("the sum was begun for another stage")
     answers = {"shares": client.share, "masked": client.mask, "agree": client.agree, "reveal": client.reveal}
     if (step := str(received.scalars.get("step"))) not in answers:
-        raise MessageError(f"a secure sum has no exchange {step!r}")
+        raise MessageError(f"secure aggregation has no exchange {step!r}")
     answer, privacy, unneeded = answers[step](received), guarantee.pop("privacy"), dict[str, Any]()
     more = {"privacy": privacy} if step == "masked" else {}
     if client.agreed:  # with this reply the total is known
@@ -156,7 +156,7 @@ def _settings(node: Node, request: NodeRequest, received: Message) -> tuple[byte
         session = bytes.fromhex(str(received.scalars["session"]))
         clients, threshold = (int(received.scalars[name]) for name in ("clients", "threshold"))
     except (KeyError, ValueError) as error:
-        raise MessageError(f"the settings of the secure sum cannot be read: {error!r}") from None
+        raise MessageError(f"the settings of secure aggregation cannot be read: {error!r}") from None
     stage = node.recipe.stages[node.setup_of(request).number]
     if not stage.secure:
         raise HeadstartError("the recipe has no secure aggregation in this stage")

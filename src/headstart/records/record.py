@@ -213,7 +213,7 @@ def find(paths: Iterable[Path]) -> list[Path]:
     found: dict[Path, None] = {}
     for path in paths:
         if not path.is_dir():
-            raise HeadstartError(f"{path}: there is no such directory")
+            raise HeadstartError(f"{path}: there is no such directory{similar_path(path)}")
         is_run = (path / "recipe.toml").is_file() and not (path / FILE).is_file()
         found |= dict.fromkeys([path] if is_run else sorted(_runs_below(path)))
     return list(found)

@@ -34,6 +34,7 @@ STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper); max-width: 78rem;
   margin: 0 auto; padding: 1.5rem 1rem 4rem; }
 h1 { margin: 0 0 .3rem; font-size: 1.7rem; } h2 { margin: 2.2rem 0 .6rem; font-size: 1.2rem; }
+h3 { margin: 1.2rem 0 .4rem; font-size: 1rem; }
 .scroll { overflow-x: auto; margin: .8rem 0; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { padding: .35rem .6rem; font-size: .9rem; border-bottom: 1px solid var(--line); text-align: right;
@@ -152,7 +153,7 @@ def report_body(records: Sequence[Record]) -> str:
         held = records[0].holdings()
         parts += [_holdings(held), _confusion(confusion), _by_class(confusion, held)]
         parts.append(_samples(records[0].samples()))
-    parts += [_left_out(records), *map(_recipe, (group.runs[0] for group in groups)), _versions(records)]
+    parts += [_left_out(records), _recipes(groups), _versions(records)]
     return "\n".join(part for part in parts if part)
 
 
@@ -161,7 +162,7 @@ def _about(record: Record) -> str:
     text = f"{escape(recipe.datasets)} through {escape(recipe.model.backbone)}"
     if summary is None:
         return f"<p>{text}. The run is not finished.</p>"
-    unused = f", {summary['unused_examples']:,} left unused" if summary["unused_examples"] else ""
+    unused = f", {summary['unused_examples']:,} not assigned to any client" if summary["unused_examples"] else ""
     return (
         f"<p>{text}: {summary['clients']:,} clients, {summary['examples']:,} training examples{unused}, "
         f"{_learned(summary)}. Peak memory {human_bytes(summary['peak_rss_bytes'])}.</p>"
@@ -284,13 +285,14 @@ def _clients(groups: Sequence[Group]) -> str:
     """The clients at which the model is worst, by accuracy and, of numbers, by R²."""
     accuracies = _accuracies(groups)
     table, shown, everybody = _worst(groups, "accuracy")
-    numbers, _, by_r2 = _worst(groups, "r2")
-    if by_r2:
+    numbers, _, _ = _worst(groups, "r2")
+    if numbers:
         numbers = f"<h2>Clients</h2><p class='soft'>Clients with the lowest R²</p>{numbers}"
     if not accuracies:
         return numbers
     spread = "; ".join(
-        f"{escape(label)}: {100 * np.mean(values):.2f} ± {100 * np.std(values):.2f} %"
+        (f"{escape(label)}: " if len(groups) > 1 else "")
+        + f"{100 * np.mean(values):.2f} ± {100 * np.std(values):.2f} %"
         for label, values in accuracies.items()
     )
     spread = f"Mean ± standard deviation over clients: {spread}" if len(accuracies) <= MANY else ""
@@ -314,6 +316,8 @@ def _worst(groups: Sequence[Group], by: str) -> tuple[str, int, int]:
             seed = f", seed {record.recipe.seed}" if len(group.runs) > 1 else ""
             found = [(name, each) for name, each in record.client_metrics().items() if by in each]
             everybody += [(each, [group.label + seed, name]) for name, each in found]
+    if not everybody:
+        return "", 0, 0
     worst = sorted(everybody, key=lambda client: client[0][by])[:_WORST]
     metrics = [name for name in SHOWN if any(name in each for each, _ in worst)]
     rows = [[*who, *(metric_cell(name, [each]) for name in metrics)] for each, who in worst]
@@ -381,12 +385,15 @@ def _left_out(records: Sequence[Record]) -> str:
     return "<h2>Excluded</h2>" + html_table(("run", "method", "round", "client", "why"), rows[:_LISTED]) + more
 
 
-def _recipe(record: Record) -> str:
-    changed, full = (escape(text) for text in (record.recipe.to_toml(defaults=False), record.recipe.to_toml()))
-    return (
-        f"<h2>Recipe</h2><pre>{changed}</pre><details><summary>{escape(record.recipe.name)} with every default"
-        f"</summary><pre>{full}</pre></details>"
-    )
+def _recipes(groups: Sequence[Group]) -> str:
+    """The recipe of each group: what it says itself, and folded with every default."""
+    parts = ["<h2>Recipe</h2>" if len(groups) == 1 else "<h2>Recipes</h2>"]
+    for group in groups:
+        recipe = group.runs[0].recipe
+        changed, full = escape(recipe.to_toml(defaults=False)), escape(recipe.to_toml())
+        parts += [f"<h3>{escape(group.label)}</h3>"] if len(groups) > 1 else []
+        parts.append(f"<pre>{changed}</pre><details><summary>with every default</summary><pre>{full}</pre></details>")
+    return "".join(parts)
 
 
 def _versions(records: Sequence[Record]) -> str:

@@ -35,7 +35,8 @@ def fedcof(facts: CostFacts) -> Published:
         sent = int(sent_directions(sizes, classes, stage.rank, d, stage.min_examples).sum()) * d
         if stage.sketched:
             sent = len(facts.counts) * min(stage.rank, d) * d
-        formula = f"FedCOF paper, appendix H, and what is told: (P · d + K · {name}{' + Σ r · d' * bool(stage.rank)})"
+        numbers = f"(P · d + K · {name}{' + Σ r · d' * bool(stage.rank)})"
+        formula = f"FedCOF paper, appendix H, and the scatter of clients: {numbers}"
         total = facts.rows * d + len(facts.counts) * each + sent
         return Published(total * 4, facts.examples, f"{formula} · 4 bytes, up")
     extra = {"estimated": 0, "full": d * d, "diagonal": d, "spherical": 1}[stage.covariance]

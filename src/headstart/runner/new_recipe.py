@@ -16,6 +16,7 @@ import tomli_w
 from headstart.config.recipe import Data, Recipe
 from headstart.data import Dataset, load_dataset
 from headstart.data.csv_files import guess_csv
+from headstart.data.describe import grey_range
 from headstart.data.examples import numbered
 from headstart.data.folders import is_image
 from headstart.data.tables import FORMATS, local_tables
@@ -178,6 +179,10 @@ def _text(
         "fed3r": "second moments of each client, in one round"
         + ("; with few clients it is more accurate than fedcof" if dataset.target == "classes" else ""),
     }[method]
+    shades = grey_range(dataset.train) if dataset.kind == "image" else None
+    black_white = (
+        "pixel_range = [{:g}, {:g}]  # black and white, by a few of the images\n".format(*shades) if shades else ""
+    )
     skip = "# skip_unreadable = true # leave out what cannot be read, instead of stopping\n"
     skip = "" if "skip_unreadable" in keys else skip
     guessed = f"# {columns}; input_column, label_column and client_column name others\n" if columns else ""
@@ -194,7 +199,7 @@ split_seed = 0         # the same test examples whatever the seed of the run
 {tomli_w.dumps(dict(how))}
 [model]
 backbone = "{BACKBONES[dataset.kind]}"  # headstart backbones lists others
-
+{black_white}
 [[stages]]
 method = "{method}"  # {reason}
 # headstart advise FILE measures which method suits these data; headstart methods lists them all

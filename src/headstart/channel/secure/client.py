@@ -250,10 +250,10 @@ class SecureClient:
             step = str(message.scalars["step"])
             number, clients, threshold = (int(message.scalars[name]) for name in ("number", "clients", "threshold"))
         except (KeyError, ValueError):
-            raise MessageError("not the state of a client of a secure sum") from None
+            raise MessageError("not the state of a client of secure aggregation") from None
         terms = Terms(session, clients, threshold)
         if (layout := _FRESH if step == terms.steps[1] else _STATE.get(step)) is None:
-            raise MessageError(f"not the state of a client of a secure sum: it has no exchange {step!r}")
+            raise MessageError(f"not the state of a client of secure aggregation: it has no exchange {step!r}")
         if number != identity.number:
             raise MessageError(f"the state is of client {number}, not of client {identity.number}")
         client = cls.__new__(cls)
@@ -262,7 +262,7 @@ class SecureClient:
         client._values = {n.removeprefix(VALUE): a for n, a in message.arrays.items() if n.startswith(VALUE)}
         client._state = {name: message.array(name, *wanted) for name, wanted in layout.items()}
         if any(a in layout and b in layout and len(client._state[a]) != len(client._state[b]) for a, b in _AS_LONG):
-            raise MessageError("not the state of a client of a secure sum: its lists differ in length")
+            raise MessageError("not the state of a client of secure aggregation: its lists differ in length")
         return client
 
     def _checked_list(self, everyone: Message, step: str) -> tuple[KeyList, Graph]:

@@ -51,13 +51,13 @@ class Terms:
 
     def __post_init__(self) -> None:
         if not self.session:
-            raise HeadstartError("a secure sum needs a session name that is not empty")
+            raise HeadstartError("secure aggregation needs a session name that is not empty")
         if self.clients < 3:
-            raise HeadstartError(f"a secure sum needs at least 3 clients, not {self.clients}")
+            raise HeadstartError(f"secure aggregation needs at least 3 clients, not {self.clients}")
         if not 2 * self.clients < 3 * self.threshold <= 3 * self.clients:
             raise HeadstartError(
-                f"the threshold of a secure sum of {self.clients} clients is from {2 * self.clients // 3 + 1} (more "
-                f"than two thirds) to {self.clients}, not {self.threshold}"
+                f"the threshold of secure aggregation of {self.clients} clients is from {2 * self.clients // 3 + 1} "
+                f"(more than two thirds) to {self.clients}, not {self.threshold}"
             )
 
     @property

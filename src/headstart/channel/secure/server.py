@@ -72,9 +72,9 @@ class SecureSum:
     ) -> None:
         self._terms = Terms(session_bytes(session), len(clients), threshold)
         if len({check_number(number) for number in clients}) != len(clients):
-            raise HeadstartError("the clients of a secure sum are different whole numbers from 0")
+            raise HeadstartError("the clients of secure aggregation are different whole numbers from 0")
         if not shapes:
-            raise HeadstartError("a secure sum needs at least one array of values")
+            raise HeadstartError("secure aggregation needs at least one array of values")
         self._clients = tuple(sorted(clients))
         self._shapes = {name: tuple(shapes[name]) for name in sorted(shapes)}
         self._scaled = [name for name in self._shapes if name not in integers]
@@ -132,7 +132,7 @@ class SecureSum:
         """Take client `number`'s answer; anything but what was asked for is refused and changes nothing."""
         step = self.step
         if step is None:
-            raise MessageError("the secure sum has no exchange under way")
+            raise MessageError("secure aggregation has no exchange under way")
         if number not in self._asked(step):
             raise MessageError(f"client {number!r} is not asked in the exchange {step!r}")
         if number in self._answers[step]:
@@ -152,7 +152,7 @@ class SecureSum:
         With fewer clients left than the threshold the exchange stays open and a `HeadstartError` says so.
         """
         if self.step is None:
-            raise HeadstartError("the secure sum has no exchange under way")
+            raise HeadstartError("secure aggregation has no exchange under way")
         left = len(self._answers[self.step])
         if left < self._terms.threshold:
             raise HeadstartError(

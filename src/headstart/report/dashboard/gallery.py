@@ -33,7 +33,7 @@ class Status:
     left: float | None
     """Seconds that what it is doing may still take."""
     score: str
-    """How good its last finished stage is: an accuracy, or R²; empty where there is none."""
+    """How good its last finished stage is, on how many examples: an accuracy, or R²; empty where there is none."""
     dropped: int
     version: str
     """Another one means that there is more to see."""
@@ -142,6 +142,8 @@ class Gallery:
         with self._reading:
             dropped, (number, played) = self._log(path).dropped, self._log(path).where(rounds, record.evaluated)
         tested = score(done[-1]) if done else ""
+        if count := done[-1].get("test_examples") if done else None:
+            tested += f" of {count:,} test examples"
         state = "finished" if record.summary else "running" if RunDirectory(path).running else "stopped"
         doing, share, left = state, 1.0, None
         if record.summary is None:
