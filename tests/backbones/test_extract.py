@@ -227,18 +227,19 @@ from headstart.config.recipe import Model
 body = load_backbone(Model(backbone="mobilenet_v2", weights="random", image_size=64)).body
 batch = torch.zeros((32, 64, 64, 3), dtype=torch.uint8)
 with torch.inference_mode():
-    for _ in range(3):
+    faults = []
+    for _ in range(8):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         body(batch)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    body(batch)
-print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+        faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+print(min(faults))
 """
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "gnu_get_libc_version"), reason="a setting of glibc")
 def test_the_memory_of_a_pass_is_used_again_by_the_next() -> None:
     done = subprocess.run([sys.executable, "-c", PASSES], capture_output=True, text=True, check=True)
-    assert int(done.stdout) < 100  # pages; thousands where glibc returns them to the system
+    assert int(done.stdout) < 100  # pages; thousands in every pass where glibc returns them to the system
 
 
 def test_openvino_agrees_with_torch_on_lite0() -> None:

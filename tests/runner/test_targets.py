@@ -190,7 +190,7 @@ def test_a_page_and_a_command_say_what_is_learned(tmp_path: Path, command: Comma
     r2 = json.loads((tmp_path / "run" / "summary.json").read_text())["r2"]
     assert float(row["R²"]) == pytest.approx(r2, abs=1e-4)
     (status,) = Gallery([tmp_path / "run"]).statuses()
-    assert status.score == f"R² {r2:.4f}"
+    assert status.score == f"R² {r2:.4f} of 111 test examples"
     shown = command("partition", "recipe.toml", cwd=tmp_path)
     assert "regression: y0, y1" in shown.stdout
     np.savez(tmp_path / "new.npz", X=X[:3].astype(np.float32))
