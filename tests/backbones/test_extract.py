@@ -220,6 +220,7 @@ def test_all_damaged_images_are_named_at_once(how: str) -> None:
 
 PASSES = """
 import resource
+from statistics import median
 import torch
 from headstart.backbones import load_backbone
 from headstart.config.recipe import Model
@@ -228,18 +229,18 @@ body = load_backbone(Model(backbone="mobilenet_v2", weights="random", image_size
 batch = torch.zeros((32, 64, 64, 3), dtype=torch.uint8)
 with torch.inference_mode():
     faults = []
-    for _ in range(8):
+    for _ in range(12):
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         body(batch)
         faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-print(min(faults))
+print(int(median(faults[3:])))
 """
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "gnu_get_libc_version"), reason="a setting of glibc")
 def test_the_memory_of_a_pass_is_used_again_by_the_next() -> None:
     done = subprocess.run([sys.executable, "-c", PASSES], capture_output=True, text=True, check=True)
-    assert int(done.stdout) < 100  # pages; thousands in every pass where glibc returns them to the system
+    assert int(done.stdout) < 100  # pages; thousands where glibc returns them to the system
 
 
 def test_openvino_agrees_with_torch_on_lite0() -> None:

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("flwr")
@@ -16,7 +17,7 @@ from headstart.core.files import write_text
 from headstart.engine import local
 from headstart.runner import run
 from tests.backbones.test_language import folder_of
-from tests.engine.test_node import Grid, assert_same_models, serve
+from tests.engine.test_node import Grid, assert_same_models, model_of, serve
 from tests.runner.test_choose import lines
 from tests.runner.test_generate import PAIRS
 
@@ -91,8 +92,6 @@ CHOICES = {"on": ("film : {text} :", ["good", "bad"]), "back": ("the {text} very
 def test_nodes_of_two_tasks_train_modules_as_clients_in_process_do(
     method: str, kind: str, secure: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not secure:  # for a sum, clients are asked one by one; of texts in one batch, each is rounded with the others
-        monkeypatch.setattr(local, "_COHORT_EXAMPLES", 1)
     folder_of(tmp_path / "model")
     members = MEMBERS | ({"e": "on", "f": "back"} if secure else {})
     for split, count in (("train", 24), ("test", 9)):
@@ -119,12 +118,20 @@ def test_nodes_of_two_tasks_train_modules_as_clients_in_process_do(
         "model": {"backbone": str(tmp_path / "model"), "task": kind, "samples": 0},
         "stages": [stage | ({"hide_task": True} if secure and method == "fedyolo" else {})],
     }
+    run(Recipe.parse(table | {"tasks": here}), tmp_path / "together")
+    monkeypatch.setattr(local, "_COHORT_EXAMPLES", 1)
     run(Recipe.parse(table | {"tasks": here}), tmp_path / "here")
     names = tuple(sorted(members, key=lambda name: (members[name] != "on", name)))
     grid = Folders(Recipe.parse(table | {"tasks": there}), tmp_path / "silos", tmp_path / "state", None, names)
     grid.tasks = members
     serve(grid, tmp_path / "there")
     assert_same_models(tmp_path / "here", tmp_path / "there", 1)
+    if method == "fedyolo":
+        assert_same_models(tmp_path / "together", tmp_path / "there", 1)
+    else:  # texts of several clients are in one batch, and their losses are rounded with others
+        ours, theirs = (model_of(tmp_path / place, 0) for place in ("together", "there"))
+        for name in ours:
+            np.testing.assert_allclose(theirs[name], ours[name], atol=1e-5, err_msg=name)
     what = "perplexity" if kind == "generate" else "accuracy"
     for one, other in zip(lines(tmp_path / "here")[1:], lines(tmp_path / "there"), strict=True):
         assert other[what] == pytest.approx(one[what], rel=1e-5)
