@@ -38,7 +38,7 @@ from headstart.modules import prefix_of
 from headstart.modules.blocks import blocks_of
 from headstart.runner import run
 from headstart.solvers.cohort import Cohort
-from headstart.solvers.directions import blocks, signs
+from headstart.solvers.directions import DISTRIBUTIONS
 
 TRAIN, TEST, CLIENTS, TUNED, REPEATS, AT_ONCE = 256, 300, 10, 1, 3, 16
 PROMPTS: dict[str, tuple[str, list[str]]] = {
@@ -353,10 +353,13 @@ def _profile(drawn: str, method: Any, passed: float, operations: float) -> None:
 
     def draw() -> None:
         for name, each in parameters.items():
-            if drawn == "rademacher":
-                signs(7, 0, name, each.numel())
-            else:
-                sum(len(values) for _, values in blocks(7, 0, name, each.numel()))
+            for _ in DISTRIBUTIONS[drawn].codes(7, 0, name, 0, each.numel()):
+                pass
+
+    def look_up() -> None:
+        for name, each in parameters.items():
+            for _ in probes.drawn.pieces(7, 0, name, each, 1e-3):
+                pass
 
     def add() -> None:
         for name, each in parameters.items():
@@ -365,7 +368,8 @@ def _profile(drawn: str, method: Any, passed: float, operations: float) -> None:
     def step() -> None:
         method.walk.descent.step(7, np.ones(1, np.float32), 1e-9)
 
-    took = alternate({"draw": draw, "draw and add": add, "step": step}, REPEATS, time.process_time)
+    sides = {"random bits": draw, "… as numbers": look_up, "… added to the weights": add, "step": step}
+    took = alternate(sides, REPEATS, time.process_time)
     rates = {what: f"{4 * size / seconds / 1e9:.2f} GB of weights/s" for what, seconds in took.items()}
     rates["forward pass"], took["forward pass"] = f"{operations / passed / 1e9:.0f} GFlop/s", passed
     rows = [[what, f"{seconds:.3f}", rates[what]] for what, seconds in took.items()]

@@ -3,10 +3,9 @@
 Where a formula is checked, it is computed here in double precision, or by really moving the weights of a copy.
 """
 
-import hashlib
 import re
+import tomllib
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -39,101 +38,20 @@ from headstart.methods import build
 from headstart.methods.fedmezo import joined
 from headstart.modules import attach
 from headstart.runner.costs import paper_cost
-from headstart.solvers import directions, zeroth
 from headstart.solvers import network as networks
+from headstart.solvers import zeroth
 from headstart.solvers.cohort import Cohort
-from headstart.solvers.directions import direction
+from headstart.solvers.directions import DISTRIBUTIONS
 from headstart.solvers.zeroth import Descent
 from tests.helpers import Bench, context_of, play, round_trip
 from tests.methods.test_bodies import HEAD, IMAGES, PICTURES, SIDE, Normed, Plain, Y, backbone_of, bits
 
 N, C = len(Y), 3
 SEED = (3, 1)
+direction = DISTRIBUTIONS["gaussian"].direction
 RNG = np.random.default_rng(7)
 TEXTS = [" ".join(RNG.choice(list("abcdefg"), RNG.integers(1, 7))) for _ in range(N)]
 MODULES = {"rank": 2, "alpha_lora": 4.0, "bottleneck": 3, "tokens": 2}
-
-
-# ----------------------------------------------------------------------------------------------------------- directions
-
-GOLDEN = {
-    (0, 0, "head.weight"): [0.2243260145187378, -2.6982152462005615, 0.9272094368934631, 0.6699181795120239],
-    (7, 0, "body.one.weight"): [-1.0999797582626343, 0.39441627264022827, -0.5434042811393738, -0.3897290527820587],
-    (7, 2, "head.bias"): [0.5326846837997437, 0.14539356529712677, -1.3429925441741943, -0.2032843977212906],
-    (2**31 - 1, 1, "module.x"): [0.11509061604738235, -0.1896805316209793, 0.6225838661193848, -0.004205215256661177],
-}
-BLOCK = 262_144
-
-
-def by_hand(seed: int, number: int, name: str, size: int) -> np.ndarray:
-    """Philox with a key of 128 bits for every block of 2¹⁸ values, one after the other."""
-    parts = []
-    for block in range(-(-size // BLOCK)):
-        digest = hashlib.blake2b(f"{seed}/{number}/{name}/{block}".encode(), digest_size=16).digest()
-        low, high = np.frombuffer(digest, "<u8")
-        generator = np.random.Generator(np.random.Philox(key=np.array([low, high], np.uint64)))
-        parts.append(generator.standard_normal(min(BLOCK, size - block * BLOCK), dtype=np.float32))
-    return np.concatenate(parts)
-
-
-@pytest.mark.parametrize("which", GOLDEN)
-def test_directions_are_the_same_for_ever(which: tuple[int, int, str]) -> None:
-    np.testing.assert_array_equal(direction(*which, 4), np.array(GOLDEN[which], np.float32))
-    np.testing.assert_array_equal(by_hand(*which, 4), np.array(GOLDEN[which], np.float32))
-
-
-@pytest.mark.parametrize("size", [1, BLOCK, BLOCK + 1, 2 * BLOCK + 17])
-def test_directions_do_not_depend_on_threads(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    many = direction(5, 1, "body.wide", size)
-    with ThreadPoolExecutor(1) as one:
-        monkeypatch.setattr(directions, "_pool", lambda: one)
-        np.testing.assert_array_equal(direction(5, 1, "body.wide", size), many)
-    assert many.dtype == np.float32
-    np.testing.assert_array_equal(many, by_hand(5, 1, "body.wide", size))
-
-
-def test_other_seeds_numbers_and_names_give_other_directions() -> None:
-    found = [direction(*which, 50) for which in [(1, 0, "a"), (2, 0, "a"), (1, 1, "a"), (1, 0, "b"), (0, 1, "a")]]
-    for row, one in enumerate(found):
-        for other in found[:row]:
-            assert not np.isclose(one, other).any()
-
-
-def test_directions_are_standard_normal_and_nearly_orthogonal() -> None:
-    size = 3 * BLOCK
-    one, other = (direction(11, number, "body.weight", size).astype(np.float64) for number in (0, 1))
-    for values in (one, other):
-        assert abs(values.mean()) < 5 / np.sqrt(size)  # five standard errors
-        assert abs(values.var() - 1) < 5 * np.sqrt(2 / size)
-        assert abs((values**3).mean()) < 5 * np.sqrt(15 / size)
-    assert abs(one @ other / size) < 5 / np.sqrt(size)
-    blocks = one.reshape(3, -1)  # blocks of one direction have nothing in common either
-    assert np.abs(np.corrcoef(blocks) - np.eye(3)).max() < 5 / np.sqrt(BLOCK)
-
-
-def signs_by_hand(seed: int, number: int, name: str, size: int) -> np.ndarray:
-    """+1 for a bit that is set, the lowest bit of a word first; Philox with a key for every 2¹⁶ words of 64 bits."""
-    parts, words = [], -(-size // 64)
-    for block in range(-(-words // 65_536)):
-        digest = hashlib.blake2b(f"signs/{seed}/{number}/{name}/{block}".encode(), digest_size=16).digest()
-        generator = np.random.Philox(key=np.frombuffer(digest, "<u8"))
-        parts.append(generator.random_raw(min(65_536, words - block * 65_536)))
-    found = np.concatenate(parts)[:, None] >> np.arange(64, dtype=np.uint64) & np.uint64(1)
-    return np.where(found.reshape(-1)[:size] == 1, np.float32(1), np.float32(-1))
-
-
-@pytest.mark.parametrize("size", [1, 8, 9, 65, 65_536 * 64 + 3])
-def test_signs_are_those_of_philox_and_do_not_depend_on_threads(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    many, more = (directions.signs(5, number, "body.wide", size) for number in (1, 2))
-    with ThreadPoolExecutor(1) as one:
-        monkeypatch.setattr(directions, "_pool", lambda: one)
-        np.testing.assert_array_equal(directions.signs(5, 1, "body.wide", size), many)
-    found = np.unpackbits(many, count=size, bitorder="little").astype(np.float32) * 2 - 1
-    np.testing.assert_array_equal(found, signs_by_hand(5, 1, "body.wide", size))
-    if size > 1000:
-        assert abs(found.mean()) < 5 / np.sqrt(size)
-        other = np.unpackbits(more, count=size, bitorder="little") * 2.0 - 1
-        assert abs(found @ other / size) < 5 / np.sqrt(size)
 
 
 # ---------------------------------------------------------------------------------------------------------- tiny bodies
@@ -340,7 +258,7 @@ def features_of(run: Run, row: int) -> Tensor:
 
 def directions_of(run: Run, seed: int, number: int) -> dict[str, Tensor]:
     return {
-        name: torch.tensor(by_hand(seed, number, name, p.numel()), dtype=torch.float64).view(p.shape)
+        name: torch.tensor(direction(seed, number, name, p.numel()), dtype=torch.float64).view(p.shape)
         for name, p in run.method.network.trained.items()
     }
 
@@ -879,7 +797,7 @@ def test_clients_of_distmezo_have_directions_of_their_own_and_are_averaged_by_ex
     for steps in (taken[:3], taken[3:]):
         end = {n: v.copy() for n, v in begin.items()}
         for seed, slopes in steps:
-            end = {n: v - 0.05 * slopes[0] * by_hand(seed, 0, n, v.size).reshape(v.shape) for n, v in end.items()}
+            end = {n: v - 0.05 * slopes[0] * direction(seed, 0, n, v.size).reshape(v.shape) for n, v in end.items()}
         ends.append(end)
     for name, value in run.state.params.items():
         np.testing.assert_allclose(value, 0.25 * ends[0][name] + 0.75 * ends[1][name], rtol=1e-4, atol=1e-5)
@@ -908,6 +826,13 @@ def test_texts_of_one_batch_and_of_several_have_the_same_slopes(monkeypatch: pyt
 def test_what_does_not_go_together(keys: dict[str, Any], sentence: str) -> None:
     with pytest.raises(RecipeError, match=sentence):
         Recipe.parse({"data": {"dataset": "x"}, "stages": [{"method": "fedmezo", "train": "head"} | keys]})
+
+
+def test_a_share_of_the_batch_is_in_a_recipe_with_every_default() -> None:
+    """What a run leaves is read again for its report, to resume and to replay."""
+    stage = {"method": "fedmezo", "train": "head", "batch_share": 0.5}
+    recipe = Recipe.parse({"data": {"dataset": "x"}, "stages": [stage]})
+    assert Recipe.parse(tomllib.loads(recipe.to_toml())) == recipe
 
 
 def test_the_rate_that_was_found_is_told() -> None:

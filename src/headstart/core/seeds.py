@@ -9,12 +9,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 from scipy import special
 
-from headstart.errors import HeadstartError
+if TYPE_CHECKING:  # most runs draw nothing from a key
+    from cryptography.hazmat.primitives.ciphers import Cipher
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -53,23 +55,37 @@ class Secret:
 
     def generator(self, *purpose: int) -> SecureGenerator:
         """A generator for a purpose: AES-256 in counter mode, its key derived from the secret by HKDF."""
-        try:
-            from cryptography.hazmat.primitives.hashes import SHA256
-            from cryptography.hazmat.primitives.kdf.hkdf import HKDF
-        except ImportError:
-            raise HeadstartError("privacy: cryptography is missing; pip install 'headstart[federation]'") from None
+        from cryptography.hazmat.primitives.hashes import SHA256
+        from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
         info = "headstart noise " + " ".join(map(str, (*self.purpose, *purpose)))
         return stream(HKDF(algorithm=SHA256(), length=32, salt=None, info=info.encode()).derive(self.key))
 
 
 def stream(key: bytes) -> SecureGenerator:
-    """The numbers of a key of 32 bytes: AES-256 in counter mode, from 0."""
-    from cryptography.hazmat.primitives.ciphers import Cipher
-    from cryptography.hazmat.primitives.ciphers.algorithms import AES256
-    from cryptography.hazmat.primitives.ciphers.modes import CTR
+    """The numbers of a key of 32 bytes."""
+    return SecureGenerator(key_stream(key))
 
-    encryptor = Cipher(AES256(key), CTR(bytes(16))).encryptor()
-    return SecureGenerator(lambda count: encryptor.update(bytes(count)))
+
+def key_stream(key: bytes, block: int = 0) -> Callable[[int], bytes]:
+    """AES-256 in counter mode under a key of 32 bytes, from this block of 16 bytes on: as many bytes as it is asked
+    for."""
+    encryptor = _cipher(key, block.to_bytes(16, "big")).encryptor()
+    return lambda count: encryptor.update(bytes(count))
+
+
+def key_blocks(key: bytes, blocks: Ints) -> bytes:
+    """Of a key's stream the blocks of 16 bytes with these numbers [...], one behind the other."""
+    counters = np.zeros((blocks.size, 2), ">u8")
+    counters[:, 1] = blocks.reshape(-1)
+    return _cipher(key).encryptor().update(counters.tobytes())
+
+
+def _cipher(key: bytes, counter: bytes | None = None) -> Cipher[Any]:
+    """AES-256: of counters from this one on, or of what it is given."""
+    from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+
+    return Cipher(algorithms.AES256(key), modes.ECB() if counter is None else modes.CTR(counter))
 
 
 Seed = tuple[int, ...] | Secret | None

@@ -1,72 +1,90 @@
 """Random directions that anybody can rebuild from a seed: of a parameter's name and shape, and nothing else.
 
-The generator is Philox, which is counter-based: block b of the direction of a parameter depends on (seed, number, name,
-b) alone, so neither the order of parameters nor the number of threads nor the device changes a bit.
+The bits are AES-256 in counter mode under a key of (seed, number, name). A number is looked up by 16 of them in a table
+of the normal distribution, or is the sign of one. So any part of a direction is drawn without the rest, and neither the
+order of parameters nor the number of threads nor the device nor the release of a library changes a bit.
 """
 
 from __future__ import annotations
 
 import hashlib
-import os
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache
-from typing import TypeVar
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+from scipy import special
 
-T = TypeVar("T")
+from headstart.core.seeds import key_blocks, key_stream
 
-BLOCK = 1 << 18
-"""Values that are drawn from one key."""
-_WORDS = 1 << 16  # of 64 signs each, in a block
+Floats = npt.NDArray[np.float32]
+Ints = npt.NDArray[np.int64]
+Codes = npt.NDArray[np.unsignedinteger]
 
-
-def direction(seed: int, number: int, name: str, size: int) -> npt.NDArray[np.float32]:
-    """Independent standard normal values [size]: the ``number``-th direction of a seed, for the parameter ``name``."""
-    values = np.empty(size, np.float32)
-    for block, part in blocks(seed, number, name, size):
-        values[block * BLOCK : block * BLOCK + len(part)] = part
-    return values
+ALIGNED = 128
+"""A part of a direction begins at a multiple of so many numbers: a block of the cipher at least."""
+_AT_ONCE = 1 << 17  # numbers, few enough to stay in a core's cache beside their codes and the table
 
 
-def blocks(
-    seed: int, number: int, name: str, size: int, wanted: Sequence[int] | None = None
-) -> Iterator[tuple[int, npt.NDArray[np.float32]]]:
-    """A direction as its blocks [BLOCK], in order, each with its number: all, or those that are wanted."""
+@dataclass(frozen=True)
+class Distribution:
+    """What the independent numbers of a direction are drawn from; all have mean 0 and variance 1."""
 
-    def drawn(block: int) -> tuple[int, npt.NDArray[np.float32]]:
-        generator = np.random.Generator(_generator(f"{seed}/{number}/{name}/{block}"))
-        return block, generator.standard_normal(min(BLOCK, size - block * BLOCK), dtype=np.float32)
+    name: str
+    table: Floats
+    """[codes, numbers]: what each code stands for; all are as likely."""
+    code: np.dtype[np.unsignedinteger]
 
-    return _each(drawn, range(-(-size // BLOCK)) if wanted is None else wanted)
+    @property
+    def per_code(self) -> int:
+        """Numbers that a code stands for."""
+        return int(self.table.shape[1])
+
+    @property
+    def per_block(self) -> int:
+        """Numbers of a block of the cipher, 16 bytes."""
+        return 16 // self.code.itemsize * self.per_code
+
+    def codes(self, seed: int, number: int, name: str, start: int, stop: int) -> Iterator[tuple[int, Codes]]:
+        """Of the ``number``-th direction of a seed for the parameter ``name``, the codes of its numbers from ``start``,
+        a multiple of 128, to ``stop``: some at a time, with where they begin."""
+        read = key_stream(self._key(seed, number, name), start // self.per_block)
+        for first in range(start, stop, _AT_ONCE):
+            count = -(-(min(first + _AT_ONCE, stop) - first) // self.per_code)
+            yield first, np.frombuffer(read(count * self.code.itemsize), self.code)
+
+    def direction(self, seed: int, number: int, name: str, size: int) -> Floats:
+        """All numbers [size] of a direction."""
+        parts = [self.table[codes].reshape(-1) for _, codes in self.codes(seed, number, name, 0, size)]
+        return np.concatenate(parts)[:size]
+
+    def rows(self, seed: int, number: int, name: str, rows: Ints, width: int) -> Floats:
+        """The numbers [r, width] of a direction in these rows [r] of a matrix."""
+        first, offset = np.divmod(rows * width, self.per_block)
+        blocks = first[:, None] + np.arange(-(-(width - 1) // self.per_block) + 1)
+        codes = np.frombuffer(key_blocks(self._key(seed, number, name), blocks), self.code)
+        numbers = self.table[codes].reshape(len(rows), -1)
+        return np.take_along_axis(numbers, offset[:, None] + np.arange(width), axis=1)
+
+    def _key(self, seed: int, number: int, name: str) -> bytes:
+        return hashlib.blake2b(f"{self.name}/{seed}/{number}/{name}".encode(), digest_size=32).digest()
 
 
-def signs(seed: int, number: int, name: str, size: int) -> npt.NDArray[np.uint8]:
-    """Independent fair bits, eight in each of [ceil(size / 8)] bytes, the lowest first: 1 for +1 and 0 for −1 in the
-    ``number``-th direction of a seed, for the parameter ``name``."""
-    bits = np.empty(-(-size // 64), "<u8")
-
-    def fill(block: int) -> None:
-        part = bits[block * _WORDS : (block + 1) * _WORDS]
-        part[:] = _generator(f"signs/{seed}/{number}/{name}/{block}").random_raw(len(part))
-
-    for _ in _each(fill, range(-(-len(bits) // _WORDS))):
-        pass
-    return bits.view(np.uint8)[: -(-size // 8)]
+def _normal() -> Floats:
+    """[65536, 1]: the means of the standard normal distribution between quantiles, symmetric, scaled to variance 1."""
+    edges = special.ndtri(np.arange(1 << 15, (1 << 16) + 1) / (1 << 16))
+    density = np.exp(-(edges**2) / 2)  # whose differences are the means, but for a factor
+    upper = density[:-1] - density[1:]
+    upper /= np.sqrt(np.square(upper).mean())
+    return np.concatenate([-upper[::-1], upper]).astype(np.float32)[:, None]
 
 
-def _generator(name: str) -> np.random.Philox:
-    key = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=16).digest(), "little")
-    return np.random.Philox(key=key)
+def _signs() -> Floats:
+    """[256, 8]: of every byte, +1 and −1 for its bits, the lowest first."""
+    return np.where(np.arange(256)[:, None] >> np.arange(8) & 1 == 1, np.float32(1), np.float32(-1))
 
 
-def _each(make: Callable[[int], T], numbers: Sequence[int]) -> Iterator[T]:
-    """What is made of each number, in order; several at a time where there are several."""
-    return map(make, numbers) if len(numbers) == 1 else _pool().map(make, numbers)
-
-
-@cache
-def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(os.cpu_count() or 1)
+DISTRIBUTIONS = {
+    "gaussian": Distribution("gaussian", _normal(), np.dtype("<u2")),
+    "rademacher": Distribution("rademacher", _signs(), np.dtype("u1")),
+}

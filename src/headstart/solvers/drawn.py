@@ -3,94 +3,110 @@ room."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from headstart.solvers.directions import BLOCK, blocks, direction, signs
+from headstart.solvers.directions import ALIGNED, DISTRIBUTIONS, Codes, Floats
 
-# Bytes of directions that are kept between two passes.
+# Bytes of codes that are kept between two passes.
 _ROOM = 64 << 20
-# Signs that are made numbers at a time: few enough to stay in a core's cache until they are added.
-_SIGNS = 1 << 17
+# Numbers in a piece.
+_PIECE = 1 << 20
+
+Parts = Callable[[int, int], Iterator[tuple[int, Codes]]]
+"""The codes of a direction's numbers between two places, some at a time, with where they begin."""
 
 
 class Drawn:
     """The directions of a seed for some parameters, by number and name.
 
-    A direction is never whole in memory unless it is kept: what adds it to a parameter does so piece by piece.
+    No more than a piece of a direction is numbers at a time: what adds it to a parameter does so piece by piece.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], stage: Any) -> None:
-        self._signs = stage.perturbation == "rademacher"
+        self._distribution = DISTRIBUTIONS[stage.perturbation]
         size = sum(parameter.numel() for parameter in parameters.values()) * stage.num_directions
-        self._has_room = (size // 8 if self._signs else 4 * size) <= _ROOM
-        self._seed, self._kept = -1, dict[tuple[int, str], Tensor]()
-        """The directions of the last seed, where there is room for all of them."""
+        self._has_room = size // self._distribution.per_block * 16 <= _ROOM
+        self._seed, self._kept = -1, dict[tuple[int, str], Codes]()
+        """The codes of the last seed, where there is room for all of them."""
+        self._piece = np.empty(0, np.float32)
 
     def pieces(
         self, seed: int, number: int, name: str, parameter: Tensor, factor: float
     ) -> Iterator[tuple[int, int, Tensor]]:
         """A direction times a factor: where each piece begins and ends among the parameter's numbers, and the piece,
         which may be changed and holds until the next."""
-        size = parameter.numel()
-        if self._signs:
-            yield from self._signed(self._whole(seed, number, name, parameter), size, factor)
-        elif self._has_room:
-            whole = self._whole(seed, number, name, parameter)
-            for start in range(0, size, BLOCK):
-                stop = min(start + BLOCK, size)
-                yield start, stop, whole[start:stop].mul(factor)
-        else:
-            for block, values in blocks(seed, number, name, size):
-                start = block * BLOCK
-                yield start, start + len(values), torch.from_numpy(values).to(parameter.device).mul_(factor)
+        size, table = parameter.numel(), _times(self._distribution.name, factor)
+        parts = self._parts(seed, number, name, size)
+        for start in range(0, size, _PIECE):
+            stop = min(start + _PIECE, size)
+            if parameter.device.type == "cpu":
+                piece = self._filled(parts, start, stop, table)
+            else:
+                piece = looked_up(table, np.concatenate([codes for _, codes in parts(start, stop)]), parameter.device)
+            yield start, stop, piece[: stop - start]
 
-    def rows(self, seed: int, number: int, name: str, parameter: Tensor, factor: float, rows: Tensor) -> Tensor | None:
-        """Some rows [r, d] of a direction times a factor; None where they are not to be had without the others."""
-        size = parameter.numel()
-        width = size // len(parameter)
-        if self._signs:
-            if width % 8:
-                return None
-            packed = self._whole(seed, number, name, parameter).view(len(parameter), width // 8)[rows]
-            return _table(factor, packed.device)[packed.int()].view(len(rows), width)
-        if self._has_room:
-            return self._whole(seed, number, name, parameter).view(len(parameter), width)[rows].mul(factor)
-        places = rows.cpu().numpy()[:, None] * width + np.arange(width)
-        wanted, found = np.unique(places // BLOCK), np.empty(places.shape, np.float32)
-        for block, values in blocks(seed, number, name, size, wanted.tolist()):
-            here = places // BLOCK == block
-            found[here] = values[places[here] - block * BLOCK]
-        return torch.from_numpy(found).to(parameter.device).mul_(factor)
+    def rows(self, seed: int, number: int, name: str, parameter: Tensor, factor: float, rows: Tensor) -> Tensor:
+        """Some rows [r, d] of a direction times a factor."""
+        width = parameter.numel() // len(parameter)
+        found = self._distribution.rows(seed, number, name, rows.cpu().numpy(), width)
+        return torch.from_numpy(np.multiply(found, np.float32(factor), out=found)).to(parameter.device)
 
-    def _whole(self, seed: int, number: int, name: str, parameter: Tensor) -> Tensor:
-        """A whole direction: normal numbers, or packed signs; kept where there is room."""
+    def _parts(self, seed: int, number: int, name: str, size: int) -> Parts:
+        """Codes that are drawn when they are asked for, or that are kept."""
+
+        def drawn(start: int, stop: int) -> Iterator[tuple[int, Codes]]:
+            return self._distribution.codes(seed, number, name, start, stop)
+
+        if not self._has_room:
+            return drawn
         if seed != self._seed:
             self._seed, self._kept = seed, {}
-        found = self._kept.get((number, name))
-        if found is None:
-            drawn = (signs if self._signs else direction)(seed, number, name, parameter.numel())
-            found = torch.from_numpy(drawn).to(parameter.device)
-            if self._has_room:
-                self._kept[number, name] = found
-        return found
+        if (number, name) not in self._kept:
+            self._kept[number, name] = np.concatenate([codes for _, codes in drawn(0, size)])
+        kept, per_code = self._kept[number, name], self._distribution.per_code
+        return lambda start, stop: iter([(start, kept[start // per_code : -(-stop // per_code)])])
 
-    def _signed(self, packed: Tensor, size: int, factor: float) -> Iterator[tuple[int, int, Tensor]]:
-        """Packed signs as plus and minus the factor, eight of them at a time."""
-        table = _table(factor, packed.device)
-        room = torch.empty(min(_SIGNS // 8, len(packed)), 8, device=packed.device)
-        for start in range(0, size, _SIGNS):
-            stop = min(start + _SIGNS, size)
-            bits = packed[start // 8 : -(-stop // 8)].int()
-            torch.index_select(table, 0, bits, out=room[: len(bits)])
-            yield start, stop, room.view(-1)[: stop - start]
+    def _filled(self, parts: Parts, start: int, stop: int, table: Floats) -> Tensor:
+        """A direction's numbers from ``start`` to ``stop`` at least, by as many threads as torch uses."""
+        threads, per_code = torch.get_num_threads(), table.shape[1]
+        share = -(-(stop - start) // (threads * ALIGNED)) * ALIGNED
+        if len(self._piece) < stop - start:
+            self._piece = np.empty(-(-(stop - start) // ALIGNED) * ALIGNED, np.float32)
+
+        def fill(first: int) -> None:
+            for place, codes in parts(first, min(first + share, stop)):
+                out = self._piece[place - start :][: len(codes) * per_code].reshape(-1, per_code)
+                np.take(table, codes, axis=0, out=out, mode="wrap")  # which checks nothing: every code is in the table
+
+        # This thread takes a share as well, which costs less than to wait for others to begin.
+        others = [_pool(threads, os.getpid()).submit(fill, first) for first in range(start + share, stop, share)]
+        fill(start)
+        for other in others:
+            other.result()
+        return torch.from_numpy(self._piece)
 
 
-def _table(factor: float, device: torch.device) -> Tensor:
-    """[256, 8]: of every byte, plus and minus the factor for its bits, the lowest first."""
-    byte, place = torch.arange(256, device=device)[:, None], torch.arange(8, device=device)
-    return torch.where(byte >> place & 1 == 1, factor, -factor).float()
+def looked_up(table: Floats, codes: Codes, device: torch.device) -> Tensor:
+    """What codes stand for, looked up on a device, to which less is sent that way."""
+    places = torch.from_numpy(codes.astype(np.int32)).to(device)
+    return torch.from_numpy(table).to(device).index_select(0, places).view(-1)
+
+
+@lru_cache(maxsize=8)
+def _times(distribution: str, factor: float) -> Floats:
+    """The table of a distribution times a factor, rounded as a product of its numbers is."""
+    return DISTRIBUTIONS[distribution].table * np.float32(factor)
+
+
+@cache
+def _pool(threads: int, process: int) -> ThreadPoolExecutor:
+    """Threads of this process: those of the one that it was forked from are not there."""
+    return ThreadPoolExecutor(threads)

@@ -111,8 +111,8 @@ class ZerothOrder:
         spare = self._spare[parameter.numel()]
         found = spare.pop() if spare else torch.empty(parameter.numel(), device=parameter.device)
         values = parameter.data.reshape(-1)
-        some = None if rows is None else self.drawn.rows(*which, name, parameter, epsilon, rows)
-        if rows is not None and some is not None:
+        if rows is not None:
+            some = self.drawn.rows(*which, name, parameter, epsilon, rows)
             width = some.shape[1]
             found.view(-1, width).index_copy_(0, rows, some.add_(values.view(-1, width)[rows]))
         else:
