@@ -12,9 +12,11 @@ pytest.importorskip("flwr")
 
 from flwr.supercore.task_identity import TaskIdentity
 
+from headstart.backbones import Prefix
 from headstart.config.recipe import Recipe
 from headstart.core.files import write_text
 from headstart.engine import local
+from headstart.engine.node import Node
 from headstart.runner import run
 from tests.backbones.test_language import folder_of
 from tests.engine.test_node import Grid, assert_same_models, model_of, serve
@@ -80,6 +82,40 @@ def test_nodes_learn_to_complete_as_clients_in_process_do(stage: dict[str, Any],
             with (tmp_path / name / "clients.csv").open() as file:
                 both.append([float(row["perplexity"]) for row in csv.DictReader(file)])
         assert both[0] == pytest.approx(both[1], rel=1e-4)
+
+
+def test_frozen_blocks_read_an_example_once_in_all_processes_of_a_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three rounds and their tests, each of a process that has just started: one pass for each of 24 + 9 examples."""
+    folder_of(tmp_path / "model")
+    for split, count in (("train", 24), ("test", 9)):
+        pairs = [{"prompt": p, "completion": f"{c} {' on' * (n // 5)}"} for n, (p, c) in enumerate((PAIRS * 5)[:count])]
+        for place, name in enumerate(NAMES):
+            write_pairs(tmp_path / "silos" / name, split, pairs[place::3])
+    lora = {"method": "fedavg", "train": "lora", "rank": 2, "blocks": 1, "lr": 0.3, "batch_size": 4, "rounds": 3}
+    table = {
+        "data": {"dataset": "x"},
+        "model": {"backbone": str(tmp_path / "model"), "task": "generate", "samples": 0},
+        "stages": [lora, {"method": "fedavg", "train": "all", "start": "pretrained", "rounds": 1, "lr": 0.1}],
+    }
+    passed: list[int] = []
+    states = Prefix.states
+    monkeypatch.setattr(Prefix, "states", lambda *given: passed.append(1) or states(*given))
+    kept = []
+
+    def look(line: dict[str, Any]) -> None:
+        kept.append(len(list((tmp_path / "state").glob("*/*/states-*/*.bin"))))
+
+    grid = Folders(Recipe.parse(table), tmp_path / "silos", tmp_path / "state", None, NAMES)
+    serve(grid, tmp_path / "kept", on_metrics=look)
+    assert len(passed) == 24 + 9
+    assert kept == [6, 6, 6, 0]  # of three nodes, training and test examples; nothing of a stage that is over
+    monkeypatch.setattr(Node, "_states_of", lambda *given: None)
+    grid = Folders(Recipe.parse(table), tmp_path / "silos", tmp_path / "anew", None, NAMES)
+    serve(grid, tmp_path / "again")
+    assert len(passed) == 24 + 9 + 3 * (24 + 9)
+    assert_same_models(tmp_path / "kept", tmp_path / "again", 2)
 
 
 MEMBERS = {"a": "on", "b": "on", "c": "back", "d": "back"}

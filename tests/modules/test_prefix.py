@@ -5,7 +5,7 @@ import gc
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -490,7 +490,7 @@ def test_states_are_in_a_file_without_a_name_that_goes_with_its_owner(tmp_path: 
     number = inputs._states._file
     assert number is not None
     lengths = sum(len(text.split()) + 2 for text in TEXTS)  # nothing is padded
-    assert os.fstat(number).st_size == lengths * WIDTH * 4
+    assert os.fstat(number).st_size == lengths * WIDTH * 4 + len(TEXTS) * 28  # and a record's header
     assert list((tmp_path / "cache").iterdir()) == []
     del inputs
     gc.collect()
@@ -520,3 +520,59 @@ def test_a_full_disk_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(HeadstartError, match=r"^cannot write hidden states to .*: No space left on device; free space"):
         file.write(0, np.zeros((2, 3), np.float32))
     assert 0 not in file
+
+
+STATES = {
+    9: np.arange(12, dtype=np.float32).reshape(4, 3),
+    2: np.ones((1, 3), np.float32),
+    0: np.full((2, 3), 7.0, "f4"),
+}
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> Path:
+    """A file of three examples, whose process has ended."""
+    file = StateFile(tmp_path / "new" / "states.bin")
+    for row, each in STATES.items():
+        file.write(row, each)
+    return tmp_path / "new" / "states.bin"
+
+
+def test_states_stay_for_the_next_process_and_for_their_owner_alone(kept: Path) -> None:
+    assert kept.stat().st_mode & 0o777 == 0o600
+    assert kept.parent.stat().st_mode & 0o777 == 0o700
+    file = StateFile(kept)
+    assert 1 not in file
+    for row, each in STATES.items():
+        assert row in file
+        np.testing.assert_array_equal(file.read(row), each)
+    file.write(1, STATES[9])
+    assert all(row in StateFile(kept) for row in (*STATES, 1))
+
+
+# A record is three numbers of eight bytes, a checksum of four, and 4 · T · 3 bytes of states: 76, 40 and 52 in all.
+@pytest.mark.parametrize(
+    ("harm", "left"),
+    {
+        "cut within states": (lambda data: data[:-1], [9, 2]),
+        "cut within a header": (lambda data: data[: 76 + 40 + 27], [9, 2]),
+        "cut within the first": (lambda data: data[:30], []),
+        "zeros, as a disk leaves them": (lambda data: data[:76] + bytes(92), [9]),
+        "a flipped bit": (lambda data: data[:80] + bytes([data[80] ^ 1]) + data[81:], [9, 0]),
+        "a flipped bit of states": (lambda data: data[:110] + bytes([data[110] ^ 1]) + data[111:], [9, 0]),
+        "another file": (lambda data: b"something else entirely, and long enough", []),
+    }.values(),
+)
+def test_what_a_crash_leaves_of_states_is_computed_again(
+    kept: Path, harm: Callable[[bytes], bytes], left: list[int]
+) -> None:
+    kept.write_bytes(harm(kept.read_bytes()))
+    file = StateFile(kept)
+    found = [row for row in STATES if row in file]
+    assert found == left
+    for row in STATES.keys() - set(found):
+        file.write(row, STATES[row])
+    again = StateFile(kept)
+    for row, each in STATES.items():
+        assert row in again
+        np.testing.assert_array_equal(again.read(row), each)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -44,14 +45,15 @@ class Inputs:
         what: str,
         prefix: Prefix | None = None,
         others: Sequence[Backbone] = (),
+        states: Path | None = None,
     ) -> None:
         """others: the backbone as further tasks see it, where the examples are those of several, one after the
-        other."""
+        other; states: a file that keeps the states behind the prefix for the next process."""
         self._views = (backbone, *others)
         self._examples, self._what = examples, what
         self._prepared: dict[int, Any] = {}
         self._room = _ROOM
-        self._prefix, self._states = prefix, StateFile()
+        self._prefix, self._states = prefix, StateFile(states)
 
     def batches(self, batches: Iterable[Ints]) -> Iterator[tuple[Tensor, ...]]:
         """What the body reads for each batch of rows [B]."""

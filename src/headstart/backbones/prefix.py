@@ -11,10 +11,15 @@ states depend on the precision that training asks for: they are float32.
 
 from __future__ import annotations
 
+import os
+import struct
 import tempfile
+import threading
 import weakref
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from headstart.backbones.cache import cache_root
-from headstart.core.files import read_at, write_at
+from headstart.core.files import BINARY, read_at, write_at
 from headstart.errors import HeadstartError
 
 if TYPE_CHECKING:
@@ -144,43 +149,73 @@ class Prefixed(tuple[Tensor, ...]):
 class StateFile:
     """States [T, D] in float32 of the examples that have been asked for, T of their own; on disk, by row.
 
-    The file has no name, so that it goes with its owner. It is read and written at places rather than memory-mapped:
-    mapped pages would count as memory of the process.
+    It is read and written at places rather than memory-mapped: mapped pages would count as memory of the process.
+    Without a path it goes with its owner; with one it stays for the next process, which is to be alone with it, and
+    what a crash has left of a record there is not read.
     """
 
-    def __init__(self) -> None:
+    _RECORD = struct.Struct("<3qI")  # row, T, D and a checksum of the states, which follow
+
+    def __init__(self, path: Path | None = None) -> None:
+        self._path = path
         self._file: int | None = None
-        self._places: dict[int, tuple[int, tuple[int, ...]]] = {}
+        self._places: dict[int, tuple[int, tuple[int, int]]] = {}
+        """By row, where its states begin, and their shape."""
+        self._unchecked: dict[int, int] = {}
+        """By row, the checksums of states that another process has left."""
+        self._checking = threading.Lock()
         self._end = 0
+        if path is not None and path.exists():
+            self._file = self._open()
+            self._find(self._file)
 
     def __contains__(self, row: int) -> bool:
         """Whether this example's states are there."""
-        return row in self._places
+        with self._checking:
+            if row in self._unchecked and zlib.crc32(self.read(row).tobytes()) != self._unchecked.pop(row):
+                del self._places[row]
+            return row in self._places
 
     def write(self, row: int, states: npt.NDArray[np.float32]) -> None:
         """Keep the states [T, D] of an example."""
         data = np.ascontiguousarray(states, np.float32).tobytes()
+        length, width = states.shape
+        record = self._RECORD.pack(row, length, width, zlib.crc32(data)) + data
         try:
             if self._file is None:
                 self._file = self._open()
-            write_at(self._file, data, self._end)
+            write_at(self._file, record, self._end)
         except OSError as error:
             raise HeadstartError(
-                f"cannot write hidden states to {cache_root()}: {error.strerror or error}; free space, or set "
-                "HEADSTART_CACHE"
+                f"cannot write hidden states to {self._path or cache_root()}: {error.strerror or error}; free space"
+                + ("" if self._path else ", or set HEADSTART_CACHE")
             ) from None
         # Last, as whoever sees the row may read it from another thread.
-        self._places[row] = self._end, states.shape
-        self._end += len(data)
+        self._places[row] = self._end + self._RECORD.size, (length, width)
+        self._end += len(record)
 
     def read(self, row: int) -> npt.NDArray[np.float32]:
         """The states [T, D] of an example."""
         assert self._file is not None
-        place, shape = self._places[row]
-        data = read_at(self._file, 4 * int(np.prod(shape, dtype=np.int64)), place)
-        return np.frombuffer(data, np.float32).reshape(shape)
+        place, (length, width) = self._places[row]
+        return np.frombuffer(read_at(self._file, 4 * length * width, place), np.float32).reshape(length, width)
+
+    def _find(self, file: int) -> None:
+        """The records of a file, one behind the other; the last may not be whole."""
+        size = os.fstat(file).st_size
+        while (begin := self._end + self._RECORD.size) <= size:
+            row, length, width, checksum = self._RECORD.unpack(read_at(file, self._RECORD.size, self._end))
+            if length < 1 or width < 1 or begin + 4 * length * width > size:
+                break
+            self._places[row], self._unchecked[row] = (begin, (length, width)), checksum
+            self._end = begin + 4 * length * width
 
     def _open(self) -> int:
+        if self._path is not None:  # states tell what the examples were: for the eyes of their owner only
+            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            handle = os.open(self._path, os.O_RDWR | os.O_CREAT | BINARY, 0o600)
+            weakref.finalize(self, os.close, handle)
+            return handle
         cache_root().mkdir(parents=True, exist_ok=True)
         file = tempfile.TemporaryFile(dir=cache_root())  # noqa: SIM115 (closed with its owner)
         weakref.finalize(self, file.close)

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -65,10 +66,12 @@ class ModelStore:
         keep_pretrained: bool = False,
         owners: Mapping[str, Ints | None] | None = None,
         others: Sequence[Model] = (),
+        states: Path | None = None,
     ) -> None:
         """owners: by split, who holds each example, where that is known; others: the same network for further tasks,
-        each under a prompt of its own."""
-        self._data, self._owners = dataset, owners or {}
+        each under a prompt of its own; states: of a stage that is loaded again and again, a folder for what its frozen
+        blocks make of the examples."""
+        self._data, self._owners, self._states = dataset, owners or {}, states
         if dataset is not None and (dataset.kind == "features") != (model.backbone == "features"):
             kind = "already features" if dataset.kind == "features" else f"{dataset.kind}s, not features"
             fix = '"features"' if dataset.kind == "features" else "a backbone that reads them (see headstart backbones)"
@@ -249,7 +252,9 @@ class ModelStore:
         if split not in self._inputs:
             examples, what = getattr(self._dataset, split), f"{self._dataset.name} {split}"
             first, *others = self.model.views
-            self._inputs[split] = Inputs(first, examples, what, self.model.prefix, others)
+            folder = self._states if self.model.prefix else None
+            states = folder and folder / f"{split}-{examples.fingerprint()}.bin"
+            self._inputs[split] = Inputs(first, examples, what, self.model.prefix, others, states)
         return self._inputs[split]
 
     def _forget(self) -> None:

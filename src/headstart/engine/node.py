@@ -11,6 +11,7 @@ leaves is in the node's ledger, and within the limits of its owner.
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -286,8 +287,18 @@ class Node:
             setup = self.setup_of(request)
             self._stage = None  # a backbone less in memory while the next one is loaded
             limited = self.limits.applied(self.recipe) if self.deployed else self.recipe
-            self._stage = key, NodeStage.load(self.recipe, limited, self.federation, setup, self.deployed)
+            states = self._states_of(request.setup) if self.deployed else None
+            self._stage = key, NodeStage.load(self.recipe, limited, self.federation, setup, self.deployed, states)
         return self._stage[1]
+
+    def _states_of(self, setup: str) -> Path:
+        """Where a stage keeps what its frozen blocks make of the examples, for the process of the next message; what
+        other stages and runs have kept goes."""
+        folder = self.folder / f"states-{setup[:32]}"
+        for other in self.ledger.home.glob("*/states-*"):
+            if other != folder:
+                shutil.rmtree(other, ignore_errors=True)
+        return folder
 
     def setup_of(self, request: NodeRequest) -> StageSetup:
         """The setup of the stage, as the server sent it."""

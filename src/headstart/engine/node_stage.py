@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -79,11 +80,18 @@ class NodeStage:
 
     @classmethod
     def load(
-        cls, recipe: Recipe, limited: Recipe, federation: Federation, setup: StageSetup, deployed: bool
+        cls,
+        recipe: Recipe,
+        limited: Recipe,
+        federation: Federation,
+        setup: StageSetup,
+        deployed: bool,
+        states: Path | None = None,
     ) -> NodeStage:
-        """A stage by its setup; limited: the recipe within the limits of the node's owner."""
+        """A stage by its setup; limited: the recipe within the limits of the node's owner; states: a folder for what
+        frozen blocks make of the examples."""
         owners = {"train": federation.owners, "test": federation.test_owners}
-        store = ModelStore(recipe.model_of(setup.task), federation.dataset, owners=owners)
+        store = ModelStore(recipe.model_of(setup.task), federation.dataset, owners=owners, states=states)
         target, stage = federation.dataset.target, recipe.stages[setup.number]
         method, channel = setup.method(limited, store, None if deployed else (), target)
         figures = FiguresChannel.of(stage, setup.clients, None, setup.tasks[setup.task][1], target)
