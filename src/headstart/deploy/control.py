@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import socket
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,13 +65,23 @@ class Control:
         found = self.nodes()
         for node in found:
             if node.status != "unregistered" and wanted.get(node.public_key) != node.name:
-                with _answered():
+                with self._unless(partial(_is_gone, node.node_id)), _answered():
                     self.client.UnregisterNode(UnregisterNodeRequest(node_id=node.node_id))
         known = {node.public_key for node in found}
         for key, name in wanted.items():
             if key not in known:
-                with _answered():
+                with self._unless(partial(_is_known, key)), _answered():
                     self.client.RegisterNode(RegisterNodeRequest(public_key=key, name=name))
+
+    @contextmanager
+    def _unless(self, done: Callable[[list[Any]], bool]) -> Iterator[None]:
+        """What is refused is no error where another process has done it meanwhile: a server and `headstart deploy
+        revoke` may admit at the same moment."""
+        try:
+            yield
+        except ControlError:
+            if not done(self.nodes()):
+                raise
 
     def start(self, app: Path, values: Mapping[str, str]) -> int:
         """Start a run of an app; returns its number."""
@@ -103,6 +114,14 @@ class Control:
         with _answered():
             for part in self.client.StreamLogs(StreamLogsRequest(run_id=run, after_timestamp=0.0)):
                 yield part.log_output
+
+
+def _is_gone(number: int, nodes: Iterable[Any]) -> bool:
+    return all(node.node_id != number or node.status == "unregistered" for node in nodes)
+
+
+def _is_known(key: bytes, nodes: Iterable[Any]) -> bool:
+    return any(node.public_key == key for node in nodes)
 
 
 @contextmanager
