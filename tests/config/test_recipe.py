@@ -222,6 +222,20 @@ def test_what_looks_like_a_contradiction_and_is_none(stage: dict[str, object]) -
             "stages.0.min_replies: must be a whole number greater than 0 (got 0)",
         ),
         (with_stage(method="fedncm", train="head"), "stages.0.train: unknown key"),
+        (on_features("fedncm"), "stages.0: must be a table, {key = value, …} (got 'fedncm')"),
+        (
+            {**on_features(), "stages": {"method": "fedncm"}},
+            "stages: must be a list of tables, [[stages]] (got {'method'",
+        ),
+        ({**on_features({"method": "fedncm"}), "model": "features"}, "model: must be a table, {key = value, …} (got"),
+        (
+            {**on_features({"method": "fedncm"}), "data": {"dataset": "digits", "partition": "iid"}},
+            "data.partition: must be a table, {key = value, …} (got 'iid')",
+        ),
+        (
+            {**on_features({"method": "fedncm"}), "data": {"dataset": "digits", "classes": "3"}},
+            "data.classes: must be a list (got '3')",
+        ),
     ],
 )
 def test_mistakes_in_the_keys_of_stages(table: dict, problem: str) -> None:

@@ -130,6 +130,12 @@ def test_the_worst_tenth_of_the_clients() -> None:
     assert spread("local_perplexity", np.array([3.0, 9.0, 5.0]))["local_perplexity_worst_tenth"] == 9.0
 
 
+def test_the_median_of_the_clients_is_not_moved_by_one_of_them() -> None:
+    assert spread("local_perplexity", np.array([3.0, 9e9, 5.0, np.nan]))["local_perplexity_median"] == 5.0
+    assert spread("local_accuracy", np.array([0.5, 0.2]))["local_accuracy_median"] == pytest.approx(0.35)
+    assert spread("local_accuracy", np.array([np.nan]))["local_accuracy_median"] is None
+
+
 @pytest.mark.parametrize(("right", "count"), [(0, 5), (5, 5), (71, 77), (1, 1), (900, 1000)])
 def test_the_interval_of_an_accuracy(right: int, count: int) -> None:
     expected = binomtest(right, count).proportion_ci(0.95, method="wilson")

@@ -19,7 +19,7 @@ from headstart.export import Model, export
 from headstart.export.replay import replay
 from headstart.modules import LocalModel
 from headstart.runner import run
-from headstart.solvers.directions import direction, signs
+from headstart.solvers.directions import DISTRIBUTIONS
 from headstart.solvers.objective import learning_rate
 from tests.backbones.test_language import LONG, PROMPT, SHORT, VOCABULARY, folder_of
 from tests.methods.test_bodies import Plain, backbone_of
@@ -97,9 +97,7 @@ def test_fedmezo_is_mezo_on_the_pooled_data(
     with torch.no_grad():
         for round in range(stage.rounds):
             seed = int(np.random.default_rng([0x5EED, recipe.seed, 0, round]).integers(2**31))
-            step = {
-                n: torch.from_numpy(direction(seed, 0, f"body.{n}", p.numel())).view(p.shape) for n, p in names.items()
-            }
+            step = {n: _drawn("gaussian", seed, 0, f"body.{n}", p) for n, p in names.items()}
             slope = (loss(step, stage.epsilon) - loss(step, -stage.epsilon)) / (2 * stage.epsilon)
             for name, parameter in names.items():
                 parameter.data -= learning_rate(stage, round) * slope * step[name]
@@ -134,7 +132,7 @@ def test_signs_are_directions_of_mezo_on_the_pooled_data(tmp_path: Path, monkeyp
             seed = int(np.random.default_rng([0x5EED, recipe.seed, 0, round]).integers(2**31))
             slopes, steps = [], []
             for number in range(2):
-                step = {n: _signs(seed, number, f"body.{n}", p) for n, p in names.items()}
+                step = {n: _drawn("rademacher", seed, number, f"body.{n}", p) for n, p in names.items()}
                 losses = []
                 for factor in (1e-3, -2e-3):
                     for name, parameter in names.items():
@@ -156,10 +154,9 @@ def test_signs_are_directions_of_mezo_on_the_pooled_data(tmp_path: Path, monkeyp
 def test_directions_are_the_same_kept_or_drawn_anew_whole_or_by_rows(
     perturbation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the vocabulary, rows that are read are perturbed alone; a block of 20 values ends within a row of eight."""
-    monkeypatch.setattr("headstart.solvers.directions.BLOCK", 20)
-    monkeypatch.setattr("headstart.solvers.drawn.BLOCK", 20)
-    monkeypatch.setattr("headstart.solvers.drawn._SIGNS", 16)
+    """Of the vocabulary, rows that are read are perturbed alone; a piece of 128 numbers ends within a matrix."""
+    monkeypatch.setattr("headstart.solvers.directions._AT_ONCE", 128)
+    monkeypatch.setattr("headstart.solvers.drawn._PIECE", 128)
     keys: dict[str, Any] = {"perturbation": perturbation, "num_directions": 2, "momentum": 0.5}
     recipe = recipe_of(tmp_path, SHORT, **keys)
     run(recipe, tmp_path / "kept")
@@ -173,9 +170,8 @@ def test_directions_are_the_same_kept_or_drawn_anew_whole_or_by_rows(
     assert others == [kept, kept]
 
 
-def _signs(seed: int, number: int, name: str, parameter: torch.Tensor) -> torch.Tensor:
-    bits = np.unpackbits(signs(seed, number, name, parameter.numel()), count=parameter.numel(), bitorder="little")
-    return torch.from_numpy(bits.astype(np.float32) * 2 - 1).view(parameter.shape)
+def _drawn(kind: str, seed: int, number: int, name: str, parameter: torch.Tensor) -> torch.Tensor:
+    return torch.from_numpy(DISTRIBUTIONS[kind].direction(seed, number, name, parameter.numel())).view(parameter.shape)
 
 
 @pytest.mark.parametrize("perturbation", ["gaussian", "rademacher"])

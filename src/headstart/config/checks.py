@@ -260,7 +260,7 @@ def _unlike(stage: Mapping[str, Any], kind: type[Any], train: Any, tasks: bool) 
     if train == "prefix":
         whole = [key for key in ("blocks", "checkpoint_gradients") if stage.get(key)]
         problems += [f".{key}: a prefix is in the cache of all blocks at once; leave it out" for key in whole]
-    if {"batch_share", "batch_size"} <= stage.keys():
+    if stage.get("batch_share") is not None and stage.get("batch_size", "full") != "full":
         problems.append(": set batch_share or batch_size, not both")
     if stage.get("probe_rounds") and "probe_rounds" in kind.model_fields:
         problems += [f".{problem}" for problem in _unprobed(stage)]

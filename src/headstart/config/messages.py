@@ -91,6 +91,11 @@ def _sentence(error: dict[str, Any]) -> tuple[str, str]:
         return where, f"{where}: unknown key; {nearest(str(key), table.model_fields)}"
     if kind == "missing":
         return where, f"{where}: missing" + (f"; give {' or '.join(accepted)}" if accepted else "; add this table")
+    if kind in ("model_type", "model_attributes_type", "dict_type"):
+        return where, f"{where}: must be a table, {{key = value, …}} (got {given!r})"
+    if kind in ("tuple_type", "list_type"):
+        tables = f" of tables, [[{where}]]" if isinstance(given, dict) else ""
+        return where, f"{where}: must be a list{tables} (got {given!r})"
     if not accepted or isinstance(given, list | tuple) or (isinstance(given, str) and _TYPES[str] in accepted):
         message = (
             error["msg"].removeprefix("Value error, ").replace("Input should", "must").replace("String should", "must")

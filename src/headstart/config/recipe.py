@@ -390,7 +390,9 @@ def _beside(table: dict[str, Any], folder: Path) -> dict[str, Any]:
             return [found(each) for each in value]
         if not isinstance(value, str) or value in names or os.path.exists(os.path.expanduser(value)):
             return value
-        return str(folder / value) if os.path.exists(folder / value) else value
+        # What is nowhere is told with the names that are like it: here, or else beside the recipe.
+        misspelt = similar_path(folder / value) and not similar_path(Path(value))
+        return str(folder / value) if misspelt or os.path.exists(folder / value) else value
 
     tasks, model = table.get("tasks"), table.get("model")
     for part in [table.get("data"), *(tasks if isinstance(tasks, list) else ())]:

@@ -168,12 +168,12 @@ def added(tallies: Sequence[Tally]) -> dict[str, Floats]:
 
 
 def spread(name: str, values: Floats) -> Metrics:
-    """Mean and standard deviation over the clients that have a value, and the mean of the worst tenth of them, at
-    least one: those of the highest perplexity, or of the lowest value otherwise."""
+    """Mean, standard deviation and median over the clients that have a value, and the mean of the worst tenth of them,
+    at least one: those of the highest perplexity, or of the lowest value otherwise."""
     there = np.sort(values[np.isfinite(values)])
     worst = (there[::-1] if name.endswith("perplexity") else there)[: ceil(len(there) / 10)]
-    found = (there.mean(), there.std(), worst.mean()) if len(there) else (None, None, None)
-    names = (f"{name}_mean", f"{name}_std", f"{name}_worst_tenth")
+    found = (there.mean(), there.std(), np.median(there), worst.mean()) if len(there) else (None,) * 4
+    names = (f"{name}_{kind}" for kind in ("mean", "std", "median", "worst_tenth"))
     return {key: None if value is None else float(value) for key, value in zip(names, found, strict=True)}
 
 
