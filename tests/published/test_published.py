@@ -192,6 +192,14 @@ def test_rows_run_and_finished_ones_stay(tiny: Path) -> None:
     assert len(written) == 3
     again = reproduce(chosen, tiny / "out", on_row, as_published=True, mirror=True)
     assert [each.figures for each in again] == [each.figures for each in found]
+    first = next(each for each in again if each.row == ncm.row)
+    assert first.reference == ncm.reference
+    assert first.command == "headstart reproduce fedncm/2/cifar10-32/fedncm --mirrored"
+    second = reproduce([ncm.row], tiny / "out", on_row, as_published=True, noisy=True)[0]  # kept beside the first
+    assert len(second.reference) == 3
+    assert second.command == "headstart reproduce fedncm/2/cifar10-32/fedncm --noisy"
+    kept = {path.name for path in (tiny / "out").rglob("seed=0.*.json")}
+    assert kept == {"seed=0.mirrored.json", "seed=0.noisy.json"}
     assert {path: path.stat().st_mtime_ns for path in (tiny / "out").rglob("summary.json")} == written
 
 
@@ -347,19 +355,20 @@ def test_the_page_says_what_is_not_reached_and_how_much_was_run() -> None:
     assert "`fedcof/3/cub200/mobilenetv2/fed3r`" not in absent
 
 
-def test_mirrored_images_have_a_command_of_their_own() -> None:
-    plain, several, turned = (
-        BY_ID[f"fedcof/15/cars/means-{name}"] for name in ("1/alpha-0.5", "2/alpha-0.5", "3/alpha-0.5")
+def test_mirrored_images_and_the_second_code_have_commands_of_their_own() -> None:
+    plain, several, turned, second = (
+        BY_ID[f"fedcof/15/cars/means-{name}"] for name in ("1/alpha-0.5", "2/alpha-0.5", "3/alpha-0.5", "4/alpha-0.5")
     )
-    commands = (" --as-published", "", " --mirrored")
+    commands = (" --as-published", "", " --mirrored", " --mirrored --noisy")
     page = results_page(
         [
             Found(row, [44.0], command=f"headstart reproduce {row.id}{command}")
-            for row, command in zip((plain, several, turned), commands, strict=True)
+            for row, command in zip((plain, several, turned, second), commands, strict=True)
         ]
     )
     first = f"headstart reproduce {plain.id} {several.id} --as-published"
-    assert f"```text\n{first}\nheadstart reproduce {turned.id} --mirrored\n```" in page
+    others = f"headstart reproduce {turned.id} --mirrored\nheadstart reproduce {second.id} --mirrored --noisy"
+    assert f"```text\n{first}\n{others}\n```" in page
 
 
 def test_a_row_without_a_printed_figure_has_no_verdict_and_says_what_is_known() -> None:

@@ -8,7 +8,7 @@ import torch
 
 from headstart.backbones.transforms import ImageTransform
 from headstart.heads.estimators import FedCOF
-from headstart.published.reference import Mirrored, reference_head
+from headstart.published.reference import Mirrored, counted_twice, reference_head
 
 RNG = np.random.default_rng(5)
 X = (RNG.normal(size=(400, 12)) + 0.3).astype(np.float32)
@@ -50,3 +50,25 @@ def test_a_mirrored_image_has_left_and_right_exchanged() -> None:
     plain, turned = ImageTransform(4)(image, "x"), Mirrored(4)(image, "x")
     assert np.array_equal(turned[:, ::-1], plain)
     assert not np.array_equal(turned, plain)
+
+
+def test_images_of_one_batch_count_twice_the_second_time_with_noise() -> None:
+    owners = np.repeat([0, 1, 2], [40, 60, 300])
+    x, y, of = (each.numpy() for each in counted_twice(*map(torch.from_numpy, (X, Y, owners)), 0))
+    added = x[400:]
+    assert np.array_equal(x[:400], X)
+    assert np.array_equal(y[:400], Y)
+    assert np.array_equal(np.bincount(of[400:]), [40, 60])  # of 300 images, every class is in all of five batches
+    assert np.array_equal(y[400:], Y[:100])
+    assert np.std(added - X[:100]) == pytest.approx(0.1**0.5, rel=0.1)
+    again = counted_twice(*map(torch.from_numpy, (X, Y, owners)), 1)[0].numpy()
+    assert not np.array_equal(again[400:], added)
+
+
+def test_what_is_added_is_in_the_sums_of_fed3r_and_not_in_its_matrix() -> None:
+    twice = counted_twice(*map(torch.from_numpy, (X, Y, np.arange(400) // 50)), 0)
+    stage = SimpleNamespace(method="fed3r", ridge=0.01)
+    found = reference_head(*twice, 4, stage, gram_of=torch.from_numpy(X)).numpy()
+    sums = np.stack([twice[0].numpy()[twice[1].numpy() == c].sum(0, dtype=float) for c in range(4)])
+    solved = np.linalg.solve(X.T.astype(float) @ X + 0.01 * np.eye(12), sums.T).T
+    assert found == pytest.approx(solved / np.linalg.norm(solved, axis=1, keepdims=True), abs=1e-3)

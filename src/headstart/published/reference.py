@@ -3,6 +3,12 @@
 Goswami et al. solve by a pseudo-inverse in float32, whose cut-off (d · 2⁻²³ of the largest singular value) drops small
 directions of Fed3R's Gram matrix; the ridge of 0.01 is far below it. Like Legate et al., they mirror each training
 image with a probability of one half as they read it, once.
+
+Goswami et al. have a second code, for what is trained after a head, which computes the same heads first. Where all
+images that a client has of a class are in one batch, it adds them a second time, with noise of variance 0.1 on every
+feature; it means to do so where there is one image alone, of which there is no covariance. On a client with fewer
+images than a batch of 64 every image counts twice. Its full covariances are divided by a count that stays at zero; here
+they are those that it means.
 """
 
 from __future__ import annotations
@@ -20,6 +26,8 @@ from headstart.backbones import Backbone, extract, load_backbone
 from headstart.backbones.transforms import ImageTransform
 from headstart.config.recipe import Recipe
 from headstart.data import Federation
+
+BATCH, NOISE = 64, 0.1
 
 
 @dataclass(frozen=True)
@@ -39,8 +47,9 @@ def mirrored(backbone: Backbone) -> Backbone:
     return replace(backbone, transform=transform, key=f"{backbone.key} mirrored")
 
 
-def reference_accuracy(recipe: Recipe, mirror: bool) -> float:
-    """Of the recipe's one closed form, by the papers' own code; mirror: with its mirrored images, too."""
+def reference_accuracy(recipe: Recipe, mirror: bool, noisy: bool) -> float:
+    """Of the recipe's one closed form, by the papers' own code; mirror: with its mirrored images, too; noisy: by the
+    second code."""
     federation, backbone = Federation.of(recipe), load_backbone(recipe.model)
     data, name = federation.dataset, federation.dataset.name
     features = np.array(extract(backbone, data.train, f"{name} train"))
@@ -49,20 +58,40 @@ def reference_accuracy(recipe: Recipe, mirror: bool) -> float:
         features[turned] = extract(mirrored(backbone), data.train, f"{name} train, mirrored")[turned]
     held = federation.owners >= 0
     x, y, owners = (torch.from_numpy(each[held]) for each in (features, data.train.labels, federation.owners))
-    weight = reference_head(x, y, owners, len(data.classes), recipe.stages[0])
+    counted = counted_twice(x, y, owners, recipe.seed) if noisy else (x, y, owners)
+    weight = reference_head(*counted, len(data.classes), recipe.stages[0], gram_of=x)
     scores = torch.from_numpy(np.array(extract(backbone, data.test, f"{name} test"))) @ weight.T
     return float((scores.argmax(1).numpy() == data.test.labels).mean())
 
 
-def reference_head(x: Tensor, y: Tensor, owners: Tensor, classes: int, stage: Any) -> Tensor:
-    """Weights [C, d] in float32 of features [n, d], labels [n] and owners [n]."""
+def counted_twice(x: Tensor, y: Tensor, owners: Tensor, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Features [n, d], labels [n] and owners [n], and those of one batch once more; clients read in a random order."""
+    rng, clients, classes = np.random.default_rng([0x2B1E, seed]), owners.numpy(), y.numpy()
+    order = rng.permutation(len(clients))
+    order = order[np.argsort(clients[order], kind="stable")]
+    sizes, batch = np.bincount(clients), np.empty(len(clients), np.int64)
+    batch[order] = (np.arange(len(clients)) - np.repeat(np.cumsum(sizes) - sizes, sizes)) // BATCH
+    held, pair = np.unique(clients * (classes.max() + 1) + classes, return_inverse=True)
+    first, last = np.full(len(held), len(clients)), np.zeros(len(held), np.int64)
+    np.minimum.at(first, pair, batch)
+    np.maximum.at(last, pair, batch)
+    one = torch.from_numpy((first == last)[pair])
+    noise = torch.from_numpy(rng.standard_normal((int(one.sum()), x.shape[1]), dtype=np.float32))
+    return torch.cat([x, x[one] + NOISE**0.5 * noise]), torch.cat([y, y[one]]), torch.cat([owners, owners[one]])
+
+
+def reference_head(
+    x: Tensor, y: Tensor, owners: Tensor, classes: int, stage: Any, gram_of: Tensor | None = None
+) -> Tensor:
+    """Weights [C, d] in float32 of features [n, d], labels [n] and owners [n]; gram_of: Fed3R's matrix is of these."""
     counts = torch.bincount(y, minlength=classes).float()
     sums = torch.zeros(classes, x.shape[1]).index_add_(0, y, x)
     means = sums / counts.clamp(min=1)[:, None]
     if stage.method == "fedncm":
         return normalize(means)
     if stage.method == "fed3r":
-        gram = x.T @ x + stage.ridge * torch.eye(x.shape[1])
+        seen = x if gram_of is None else gram_of
+        gram = seen.T @ seen + stage.ridge * torch.eye(x.shape[1])
     else:
         full = stage.covariance == "full"
         gram = (_full_scatter(x, y, means) if full else _estimated_scatter(x, y, owners, counts, means)).float()

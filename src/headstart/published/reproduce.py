@@ -146,21 +146,24 @@ def reproduce(
     on_row: Callable[[Found, float | None], object],
     as_published: bool = False,
     mirror: bool = False,
+    noisy: bool = False,
 ) -> list[Found]:
     """Compute rows; runs go to ``out/ROWID``, where finished ones stay and those cut short go on.
 
     ``on_row`` is called with each row as it comes, and with the seconds that the others may take; what goes wrong with
-    one is told, and the others come. ``as_published``: closed forms by the papers' own code, too;
-    ``mirror``: with its mirrored images. Leaves reproduce.html, .csv, .md and .tex in ``out``, and results.json and
-    results.md, of everything that was ever computed there: by several processes at once, too.
+    one is told, and the others come. ``as_published``: closed forms by the papers' own code, too; ``mirror``: with its
+    mirrored images; ``noisy``: by its second code, which counts images twice. Leaves reproduce.html, .csv, .md and .tex
+    in ``out``, and results.json and results.md, of everything that was ever computed there: by several processes at
+    once, too.
     """
     out.mkdir(parents=True, exist_ok=True)
     read_results(out / RESULTS)  # one that is damaged is refused before anything is computed
     found, start, steps = list[Found](), time.monotonic(), Steps(chosen, out)
+    code = Code(mirror, noisy) if as_published else None
     for row in chosen:
         try:
             reason = why_not(row)
-            found.append(Found(row, [], reason) if reason else _compute(row, out, as_published, mirror))
+            found.append(Found(row, [], reason) if reason else _compute(row, out, code))
         except HeadstartError as error:
             found.append(Found(row, [], str(error)))
         if not row.formula:  # whatever ends the next row
@@ -239,7 +242,21 @@ def _folder(row: Row, out: Path) -> Path:
     return out / next(other.id for other in rows() if (other.recipe, other.set) == (row.recipe, row.set))
 
 
-def _compute(row: Row, out: Path, as_published: bool, mirror: bool) -> Found:
+@dataclass(frozen=True)
+class Code:
+    """Which of the papers' own code computes closed forms, too."""
+
+    mirror: bool
+    noisy: bool
+
+    @property
+    def options(self) -> list[str]:
+        """Of the command, without dashes."""
+        asked = [name for name, given in (("mirrored", self.mirror), ("noisy", self.noisy)) if given]
+        return asked or ["as-published"]
+
+
+def _compute(row: Row, out: Path, code: Code | None) -> Found:
     """The figure of a row, of every seed."""
     found = Found(row, [], command=f"headstart reproduce {row.id}")
     if row.formula:
@@ -259,10 +276,10 @@ def _compute(row: Row, out: Path, as_published: bool, mirror: bool) -> Found:
         return replace(found, figures=[100 * max(each.values()) for each in tests], last=figures, curve=curve)
     # Of several means, the reference leaves the code out.
     several = getattr(points[0].recipe.stages[0], "means_per_client", 1) > 1
-    if not as_published or row.recipe != CLOSED_FORM or several:
+    if code is None or row.recipe != CLOSED_FORM or several:
         return replace(found, figures=figures, curve=curve)
-    reference = [_by_reference(point, folder, mirror) for point in points]
-    command = f"{found.command} {'--mirrored' if mirror else '--as-published'}"
+    reference = [_by_reference(point, folder, code) for point in points]
+    command = " ".join([found.command, *(f"--{option}" for option in code.options)])
     return replace(found, figures=figures, reference=reference, command=command)
 
 
@@ -282,13 +299,13 @@ def _behind(summaries: Sequence[dict[str, Any]]) -> str:
     return f"{last['ended'][:10]}: Python {last['versions']['python']}, {', '.join(named)}"
 
 
-def _by_reference(point: Point, folder: Path, mirror: bool) -> float:
+def _by_reference(point: Point, folder: Path, code: Code) -> float:
     """The figure of a run by the paper's own code, kept beside the run."""
-    path = folder / f"{point.folder}.{'mirrored' if mirror else 'reference'}.json"
+    path = folder / f"{point.folder}.{'-'.join(code.options)}.json"
     if not path.is_file():
         from headstart.published.reference import reference_accuracy
 
         start = time.monotonic()
-        accuracy = reference_accuracy(point.recipe, mirror)
+        accuracy = reference_accuracy(point.recipe, code.mirror, code.noisy)
         write_json(path, {"accuracy": accuracy, "seconds": time.monotonic() - start})
     return 100 * float(json.loads(path.read_text(encoding="utf-8"))["accuracy"])

@@ -28,7 +28,9 @@ Accuracies in %, each in three columns:
 
 - **published**: as printed.
 - **as published**: computed again the way FedCOF's own code does it, where that differs from what the paper describes:
-  by a pseudo-inverse in float32. With `--mirrored` half of the training images are mirrored, too, as in that code.
+  by a pseudo-inverse in float32. With `--mirrored` half of the training images are mirrored, too, as in that code. With
+  `--noisy` it is by the second code of that paper, for what is trained after a head: images that a client has of a
+  class are added a second time, with noise, where they are all in one batch of 64.
 - **ours**: what the paper describes, by headstart.
 
 Over each table stands the command that computes it; `headstart reproduce ROW --as-published` computes one row of it.
@@ -72,12 +74,14 @@ def results_page(found: Sequence[Found]) -> str:
 
 
 def _commands(mine: Sequence[Found]) -> Iterator[str]:
-    """What computes these rows again: those with mirrored images, and the others."""
-    mirrored = [each for each in mine if each.command.endswith(" --mirrored")]
-    for group in ([each for each in mine if each not in mirrored], mirrored):
-        options = sorted({option for each in group for option in each.command.split() if option.startswith("--")})
-        if group:
-            yield " ".join(["headstart reproduce", *shortest([each.row.id for each in group]), *options])
+    """What computes these rows again, once for those of each code; figures that no code has come with any of them."""
+    groups: dict[tuple[str, ...], list[Found]] = {}
+    for each in mine:
+        options = tuple(option for option in each.command.split() if option.startswith("--"))
+        groups.setdefault(() if options == ("--as-published",) else options, []).append(each)
+    for options, group in sorted(groups.items()):
+        plain = ("--as-published",) if any(each.command.endswith("--as-published") for each in group) else ()
+        yield " ".join(["headstart reproduce", *shortest([each.row.id for each in group]), *(options or plain)])
 
 
 def _table(lines: Sequence[tuple[Found, str]]) -> str:
