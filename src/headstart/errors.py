@@ -64,3 +64,10 @@ def similar_path(place: Path) -> str:
     there = os.listdir(place.parent) if os.path.isdir(place.parent) else []
     close = [] if os.path.exists(place) else difflib.get_close_matches(place.name, there, n=1)
     return f"; did you mean {str(place.parent / close[0])!r}?" if close else ""
+
+
+def no_run(path: Path) -> HeadstartError:
+    """That a folder holds no run, and which of its own folders do, or what is there under a similar name."""
+    runs = sorted(file.parent.name for file in path.glob("*/recipe.toml"))
+    near = f"; each of these in it does: {listed(runs, 3)}" if runs else similar_path(path)
+    return HeadstartError(f"{path} holds no run: there is no recipe.toml{near}")

@@ -202,7 +202,7 @@ def test_ctrl_c_waits_where_it_would_be_lost(lines: str, tmp_path: Path) -> None
         "with interruptible(pathlib.Path(), 'headstart run --resume'):\n"
     )
     program += textwrap.indent(f"{lines}\ntime.sleep(60)\n", "    ")
-    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=50)
     assert (done.returncode, done.stdout) == (130, "")
     assert done.stderr == "\nheadstart: interrupted; continue with headstart run --resume --out .\n"
 

@@ -69,6 +69,9 @@ def test_colours_and_frames(tmp_path: Path) -> None:
     image = decode_image({"bytes": None, "path": str(save(tmp_path / "a.dcm", colours, bits=8))}, "here")
     assert np.array_equal(np.asarray(image), colours)
     many = save(tmp_path / "b.dcm", np.zeros((4, 2), np.uint16), NumberOfFrames=2, Rows=2)
+    (tmp_path / "c.dcm").write_bytes(b"\0" * 200)
+    with pytest.raises(HeadstartError, match=r"c\.dcm\) is not a readable image: it ends in .dcm, and does not begin"):
+        decode_image({"bytes": None, "path": str(tmp_path / "c.dcm")}, "here")
     with pytest.raises(HeadstartError, match=r"here \(.*b\.dcm\) is not a readable image: it has 2 frames"):
         decode_image({"bytes": None, "path": str(many)}, "here")
 

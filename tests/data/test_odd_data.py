@@ -75,7 +75,7 @@ def test_a_class_with_one_example_is_named(tmp_path: Path) -> None:
 def test_a_class_that_only_the_test_has_is_named(tmp_path: Path) -> None:
     table(tmp_path / "train.csv", ["a"] * 4 + ["b"] * 4)
     table(tmp_path / "test.csv", ["a", "b", "c"])
-    assert notes(tmp_path) == "no training example is of class c"
+    assert notes(tmp_path) == "no training example is of class c; add some, or leave it out with data.classes"
 
 
 def test_nothing_odd_nothing_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -183,6 +183,21 @@ def test_a_column_of_paths_that_the_recipe_names(tmp_path: Path) -> None:
     for number in range(20):
         draw(tmp_path / "images" / f"{number}.png", number)
     assert load(described(tmp_path / "a.csv", "scan"), input_column="scan").kind == "image"
+
+
+def test_paths_that_were_written_on_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(19):
+        draw(tmp_path / "images" / f"{number}.png", number)
+    path = described(tmp_path / "a.csv", "path")
+    path.write_text(path.read_text().replace("images/", "images\\"))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(
+        HeadstartError, match=r"1 of 20 files are not there: images\\19\.png; paths are relative to \.\. "
+    ):
+        load(Path("a.csv"))
+    kept = load(Path("a.csv"), skip_unreadable=True)
+    assert (len(kept.train) + len(kept.test), kept.kind) == (19, "image")
+    assert kept.notes[0].endswith(r"1 of 20 files are not there: images\19.png; they are left out")
 
 
 def test_paths_that_are_not_there_are_all_listed(tmp_path: Path) -> None:
@@ -317,3 +332,44 @@ def test_the_nearest_name_of_a_misspelt_path(tmp_path: Path, monkeypatch: pytest
         load(tmp_path / "stduy" / "a.npz")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert load("~/patients.csv").classes == ("a", "b")
+
+
+def test_a_column_of_splits_is_read(tmp_path: Path) -> None:
+    names = ["train", "Training", "test", "val"]
+    rows = [f"text {n},{'ab'[n // 4 % 2]},{names[n % 4]}" for n in range(40)]
+    path = tmp_path / "a.csv"
+    path.write_text("\n".join(["text,label,Split", *rows]))
+    found = load(path)
+    assert [found.train.raw(0, 2), found.test.raw(0, 2)] == [["text 0", "text 1"], ["text 2", "text 6"]]
+    assert found.validation is not None
+    assert [len(found.train), len(found.validation), len(found.test)] == [20, 10, 10]
+    path.write_text(path.read_text().replace("39,b,val", "39,b,later"))
+    with pytest.raises(
+        HeadstartError, match=r"'Split' names splits, and in row 39 \(from 0\) it is 'later'; write train"
+    ):
+        load(path)
+    path.write_text("text,label,split\n" + "\n".join(f"text {n},{'ab'[n % 2]},{n % 3} of 3" for n in range(20)))
+    assert len(load(path).test) == 4  # a column of something else
+
+
+def test_a_label_that_is_called_split_is_a_label(tmp_path: Path) -> None:
+    rows = [f"text {n},{('train', 'test')[n % 2]}" for n in range(20)]
+    (tmp_path / "a.csv").write_text("\n".join(["text,split", *rows]))
+    assert load(tmp_path / "a.csv", label_column="split").classes == ("test", "train")
+
+
+def test_what_is_not_read_is_answered_with_what_to_do(tmp_path: Path) -> None:
+    for name, fix in (("a.xlsx", "save the sheet as CSV"), ("b.zip", "unpack it")):
+        (tmp_path / name).write_bytes(b"PK")
+        with pytest.raises(HeadstartError, match=rf"{name} holds no data: .*, or an \.npz; {fix}$"):
+            load(tmp_path / name)
+    (tmp_path / "phone" / "cat").mkdir(parents=True)
+    (tmp_path / "phone" / "cat" / "1.heic").write_bytes(b"1")
+    with pytest.raises(HeadstartError, match=r"1 file is not read as images \(1 \.heic\).*; save them as JPEG or PNG$"):
+        load(tmp_path / "phone")
+    for number in range(10):
+        draw(tmp_path / "flat" / f"{number}.png", number)
+    with pytest.raises(
+        HeadstartError, match=r"one class only \(flat\); .*the folder that an image lies in is its class"
+    ):
+        load(tmp_path / "flat")

@@ -29,6 +29,7 @@ from headstart.export import Model, export
 from headstart.heads import LinearHead
 from headstart.records import RunDirectory
 from headstart.runner import Result, run
+from tests.command import Command
 
 pytestmark = pytest.mark.usefixtures("no_report")
 
@@ -208,7 +209,7 @@ def test_a_client_has_its_own_body_with_its_statistics(norm_statistics: str, tmp
         np.testing.assert_array_equal(theirs[name.removeprefix("personal.body.")].numpy(), own, err_msg=name)
 
 
-def test_images_through_a_trained_body(tmp_path: Path) -> None:
+def test_images_through_a_trained_body(tmp_path: Path, command: Command) -> None:
     table = {
         "data": {
             "dataset": "mnist-mini", "train_examples": 60, "test_examples": 40,
@@ -243,6 +244,12 @@ def test_images_through_a_trained_body(tmp_path: Path) -> None:
         model.predict([folder])
     skipping = replace(model, data=model.data.model_copy(update={"skip_unreadable": True}))
     assert [Path(each).name for each in skipping.predict([folder]).inputs] == [f"{n:03}.png" for n in range(1, 40)]
+    (folder / "001.png").write_bytes(b"damaged")
+    with pytest.raises(HeadstartError, match="2 of 40 images cannot be read; --skip-unreadable leaves them out"):
+        model.predict([folder])
+    said = command("predict", str(tmp_path / "run"), str(folder), "--skip-unreadable", "--out", "a.csv", cwd=tmp_path)
+    assert (said.returncode, "2 images cannot be read, and are left out" in said.stderr) == (0, True)
+    assert len((tmp_path / "a.csv").read_text().splitlines()) == 1 + 38
 
 
 def test_texts_from_lines_and_tables(lora: Path, texts: Path, tmp_path: Path) -> None:
@@ -278,6 +285,11 @@ def test_texts_from_lines_and_tables(lora: Path, texts: Path, tmp_path: Path) ->
         (tmp_path / "bad.csv").write_text(text)
         with pytest.raises(HeadstartError, match=why):
             model.predict([tmp_path / "bad.csv"])
+    (tmp_path / "bad.csv").write_text("text;label\nsalt; and pepper;food\n\na goal;sport\nsalt\n")
+    why = "row 1 has 3 fields, row 3 has 1 fields under 2 columns; quote texts that hold a ';', or leave such rows out"
+    with pytest.raises(HeadstartError, match=why):
+        model.predict([tmp_path / "bad.csv"])
+    assert model.predict([tmp_path / "bad.csv"], skip_unreadable=True).inputs == ["a goal"]
 
 
 def test_pairs_of_texts(tmp_path: Path) -> None:

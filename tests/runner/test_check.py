@@ -111,6 +111,33 @@ def test_copies_and_labels_that_differ(tmp_path: Path) -> None:
     assert found.facts == ("texts of 1 to 7 characters, half of them up to 6",)
 
 
+def test_a_path_is_looked_for_beside_other_mistakes_in_its_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    features(tmp_path / "measured.npz")
+    text = (
+        '[data]\ndataset = "{}"\nclients_column = "x"\n[model]\nbackbone = "features"\n[[stages]]\nmethod = "fedcof"\n'
+    )
+    problems = check(recipe(tmp_path / "r.toml", text.format("mesured.npz"))).problems
+    assert [problem.split(":")[0] for problem in problems] == ["data.clients_column", "data.dataset"]
+    assert "did you mean" in problems[1]
+    assert "measured.npz" in problems[1]
+    for there in ("measured.npz", "digits", "somebody/something"):
+        (problem,) = check(recipe(tmp_path / "r.toml", text.format(there))).problems
+        assert problem.startswith("data.clients_column: unknown key")
+
+
+def test_a_recipe_for_a_table_with_splits(tmp_path: Path, command: Command) -> None:
+    rows = [f"word {n},{'ab'[n % 2]},{'test' if n % 4 == 1 else 'train'}" for n in range(40)]
+    (tmp_path / "a.csv").write_text("\n".join(["what,kind,split", *rows]))
+    said = command("new", "a.csv", "--out", "r.toml", cwd=tmp_path)
+    assert (
+        "columns: input what, label kind (a guess: it has the fewest values), client none, split split\n" in said.stdout
+    )
+    assert "data: a.csv: 30 training, 10 test" in command("check", "r.toml", cwd=tmp_path).stdout
+
+
 def photos(root: Path) -> Path:
     rng = np.random.default_rng(0)
     for hospital in ("north", "south"):
@@ -299,9 +326,18 @@ def test_a_recipe_for_a_table_says_which_columns_it_reads(tmp_path: Path, comman
     rows = [f"Wort {n};{'ab'[n % 2]};{'xyz'[n % 3]};{n}" for n in range(30)]
     (tmp_path / "a.csv").write_text("\n".join(["Kommentar;Klasse;Klinik;Nr", *rows]))
     said = command("new", "a.csv", cwd=tmp_path)
-    told = "columns: input Kommentar, label Klasse, client none; not read: Klinik, Nr"
+    guess = "label Klasse (a guess: it has the fewest values)"
+    told = f"columns: input Kommentar, {guess}, client none; not read: Klinik, Nr"
     assert told in said.stdout
     assert f"# {told}; input_column" in (tmp_path / "recipe.toml").read_text()
+
+
+def test_labels_are_guessed_as_a_reader_would_count_them(tmp_path: Path, command: Command) -> None:
+    rows = [
+        f"Text Nummer {n};{('gut', 'Gut ', 'schlecht', '')[n % 4]};{('Bonn', 'Ulm', 'Hof')[n % 3]}" for n in range(40)
+    ]
+    (tmp_path / "a.csv").write_text("\n".join(["Freitext;Bewertung;Klinik", *rows]))
+    assert made(command, Path("a.csv"), tmp_path)["data"]["label_column"] == "Bewertung"
 
 
 def test_a_recipe_for_labels_from_1_names_the_classes_that_there_are(tmp_path: Path, command: Command) -> None:

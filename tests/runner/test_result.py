@@ -70,8 +70,10 @@ def test_a_run_that_is_not_finished_has_no_result(tmp_path: Path) -> None:
         headstart.Result.load(tmp_path / "run")
     resumed = headstart.run(TABLE, tmp_path / "run", True)
     assert [(line["stage"], line["round"]) for line in resumed.metrics] == [(0, 1), (1, 1), (1, 2)]
-    with pytest.raises(HeadstartError, match="holds no run"):
+    with pytest.raises(HeadstartError, match=r"holds no run: there is no recipe\.toml; each of these in it does: run$"):
         headstart.Result.load(tmp_path)
+    with pytest.raises(HeadstartError, match=r"holds no run: there is no recipe\.toml; did you mean '.*run'"):
+        headstart.Model.load(tmp_path / "runs")
 
 
 def test_a_summary_tells_when(result: headstart.Result) -> None:

@@ -49,6 +49,9 @@ def predict(
     top_p: Annotated[float, typer.Option(min=0, max=1, help="Sample from the likeliest tokens of this share.")] = 1.0,
     seed: Annotated[int, typer.Option(min=0, help="Of completions that are sampled.")] = 0,
     chat: Annotated[bool, typer.Option("--chat", help="Prompts are what a user says, in the chat template.")] = False,
+    skip_unreadable: Annotated[
+        bool, typer.Option("--skip-unreadable", help="Leave out images, and rows of tables, that cannot be read.")
+    ] = False,
     imports: Imports = None,
 ) -> None:
     """The classes, numbers or labels of new inputs, or completions of prompts, by the model of a finished run."""
@@ -77,7 +80,7 @@ def predict(
             write_completions(out, completed)
             print(f"completions: {out}")
         return
-    found = model.predict(inputs)
+    found = model.predict(inputs, skip_unreadable)
     columns, rows = found.table()
     show_table(columns, [[_short(given), *cells] for given, *cells in rows[:_SHOWN]])
     if len(rows) > _SHOWN:

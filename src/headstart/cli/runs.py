@@ -148,6 +148,9 @@ def reproduce(
     mirrored: Annotated[
         bool, typer.Option("--mirrored", help="With --as-published: half of the training images mirrored, as there.")
     ] = False,
+    noisy: Annotated[
+        bool, typer.Option("--noisy", help="With --as-published: by its second code, which adds images with noise.")
+    ] = False,
     closed_form: Annotated[
         bool, typer.Option("--closed-form", help="Only heads in closed form: minutes, once features are cached.")
     ] = False,
@@ -177,7 +180,7 @@ def reproduce(
             print(f"about {left / 60:.0f} min left" if left > 90 else f"about {left:.0f} s left", file=sys.stderr)
 
     with interruptible(where, "the same command and"):
-        found = reproduce(rows, where, say, as_published or mirrored, mirrored)
+        found = reproduce(rows, where, say, as_published or mirrored or noisy, mirrored, noisy)
     show_table(COLUMNS, [each.cells for each in found])
     print(f"tables: {where} (open {where / 'reproduce.html'}); the page of results: {where / 'results.md'}")
 

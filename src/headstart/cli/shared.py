@@ -140,7 +140,10 @@ def free_path(name: str) -> Path:
 def check_new_file(out: Path | None) -> None:
     """Refuse a file for --out that exists, or whose directory does not."""
     if out is not None and (out.exists() or not out.parent.is_dir()):
-        raise HeadstartError(f"--out {out}: " + ("already exists" if out.exists() else f"{out.parent} is no directory"))
+        taken = "it already exists; give another name, or remove it"
+        raise HeadstartError(
+            f"--out {out}: {taken if out.exists() else f'{out.parent} is no directory; create it first'}"
+        )
 
 
 def require_flower() -> None:
@@ -160,8 +163,16 @@ def interruptible(out: Path, how: str) -> Iterator[None]:
     """Ctrl-C says how to go on; it waits where an import is under way or a finaliser would swallow it."""
     handler, print_ignored, waiting = signal.getsignal(signal.SIGINT), sys.unraisablehook, list[threading.Timer]()
 
+    main = threading.get_ident()
+
+    def again() -> None:
+        if hasattr(signal, "pthread_kill"):  # wakes what sleeps or reads, which the other does not
+            signal.pthread_kill(main, signal.SIGINT)
+        else:
+            interrupt_main()
+
     def wait() -> None:
-        waiting.append(threading.Timer(0.05, interrupt_main))
+        waiting.append(threading.Timer(0.05, again))
         waiting[-1].start()
 
     def interrupt(number: int, frame: FrameType | None) -> None:

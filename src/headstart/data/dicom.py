@@ -28,6 +28,8 @@ def dicom_image(data: bytes) -> Image.Image:
         from pydicom.pixels.processing import apply_modality_lut, apply_voi_lut
     except ImportError:
         raise HeadstartError("DICOM needs pydicom; pip install 'headstart[dicom]'") from None
+    if not is_dicom(data):
+        raise HeadstartError("it ends in .dcm, and does not begin like DICOM")
     file = pydicom.dcmread(io.BytesIO(data))
     if int(file.get("NumberOfFrames", 1)) != 1:
         raise HeadstartError(f"it has {file.NumberOfFrames} frames; save each as a file of its own")

@@ -233,7 +233,8 @@ def all_unreadable(
     lines = "\n".join(f"  - {problem}" for problem in problems_of(bad))
     count = sum(map(len, splits.values()))
     bare = all(isinstance(problem, NoRangeError) for problem in bad)
-    fix = "" if bare else "; data.skip_unreadable = true leaves them out"
+    skip = "--skip-unreadable" if what == "inputs" else "data.skip_unreadable = true"
+    fix = "" if bare else f"; {skip} leaves them out"
     return UnreadableError(f"{what}: {len(bad)} of {count} images cannot be read{fix}:\n{lines}")
 
 

@@ -26,6 +26,10 @@ _MISSED = {
     ".heic": "save them as JPEG or PNG",
     ".heif": "save them as JPEG or PNG",
 }
+_OTHER = {
+    **dict.fromkeys((".xlsx", ".xls", ".ods"), "save the sheet as CSV"),
+    **dict.fromkeys((".zip", ".tar", ".gz", ".tgz", ".7z", ".rar"), "unpack it"),
+}
 
 
 def is_image(file: Path | str) -> bool:
@@ -47,6 +51,11 @@ def _split_in(name: str) -> str | None:
 def split_of(name: str) -> str:
     """The split of a file or table; a name that says nothing is training."""
     return _split_in(name) or "train"
+
+
+def names_split(value: object) -> bool:
+    """Whether a value is the name of a split and nothing else."""
+    return isinstance(value, str) and any(value.strip().lower() in names for names in _SPLIT_NAMES.values())
 
 
 def image_roots(path: Path) -> dict[str, list[Path]]:
@@ -87,12 +96,12 @@ def image_tables(roots: Mapping[str, Sequence[Path]], notes: list[str]) -> dict[
 
 def described(table: Any, column: str, folder: Path, skip: bool, notes: list[str]) -> Any:
     """The table with a column of paths, relative to a folder, as images; those that are not there are listed."""
-    paths = [str(folder / os.path.expanduser(str(value))) for value in table[column]]
+    paths = [_place(folder, str(value)) for value in table[column]]
     absent = [row for row, path in enumerate(paths) if not os.path.isfile(path)]
     if absent:
         names = listed(table[row][column] for row in absent)
         message = f"{column!r}: {len(absent)} of {len(paths)} files are not there: {names}"
-        lost = [path for path in map(paths.__getitem__, absent) if not os.path.isdir(os.path.dirname(path))]
+        lost = [path for path in map(paths.__getitem__, absent) if not os.path.isdir(os.path.dirname(path) or ".")]
         hint = f"; {nearest_path(lost[0])}" if lost else ""
         if not skip:
             where = f"paths are relative to {folder}{hint}"
@@ -102,6 +111,23 @@ def described(table: Any, column: str, folder: Path, skip: bool, notes: list[str
         table, paths = table.select(kept), [paths[row] for row in kept]
     table = table.remove_columns([column])
     return table.add_column(column, paths).cast_column(column, datasets.Image())
+
+
+def instead(path: Path) -> str:
+    """A clause on what to do with a file, or with the files of a folder, that are not read; or nothing."""
+    if path.is_file():
+        return "".join(f"; {fix}" for suffix, fix in _OTHER.items() if path.suffix.lower() == suffix)
+    notes: list[str] = []
+    _note_skipped(_files(path), notes)
+    return "".join(f"; {note}" for note in notes)
+
+
+def _place(folder: Path, written: str) -> str:
+    """Where a file of a table is; a path that was written on Windows is read as what it is here, too."""
+    path = folder / os.path.expanduser(written)
+    if "\\" in written and not path.is_file():
+        path = folder / os.path.expanduser(written.replace("\\", "/"))
+    return str(path)
 
 
 def _files(folder: Path) -> list[Path]:

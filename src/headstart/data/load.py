@@ -105,6 +105,11 @@ def _loaded(data: Data, seed: int, alone: bool, unlabelled: bool, given: Any) ->
         only = dataset.classes[present[0]]
         raise HeadstartError(
             f"{dataset.name}: the training split holds one class only ({only}); at least two are needed"
+            + (
+                "; of a folder of images, the folder that an image lies in is its class"
+                if dataset.kind == "image"
+                else ""
+            )
         )
     return dataset if unlabelled or dataset.target != "classes" else _with_notes_on_classes(dataset, cut)
 
@@ -146,21 +151,39 @@ def _digits() -> Dataset:
 
 def _from_tables(data: Data, known: Known | None, unlabelled: bool) -> Dataset:
     """Tables from HEADSTART_DATA, from a path, or from the hub, in this order."""
-    from headstart.data.tables import FORMATS, from_tables, hub_tables, local_tables, of_completions
+    from headstart.data.tables import from_tables, hub_tables, local_tables, of_completions
 
     notes: list[str] = []
     root = os.environ.get("HEADSTART_DATA")
     path = Path(os.path.expanduser(data.dataset))  # os.path does not raise on what cannot be a path
-    is_hub_id = data.dataset.count("/") == 1 and data.dataset[0] not in "./~" and path.suffix.lower() not in FORMATS
     if root and os.path.isdir(Path(root) / data.dataset):
         tables = local_tables(Path(root) / data.dataset, data, notes)
     elif known is None and os.path.exists(path):
         tables = local_tables(path, data, notes)
-    elif known is not None or is_hub_id:
+    elif known is not None or _is_hub_id(data.dataset):
         tables = hub_tables(data.dataset, known)
     else:
         raise HeadstartError(absent(data.dataset))
     return of_completions(data, tables) if unlabelled else from_tables(data, known, tables, notes)
+
+
+def _is_hub_id(dataset: str) -> bool:
+    from headstart.data.tables import FORMATS
+
+    is_file = Path(dataset).suffix.lower() in (*FORMATS, ".npz")
+    return dataset.count("/") == 1 and dataset[0] not in "./~" and not is_file
+
+
+def is_absent(dataset: object) -> bool:
+    """Whether a `data.dataset` is neither a known name, nor a path that is there, nor an id of the hub."""
+    root = Path(os.environ.get("HEADSTART_DATA", ""))
+    return (
+        isinstance(dataset, str)
+        and dataset not in KNOWN
+        and not os.path.exists(os.path.expanduser(dataset))
+        and not os.path.isdir(root / dataset)
+        and not _is_hub_id(dataset)
+    )
 
 
 def absent(dataset: str) -> str:
@@ -236,10 +259,16 @@ def _from_npz(path: Path, data: Data, alone: bool) -> Dataset:
 
 
 def _held_out(dataset: Dataset, fraction: float, seed: int) -> Dataset:
-    """Cut a test split off: from every client where the data name clients, otherwise from every class."""
+    """Cut a test split off: from every client where the data name clients, otherwise from every class.
+
+    Every class keeps an example for training.
+    """
     whole = dataset.train
     groups = whole.clients if whole.clients is not None else whole.labels
     mask = held_out(groups, fraction, np.random.default_rng([seed, 0x7E57]))
+    if not mask.all():  # a class that would be tested and never learned keeps an example
+        _, firsts = np.unique(whole.labels, return_index=True)
+        mask[firsts[~np.isin(whole.labels[firsts], whole.labels[~mask])]] = False
     if mask.all() or not mask.any():
         each = "client" if whole.clients is not None else "class"
         raise HeadstartError(
@@ -338,7 +367,8 @@ def _with_notes_on_classes(dataset: Dataset, cut: bool) -> Dataset:
         hint = "; labels that are numbers count from 0" if gone[0] == 0 and dataset.classes[0] == "0" else ""
         notes.append(f"no example is of class {listed(dataset.classes[label] for label in gone)}{hint}")
     if len(unseen := np.flatnonzero((train == 0) & (test > 0))):
-        notes.append(f"no training example is of class {listed(dataset.classes[label] for label in unseen)}")
+        names = listed(dataset.classes[label] for label in unseen)
+        notes.append(f"no training example is of class {names}; add some, or leave it out with data.classes")
     if len(untested := np.flatnonzero((train > 0) & (test == 0))):
         names = listed(f"{dataset.classes[label]} ({train[label]} in training)" for label in untested)
         why = "; too few for data.test_fraction" if cut else ""

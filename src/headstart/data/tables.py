@@ -20,7 +20,16 @@ from headstart.core.target import Target
 from headstart.data.catalog import Known
 from headstart.data.csv_files import csv_settings
 from headstart.data.examples import Dataset, Examples, Ints, Kind, check_labels, codes, numbered, read_targets
-from headstart.data.folders import described, image_files, image_roots, image_tables, is_image, split_of
+from headstart.data.folders import (
+    described,
+    image_files,
+    image_roots,
+    image_tables,
+    instead,
+    is_image,
+    names_split,
+    split_of,
+)
 from headstart.errors import HeadstartError, first_line, listed
 
 Tables = dict[str, Any]
@@ -53,11 +62,14 @@ def local_tables(path: Path, data: Data, notes: list[str]) -> Tables:
         raise
     except Exception as error:  # the readers raise many kinds; all mean that the files are not what they should be
         reason = " ".join(str(error.__cause__ or error).split()) or type(error).__name__
+        if "corresponds to no data" in reason:  # of a table with a header alone
+            raise HeadstartError(f"{path} holds no example: a table needs a row below its header") from None
         raise HeadstartError(
             f"cannot read the data in {path}: {reason}; each file must be what its ending says and hold an example"
         ) from None
     raise HeadstartError(
         f"{path} holds no data: expected split files ({', '.join(FORMATS)}), a folder of images by class, or an .npz"
+        f"{instead(path)}"
     )
 
 
@@ -81,6 +93,7 @@ def hub_tables(name: str, known: Known | None) -> Tables:
 
 def from_tables(data: Data, known: Known | None, tables: Tables, notes: list[str]) -> Dataset:
     """A data set from tables by split; without a labelled test split, `test` is empty and is to be cut from `train`."""
+    tables = tables if known else _by_split_column(tables, data)
     known = known or _USUAL
     columns = tables.get("train", next(iter(tables.values()))).column_names
     inputs = _column(data.input_column, known.inputs, columns, "input")
@@ -123,6 +136,7 @@ def from_tables(data: Data, known: Known | None, tables: Tables, notes: list[str
 
 def of_completions(data: Data, tables: Tables) -> Dataset:
     """Prompts with their completions, or chats whose last message is the completion, by split; all of one class."""
+    tables = _by_split_column(tables, data)
     columns = tables.get("train", next(iter(tables.values()))).column_names
     inputs = _column(data.input_column, _COMPLETIONS, columns, "input")
     tables = {split_of(name): table for name, table in tables.items()}
@@ -149,6 +163,38 @@ def of_completions(data: Data, tables: Tables) -> Dataset:
     train = splits["train"]
     test = splits.get("test", train.take(np.zeros(0, np.int64)))
     return Dataset(data.dataset, ("text",), train, test, splits.get("validation"), client_names, domain_names)
+
+
+def split_column(tables: Tables) -> str | None:
+    """The column `split` of the only table, where all of its values, or some of them, name splits."""
+    if len(tables) > 1:
+        return None
+    (table,) = tables.values()
+    found = next((column for column in table.column_names if column.lower() == "split"), None)
+    feature = table.features[found] if found else None
+    is_text = isinstance(feature, datasets.Value) and "string" in feature.dtype
+    return found if is_text and any(map(names_split, table.unique(found))) else None
+
+
+def _by_split_column(tables: Tables, data: Data) -> Tables:
+    """The only table cut into splits as its column `split` says, where it has one."""
+    column = split_column(tables)
+    if column is None or column in (data.label_column, data.client_column, data.domain_column, data.input_column):
+        return tables
+    (table,) = tables.values()
+    values = _values(table, column)
+    other = {row: value for row, value in enumerate(values) if not names_split(value)}
+    if other:
+        raise HeadstartError(
+            f"the column {column!r} names splits, and in row {listed(other)} (from 0) it is "
+            f"{listed(repr(value) for value in dict.fromkeys(other.values()))}; write train, validation or test, or "
+            "give the column another name"
+        )
+    splits = [split_of(value) for value in values]
+    return {
+        split: table.select([row for row, each in enumerate(splits) if each == split])
+        for split in dict.fromkeys(splits)
+    }
 
 
 def _read(files: Sequence[Path], data: Data, notes: list[str]) -> Any:

@@ -19,7 +19,7 @@ from headstart.data.csv_files import guess_csv
 from headstart.data.examples import Examples, Kind, only_readable
 from headstart.data.folders import image_files
 from headstart.data.memory import inputs
-from headstart.errors import HeadstartError, similar_path
+from headstart.errors import HeadstartError, listed, similar_path
 
 log = logging.getLogger("headstart")
 
@@ -35,8 +35,8 @@ _HELD: Mapping[Kind, str] = {"image": "images", "text": "texts", "features": "fe
 def read(paths: Sequence[Path], kind: Kind, data: Data, width: int) -> tuple[list[str], Examples]:
     """Inputs of a kind from files and folders, in their order: how each is to be shown, and all as examples.
 
-    data: says which columns texts are in, and whether images that cannot be read are left out; width: of feature
-    vectors.
+    data: says which columns texts are in, and whether images and rows that cannot be read are left out; width: of
+    feature vectors.
     """
     names: list[str] = []
     values: list[Any] = []
@@ -100,7 +100,8 @@ def _texts(path: Path, data: Data) -> list[Any]:
             separator = how.get("separator", "\t" if path.suffix.lower() == ".tsv" else ",")
             encoding = (data.encoding or how["encoding"]) if "encoding" in how else "utf-8-sig"
             with path.open(newline="", encoding=encoding) as file:
-                return _columns(path, list(csv.reader(file, delimiter=separator, strict=True)), wanted)
+                rows = list(csv.reader(file, delimiter=separator, strict=True))
+            return _columns(path, _fitting(path, rows, separator, data.skip_unreadable), wanted)
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise HeadstartError(f"cannot read texts from {path}: {error}") from None
@@ -109,13 +110,25 @@ def _texts(path: Path, data: Data) -> list[Any]:
     return [line for line in lines if line.strip()]
 
 
+def _fitting(path: Path, rows: list[list[str]], separator: str, skip: bool) -> list[list[str]]:
+    """The header and the rows that are not blank; those with another number of fields are listed, or left out."""
+    rows = [row for row in rows if row]
+    bad = {number: row for number, row in enumerate(rows) if len(row) != len(rows[0])}
+    if not bad:
+        return rows
+    problems = listed(f"row {number} has {len(row)} fields" for number, row in bad.items())
+    problems = f"{path}: {problems} under {len(rows[0])} columns"
+    if not skip:
+        raise HeadstartError(
+            f"{problems}; quote texts that hold a {separator!r}, or leave such rows out with --skip-unreadable"
+        )
+    log.warning(f"warning: {problems}, and {'is' if len(bad) == 1 else 'are'} left out")
+    return [row for number, row in enumerate(rows) if number not in bad]
+
+
 def _columns(path: Path, rows: list[list[str]], wanted: Sequence[tuple[str, ...]]) -> list[Any]:
     """The first columns asked for that are there, or the only ones that hold text."""
-    columns, rows = (rows[0], [row for row in rows[1:] if row]) if rows else ([], [])
-    for number, row in enumerate(rows, 1):
-        if len(row) != len(columns):
-            fix = "quote texts that hold a comma"
-            raise HeadstartError(f"{path}: row {number} has {len(row)} fields under {len(columns)} columns; {fix}")
+    columns, rows = (rows[0], rows[1:]) if rows else ([], [])
     chosen = next((names for names in wanted if set(names) <= set(columns)), None)
     if chosen is None:
         chosen = tuple(name for place, name in enumerate(columns) if not all(_is_number(row[place]) for row in rows))

@@ -23,7 +23,7 @@ from headstart.core.statistics import Ints
 from headstart.core.target import Target
 from headstart.data.examples import Examples, Kind, numbered
 from headstart.engine.model_store import PRETRAINED, ModelStore, Module, Version
-from headstart.errors import HeadstartError, nearest, similar_path
+from headstart.errors import HeadstartError, nearest, no_run
 from headstart.export.inputs import held, read
 from headstart.heads import LinearHead
 from headstart.records import RunDirectory, StageModel
@@ -208,18 +208,26 @@ class Model:
 
         return (embed if len(examples) < _FEW else extract)(self.store.backbone, examples, "inputs")
 
-    def predict(self, inputs: Any) -> Predictions:
+    def predict(self, inputs: Any, skip_unreadable: bool = False) -> Predictions:
         """The classes, numbers or labels of new inputs: a list of files and folders (`pathlib.Path`), features [n, d],
-        images [n, H, W, 3] or a list of PIL images, or a list of texts or of pairs of texts."""
-        inputs, examples = self.read(inputs) if _are_paths(inputs) else held(inputs, self.kind, self.width)
+        images [n, H, W, 3] or a list of PIL images, or a list of texts or of pairs of texts.
+
+        skip_unreadable: files of images, and rows of tables, that cannot be read are left out, as they are where the
+        run's recipe says so.
+        """
+        if _are_paths(inputs):
+            inputs, examples = self.read(inputs, skip_unreadable)
+        else:
+            inputs, examples = held(inputs, self.kind, self.width)
         scores = self.scores(examples).astype(np.float64)
         values = {"regression": scores, "multilabel": label_shares(scores)}.get(self.target)
         shown = softmax(scores, axis=1) if values is None else values
         return Predictions(inputs, self.classes, scores.argmax(axis=1), shown, self.target)
 
-    def read(self, paths: Sequence[Path]) -> tuple[list[str], Examples]:
+    def read(self, paths: Sequence[Path], skip_unreadable: bool = False) -> tuple[list[str], Examples]:
         """Inputs from files and folders: how each is to be shown, and all as examples."""
-        return read(paths, self.kind, self.data, self.width)
+        data = self.data.model_copy(update={"skip_unreadable": True}) if skip_unreadable else self.data
+        return read(paths, self.kind, data, self.width)
 
     @property
     def width(self) -> int:
@@ -234,7 +242,7 @@ def _are_paths(inputs: Any) -> bool:
 def _finished(run: Path) -> tuple[Recipe, dict[str, list[str]]]:
     """The recipe of a finished run, and the classes of each of its tasks."""
     if not (run / "recipe.toml").is_file():
-        raise HeadstartError(f"{run} holds no run: there is no recipe.toml{similar_path(run)}")
+        raise no_run(run)
     if not (run / "summary.json").is_file():
         raise HeadstartError(f"the run in {run} is not finished; continue it with headstart run --resume --out {run}")
     return Recipe.load(run / "recipe.toml"), _json(run / "model" / "classes.json")

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from headstart.config.recipe import Recipe
 from headstart.core.files import read_csv
 from headstart.core.statistics import Floats, Ints
-from headstart.errors import HeadstartError, similar_path
+from headstart.errors import HeadstartError, no_run, similar_path
 from headstart.records import RunDirectory
 from headstart.records.federation import FILE
 
@@ -55,7 +55,7 @@ class Record:
         """The run in a directory; ``summary`` where it is not written yet."""
         directory = RunDirectory(path)
         if not (path / "recipe.toml").is_file():
-            raise HeadstartError(f"{path} holds no run: there is no recipe.toml{similar_path(path)}")
+            raise no_run(path)
         return cls(path, Recipe.read(path / "recipe.toml"), directory.metrics(), summary or directory.summary())
 
     @property

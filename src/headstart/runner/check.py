@@ -14,6 +14,7 @@ from headstart.config.recipe import Data, Model, Recipe, Task, dealt_by_columns,
 from headstart.data import Federation
 from headstart.data.describe import Description, describe
 from headstart.data.examples import Dataset
+from headstart.data.load import absent, is_absent
 from headstart.errors import HeadstartError, RecipeError
 from headstart.runner.run_recipe import check_federation
 
@@ -44,6 +45,9 @@ def check(path: Path | str, settings: Sequence[str] = ()) -> Checked:
     unlabelled = model is not None and model.task == "generate"
     seed = table.get("seed") if isinstance(table.get("seed"), int) else 0
     for name, data in _data(table):
+        if isinstance(data, str):
+            checked.problems.append(data)
+            continue
         try:
             federation = Federation.of_data(data, int(seed or 0), unlabelled)
         except HeadstartError as error:
@@ -64,8 +68,9 @@ def check(path: Path | str, settings: Sequence[str] = ()) -> Checked:
     return checked
 
 
-def _data(table: dict[str, Any]) -> Iterator[tuple[str, Data]]:
-    """The tables of data that can be read by themselves, whatever is wrong with the rest."""
+def _data(table: dict[str, Any]) -> Iterator[tuple[str, Data | str]]:
+    """The tables of data that can be read by themselves, whatever is wrong with the rest; of one that cannot, what is
+    wrong with its path, if anything."""
     tasks = table.get("tasks")
     given: list[tuple[type[Data], Any]] = [(Data, table.get("data"))]
     given += [(Task, task) for task in (tasks if isinstance(tasks, list) else ())]
@@ -73,6 +78,8 @@ def _data(table: dict[str, Any]) -> Iterator[tuple[str, Data]]:
         data = _part(kind, dealt_by_columns(part))
         if data is not None:
             yield getattr(data, "name", "data"), data
+        elif isinstance(part, dict) and is_absent(part.get("dataset")):
+            yield "data", absent(part["dataset"])
 
 
 def _part(kind: type[Part], table: Any) -> Part | None:

@@ -19,7 +19,7 @@ from headstart.data.csv_files import guess_csv
 from headstart.data.describe import grey_range
 from headstart.data.examples import numbered
 from headstart.data.folders import is_image
-from headstart.data.tables import FORMATS, local_tables
+from headstart.data.tables import FORMATS, local_tables, split_column
 from headstart.errors import HeadstartError, nearest_path
 from headstart.runner.advise import BACKBONES
 
@@ -106,9 +106,11 @@ def _columns(path: Path) -> _Columns:
     keys: dict[str, str] = guess_csv(tables[0]) if tables else {}
     found = local_tables(path, Data.model_validate({"dataset": str(path), "skip_unreadable": True, **keys}), [])
     table = found.get("train", next(iter(found.values())))
-    columns = {column: table.features[column] for column in table.column_names}
+    split = split_column(found)
+    columns = {column: table.features[column] for column in table.column_names if column != split}
     client = _first(_CLIENTS, columns)
-    label = _first(_LABELS, columns) or _fewest(table, [column for column in columns if column != client])
+    named_label = _first(_LABELS, columns)
+    label = named_label or _fewest(table, [column for column in columns if column != client])
     others = [column for column in columns if column not in (client, label)]
     given = _first(_INPUTS, others) or _longest(table, others)
     if label is None or given is None:
@@ -122,7 +124,8 @@ def _columns(path: Path) -> _Columns:
     named = any(file.suffix.lower() in FORMATS for file in files)
     return _Columns(
         keys,
-        {"input": given, "label": label, "client": client},
+        {"input": given, "label": named_label or f"{label} (a guess: it has the fewest values)", "client": client}
+        | ({"split": split} if split else {}),
         tuple(column for column in others if column != given),
         named,
     )
@@ -135,14 +138,17 @@ def _first(names: Iterable[str], columns: Iterable[str]) -> str | None:
 
 
 def _fewest(table: Any, columns: Iterable[str]) -> str | None:
-    """The column with the fewest values, if there are few of them beside the rows."""
+    """The column with the fewest values but for case, spaces and gaps, if there are few of them beside the rows."""
     plain = [
         column
         for column in columns
         if isinstance(table.features[column], datasets.ClassLabel | datasets.Value)
         and not re.match("float|double|binary", getattr(table.features[column], "dtype", ""))
     ]
-    sizes = {column: len(table.unique(column)) for column in plain}
+    values = {column: [each for each in table.unique(column) if each is not None] for column in plain}
+    sizes = {
+        column: len({" ".join(str(each).split()).casefold() for each in found}) for column, found in values.items()
+    }
     few = {column: size for column, size in sizes.items() if 2 <= size <= max(2, len(table) // 5)}
     return min(few, key=few.__getitem__) if few else None
 
