@@ -76,9 +76,17 @@ def test_a_column_that_the_partition_does_not_read_is_refused(column: str, kind:
         parsed({"dataset": "a.csv", column: "ward", "partition": {"kind": "iid", "clients": 3}})
     assert refused.value.problems == (
         f"data.{column}: 'ward' is read with partition.kind = '{kind}' only, and the kind is 'iid'; "
-        f"set kind to '{kind}', or leave {column} out",
+        f"write partition = {{kind = '{kind}'}}, or leave {column} out",
     )
     parsed({"dataset": "a.csv", column: "ward", "partition": {"kind": kind}})
+
+
+def test_a_key_of_another_kind_of_partition_is_named_with_its_kind() -> None:
+    with pytest.raises(RecipeError) as refused:
+        parsed({"dataset": "a.csv", "client_column": "ward", "partition": {"kind": "natural", "alpha": 0.5, "alfa": 1}})
+    alpha, alfa = refused.value.problems
+    assert alpha == "data.partition.alpha: goes with kind = 'dirichlet' or 'dirichlet-by-class' only; leave it out"
+    assert alfa.startswith("data.partition.alfa: unknown key; ")
 
 
 def test_a_column_that_the_partition_of_a_task_does_not_read_is_refused() -> None:

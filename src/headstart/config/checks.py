@@ -193,7 +193,7 @@ def _unread(data: Mapping[str, Any]) -> list[str]:
         if data.get(column) is not None and kind in PARTITIONS and kind != reader:
             problems.append(
                 f"{column}: {data[column]!r} is read with partition.kind = {reader!r} only, and the kind is {kind!r}; "
-                f"set kind to {reader!r}, or leave {column} out"
+                f"write partition = {{kind = {reader!r}}}, or leave {column} out"
             )
     return problems
 

@@ -88,6 +88,9 @@ def _sentence(error: dict[str, Any]) -> tuple[str, str]:
             return where, f"{where}: missing; accepted: {', '.join(names)}"
         return where, f"{where}: {given[tag]!r} is not known; {nearest(given[tag], names)}"
     if kind == "extra_forbidden":
+        others = [name for name, each in PARTITIONS.items() if key in each.model_fields]
+        if table in PARTITIONS.values() and others:
+            return where, f"{where}: goes with kind = {' or '.join(map(repr, others))} only; leave it out"
         return where, f"{where}: unknown key; {nearest(str(key), table.model_fields)}"
     if kind == "missing":
         return where, f"{where}: missing" + (f"; give {' or '.join(accepted)}" if accepted else "; add this table")

@@ -178,7 +178,8 @@ def _text(
     name: str, keys: Mapping[str, Any], how: Mapping[str, Any], dataset: Dataset, clients: int, columns: str
 ) -> str:
     natural = how["kind"] == "natural"
-    why = "the clients that the data name" if natural else "the data name no clients: data.client_column names a column"
+    dealt = "deals the examples out; leave this table out where data.client_column names clients"
+    why = "the clients that the data name" if natural else dealt
     method = "fedcof" if dataset.target == "classes" and clients >= _FEW else "fed3r"
     reason = {
         "fedcof": "class means and counts of each client, in one round",
