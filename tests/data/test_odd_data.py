@@ -313,7 +313,10 @@ def test_paths_beside_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     table(tmp_path / "study" / "a.csv", ["a", "b"] * 10)
     (tmp_path / "study" / "digits").mkdir()  # a name that is known stays one
     monkeypatch.chdir(tmp_path / "elsewhere")
-    for dataset, expected in (("a.csv", str(tmp_path / "study" / "a.csv")), ("digits", "digits"), ("b.csv", "b.csv")):
+    beside = tmp_path / "study"
+    found = {"a.csv": str(beside / "a.csv"), "digits": "digits", "unlike.parquet": "unlike.parquet"}
+    found["b.csv"] = str(beside / "b.csv")  # so that what is like it is named
+    for dataset, expected in found.items():
         (tmp_path / "study" / "r.toml").write_text(f'[data]\ndataset = "{dataset}"\n[[stages]]\nmethod = "fedcof"\n')
         recipe = Recipe.load(tmp_path / "study" / "r.toml")
         assert recipe.data is not None

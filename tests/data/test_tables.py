@@ -458,7 +458,7 @@ def test_images_without_contents_are_refused(tmp_path: Path) -> None:
     ("name", "content", "sentence"),
     [
         ("empty.csv", b"", "each file must be what its ending says and hold an example"),
-        ("header.csv", b"text,label\n", "each file must be what its ending says and hold an example"),
+        ("header.csv", b"text,label\n", "header.csv holds no example: a table needs a row below its header"),
         ("latin.csv", "text,label\nschön,a\n".encode("latin-1"), "is not UTF-8, the first time in line 2; .*encoding"),
         ("quote.csv", b'text,label\n"words,a\nmore,b\n', "cannot read the data"),
         ("semicolon.csv", b"text;label\nwords;a\n", "has a semicolon between its .*; set data.separator = ';'"),

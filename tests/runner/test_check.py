@@ -55,7 +55,8 @@ def test_every_mistake_in_one_pass(tmp_path: Path) -> None:
     for sentence in (
         "nmae: unknown key; did you mean 'name'?",
         "'fedcoff' is not known; did you mean 'fedcof'?",
-        "data.dataset: 'mesured.npz' is neither a known name nor an existing path; it is not there",
+        f"data.dataset: '{tmp_path / 'mesured.npz'}' is neither a known name nor an existing path; it is not there; "
+        f"did you mean '{tmp_path / 'measured.npz'}'?",
         "model.weights: there is no file missing.safetensors",
     ):
         assert sentence in found
