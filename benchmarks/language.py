@@ -103,8 +103,8 @@ class _Shared(Inputs):
 
     files: ClassVar[dict[tuple[str, int], StateFile]] = {}
 
-    def __init__(self, backbone: Any, examples: Any, what: str, prefix: Any = None, others: Any = ()) -> None:
-        super().__init__(backbone, examples, what, prefix, others)
+    def __init__(self, backbone: Any, examples: Any, what: str, prefix: Any = None, *others: Any) -> None:
+        super().__init__(backbone, examples, what, prefix, *others)
         if prefix is not None:
             key, count = examples.fingerprint(), len(blocks_of(backbone.core))
             before, behind = (self.files.setdefault((key, each), StateFile()) for each in (count - TUNED, count))
