@@ -352,7 +352,7 @@ def batches(
         steps = steps if objective.epochs is None else per_epoch * objective.epochs
         epochs = -(-steps // per_epoch)
         plan = np.full((epochs, per_epoch * width), -1, np.int64)
-        for epoch in plan:
-            epoch[:size] = start + rng.permutation(size)
+        for epoch in plan:  # a batch of all examples needs no order, and its sums do not depend on the client's number
+            epoch[:size] = start + (rng.permutation(size) if per_epoch > 1 else np.arange(size))
         plans.append(plan.reshape(-1, width)[:steps])
     return plans
