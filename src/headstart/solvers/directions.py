@@ -1,7 +1,7 @@
 """Random directions that anybody can rebuild from a seed: of a parameter's name and shape, and nothing else.
 
-The bits are AES-256 in counter mode under a key of (seed, number, name). A number is looked up by 16 of them in a table
-of the normal distribution, or is the sign of one. So any part of a direction is drawn without the rest, and neither the
+The bits are AES-256 in counter mode under a key of (seed, number, name). A byte stands for one of 256 numbers of the
+normal distribution, or a bit for a sign. So any part of a direction is drawn without the rest, and neither the
 order of parameters nor the number of threads nor the device nor the release of a library changes a bit.
 """
 
@@ -71,12 +71,15 @@ class Distribution:
 
 
 def _normal() -> Floats:
-    """[65536, 1]: the means of the standard normal distribution between quantiles, symmetric, scaled to variance 1."""
-    edges = special.ndtri(np.arange(1 << 15, (1 << 16) + 1) / (1 << 16))
+    """[65536, 2]: of every two bytes, the lower first, a number each: the means of the standard normal distribution
+    between its 256-quantiles, scaled to variance 1 and rounded, so that the last bit of a platform's functions does not
+    show."""
+    edges = special.ndtri(np.arange(128, 257) / 256)
     density = np.exp(-(edges**2) / 2)  # whose differences are the means, but for a factor
     upper = density[:-1] - density[1:]
-    upper /= np.sqrt(np.square(upper).mean())
-    return np.concatenate([-upper[::-1], upper]).astype(np.float32)[:, None]
+    upper = np.round(upper / np.sqrt(np.square(upper).mean()) * (1 << 16)) / (1 << 16)
+    levels = np.concatenate([-upper[::-1], upper]).astype(np.float32)
+    return np.stack([np.tile(levels, 256), np.repeat(levels, 256)], axis=1)
 
 
 def _signs() -> Floats:
