@@ -18,7 +18,7 @@ from headstart.records import Record
 from headstart.records.record import Curve, curves, grouped
 from headstart.report import report_body
 from headstart.report.figures import curve_figure, hover_texts, looks, partition_figure, svg
-from headstart.report.panels import accuracy_figure, all_clients_figure
+from headstart.report.panels import all_clients_figure, score_figure
 
 TABLE: dict[str, Any] = {
     "name": "digits",
@@ -135,7 +135,7 @@ def test_many_series_are_in_panels_that_say_what_they_show() -> None:
         for alpha in (0.1, 1.0)
         for method in methods
     ]
-    figure = accuracy_figure(drawn, "round", 2)
+    figure = score_figure(drawn, "round", 2)
     figure.canvas.draw()
     panels = [axes for axes in figure.axes if axes.get_legend() is not None]
     said = [[text.get_text() for text in axes.get_legend().get_texts()] for axes in panels]
@@ -149,7 +149,7 @@ def test_many_series_are_in_panels_that_say_what_they_show() -> None:
     assert len(re.findall(r"<title>.*?</title></use>", text)) == 4 * len(drawn)
     # A dozen values of one key are of one method: a few of them in each panel.
     several = [Curve(f"lr {n}", costs, accuracy, 0 * accuracy, method="fedavg") for n in range(12)]
-    panels = [axes for axes in accuracy_figure(several, "round").figure.axes if axes.get_legend() is not None]
+    panels = [axes for axes in score_figure(several, "round").figure.axes if axes.get_legend() is not None]
     assert [len(axes.get_legend().get_texts()) for axes in panels] == [4, 4, 4]
 
 

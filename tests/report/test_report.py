@@ -112,7 +112,7 @@ def test_costs_are_those_of_the_stages_that_a_stage_builds_on(tmp_path: Path) ->
     assert ends["fedcof → fedavg"].costs["bytes"][0] == spent[1]
     assert ends["fedcof → fedavg"].costs["bytes"][-1] == spent[1] + spent[2]
     assert ends["fedcof → fedavg"].costs["round"].tolist() == [1, 2, 3, 4, 5]
-    assert ends["fedcof → fedavg"].accuracy[0] == record.stages[1]["accuracy"]
+    assert ends["fedcof → fedavg"].score[0] == record.stages[1]["accuracy"]
     assert ends["fedavg"].costs["bytes"][-1] == spent[3]
     assert ends["fed3r → fedavg"].costs["bytes"][-1] == spent[0] + spent[4]
 
@@ -130,7 +130,7 @@ def test_a_band_is_the_deviation_over_seeds(tmp_path: Path) -> None:
     accuracy = np.array([[line["accuracy"] for line in record.metrics] for record in groups[0].runs])
     curve = curves(groups)[0]
     assert curve.label == "alpha 0.1"
-    np.testing.assert_allclose(curve.accuracy, accuracy.mean(axis=0))
+    np.testing.assert_allclose(curve.score, accuracy.mean(axis=0))
     np.testing.assert_allclose(curve.deviation, accuracy.std(axis=0, ddof=1))
 
     files = write_folder(tmp_path / "out", records)

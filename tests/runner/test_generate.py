@@ -24,7 +24,9 @@ from headstart.export import Model as Exported
 from headstart.export import export
 from headstart.export.completions import completions
 from headstart.export.replay import replay
+from headstart.report.tables import summary_table
 from headstart.runner import run
+from headstart.runner.compare import compare
 from tests.backbones.test_language import VOCABULARY, folder_of, numbers
 from tests.command import Command
 from tests.runner.test_choose import lines
@@ -138,7 +140,8 @@ def test_samples_before_and_after_are_kept_and_scored(tmp_path: Path) -> None:
     assert metrics[-1]["exact_match"] == pytest.approx(exact)
     report = (tmp_path / "run" / "report.html").read_text()
     assert "<h2>Completions</h2>" in report
-    assert f"ROUGE-L {metrics[-1]['rouge_l']:.2f}" in report
+    assert "<th>ROUGE-L of sampled completions, %</th>" in report.replace(' class="n"', "")
+    assert f">{100 * metrics[-1]['rouge_l']:.2f}</td>" in report
     silent = table(tmp_path, rounds=1)
     silent["model"]["samples"] = 0
     run(Recipe.parse(silent), tmp_path / "silent")
@@ -164,7 +167,51 @@ def test_perplexity_before_and_after_pooled_and_by_client(tmp_path: Path) -> Non
     with (tmp_path / "run" / "clients.csv").open() as file:
         each = [float(row["perplexity"]) for row in csv.DictReader(file)]
     assert np.mean(each) == pytest.approx(last["local_perplexity_mean"], abs=1e-5)
-    assert f"perplexity of completions {last['perplexity']:.2f}" in (tmp_path / "run" / "report.html").read_text()
+    report = (tmp_path / "run" / "report.html").read_text()
+    assert f"<b>Perplexity {last['perplexity']:.2f}</b> of test completions ({first['perplexity']:.2f} before" in report
+    assert "<h2>Perplexity and cost</h2>" in report
+    assert "perplexity of test completions" in report  # beside the curve
+    assert "Clients with the highest perplexity" in report
+    assert "not tested" not in report
+    assert "1.0 of 1 classes" not in report
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["perplexity"] == last["perplexity"]
+    shown = summary_table(json.loads((tmp_path / "run" / "summary.json").read_text()))
+    assert list(shown.columns[1].cells) == [f"perplexity {last['perplexity']:.2f}"]
+
+
+def test_a_comparison_prefers_the_lower_perplexity(tmp_path: Path) -> None:
+    given = table(tmp_path, rounds=2) | {"seed": [0, 1]}
+    given["stages"][0]["lr"] = [0.01, 0.5]
+    found = compare(given)
+    frame = found.to_frame().set_index("lr")
+    assert frame.loc[0.5, "perplexity_mean"] < frame.loc[0.01, "perplexity_mean"]
+    columns, rows, best = found.pivot()
+    place = columns.index("perplexity")
+    assert best == {(row, place) for row, cells in enumerate(rows) if cells[0] == "0.5"}
+    (test,) = found.tests()
+    assert (test["best"], test["other"]) == ("0.5 fedavg", "0.01 fedavg")
+    assert test["difference"] == pytest.approx(frame["perplexity_mean"].diff().iloc[-1])
+
+
+@pytest.mark.parametrize("keep", ["best", "last"])
+def test_validation_chooses_the_round_of_the_lowest_perplexity(keep: str, tmp_path: Path) -> None:
+    """At this rate training goes astray, and the first rounds are the best ones."""
+    splits = ("train", "validation", "test")
+    rows = [
+        {"prompt": p, "completion": c, "who": "ab"[n % 2], "split": splits[n % 3]} for n, (p, c) in enumerate(PAIRS * 6)
+    ]
+    given = table(tmp_path, rows, rounds=6, lr=80.0, keep=keep)
+    del given["data"]["test_fraction"]
+    run(Recipe.parse(given), tmp_path / "run")
+    found = lines(tmp_path / "run")
+    played = [line for line in found if "validation_perplexity" in line]
+    (stage,) = json.loads((tmp_path / "run" / "summary.json").read_text())["stages"]
+    best = min(played, key=lambda line: float(line["validation_perplexity"]))
+    assert best is not played[-1]
+    assert (stage["best_round"], stage["best_perplexity"]) == (best["round"], best["perplexity"])
+    assert stage["perplexity"] == pytest.approx((best if keep == "best" else found[-1])["perplexity"])
+    report = (tmp_path / "run" / "report.html").read_text()
+    assert f"validation chooses round {best['round']}, perplexity {best['perplexity']:.2f}" in report
 
 
 def test_fedmezo_on_completions_is_one_run_whoever_holds_them(tmp_path: Path) -> None:
@@ -337,7 +384,6 @@ def test_clients_make_the_model_their_own(update: str, tmp_path: Path) -> None:
             "stages.0.without_head: a model that answers in words has its own head",
         ),
         ({"weights": "random"}, {}, "model.weights: a language model comes with its own; leave it out"),
-        ({}, {"keep": "best"}, "stages.0: keep = 'best' and patience go by accuracy, and there is none"),
     ],
 )
 def test_what_a_model_that_generates_cannot_do(model: Any, stage: Any, sentence: str, tmp_path: Path) -> None:

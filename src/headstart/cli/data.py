@@ -30,7 +30,7 @@ def check(recipe: RecipeFile, settings: Settings = None) -> None:
         print(f"{name}: {dataset.name}: " + ", ".join(f"{count:,} {split}" for split, count in sizes.items()))
         for line in (*description.facts, *_clients(federation.sizes.tolist(), federation.unused)):
             print(f"  {line}")
-        if dataset.target == "classes":
+        if dataset.target == "classes" and len(dataset.classes) > 1:  # texts that are completed may have no categories
             rows = class_rows(dataset)
             show_table(("class", *sizes), rows[:_SHOWN])
             if len(rows) > _SHOWN:

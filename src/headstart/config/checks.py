@@ -137,8 +137,6 @@ def _headless(stage: Mapping[str, Any], task: Any, tasks: bool) -> list[str]:
             f".method: {stage['method']} computes heads on features of one length, and words are each task's own; "
             "leave model.task and label_words out, for heads on the states that the prompts end in"
         )
-    if task == "generate" and (stage.get("keep") == "best" or "patience" in stage):
-        problems.append(": keep = 'best' and patience go by accuracy, and there is none; leave them out")
     return problems
 
 

@@ -308,9 +308,9 @@ class RoundKeys(SamplingKeys, OptimiserKeys):
     """How much a client counts in the mean: by its training examples, or all alike."""
     keep: Literal["last", "best"] = "last"
     """The model that the stage ends with: that of its last round, or that of the evaluated round with the highest
-    accuracy on the validation split."""
+    accuracy on the validation split, or the lowest perplexity of completions."""
     patience: PositiveInt | None = None
-    """Stop after so many evaluations without a higher accuracy on the validation split; None: play every round."""
+    """Stop after so many evaluations that are no better on the validation split; None: play every round."""
     rank: PositiveInt = 8
     """Of LoRA's updates."""
     alpha_lora: PositiveFloat = 16.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import ceil, sqrt
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,10 +23,20 @@ RANKS = 256
 """Of scores, by their arctangent: clients count examples in these, and none of their scores leaves."""
 CLASSIFICATION = ("macro_f1", "balanced_accuracy", "calibration_error")
 SHOWN = (
-    "accuracy", "r2", "mae", "macro_f1", "balanced_accuracy", "roc_auc", "average_precision", "calibration_error",
-    "local_accuracy_worst_tenth",
+    "accuracy", "r2", "perplexity", "mae", "macro_f1", "balanced_accuracy", "roc_auc", "average_precision",
+    "calibration_error", "local_accuracy_worst_tenth", "exact_match", "rouge_l",
 )  # fmt: skip
 """Metrics of a model that are shown of every stage, as far as it has them."""
+
+
+def primary_metric(figures: Mapping[str, Any]) -> str:
+    """The metric that says in one number how good a model is: accuracy, R² of numbers, or perplexity of completions."""
+    return next((name for name in ("r2", "accuracy", "perplexity") if figures.get(name) is not None), "accuracy")
+
+
+def goodness(metric: str, value: float) -> float:
+    """A value of a primary metric, turned so that more is better."""
+    return -value if metric == "perplexity" else value
 
 
 def wilson_interval(share: float, count: int, deviations: float = 1.959964) -> tuple[float, float]:

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from headstart.config.recipe import Recipe
 from headstart.core.files import read_csv
+from headstart.core.metrics import primary_metric
 from headstart.core.statistics import Floats, Ints
 from headstart.errors import HeadstartError, no_run, similar_path
 from headstart.records import RunDirectory
@@ -25,7 +26,7 @@ AXES = {
     "round": "rounds", "bytes": "bytes sent by all clients", "forward_passes": "forward passes of all clients",
     "simulated_seconds": "simulated seconds",
 }  # fmt: skip
-"""What accuracy is drawn against."""
+"""What a score is drawn against."""
 
 
 _LONGEST = 80  # characters of what sets a group of runs apart
@@ -285,16 +286,17 @@ def _tells(key: str, table: Mapping[str, Any], changed: Mapping[str, Any], peers
 
 @dataclass(frozen=True, eq=False)
 class Curve:
-    """Accuracy of a stage over its evaluations, and what each took: the mean over seeds, and their deviation."""
+    """The score of a stage over its evaluations, and what each took: the mean over seeds, and their deviation."""
 
     label: str
     costs: dict[str, npt.NDArray[np.float64]]
     """[n] for each of `AXES`."""
-    accuracy: Floats
-    """[n] between 0 and 1, or R² where there are no classes."""
+    score: Floats
+    """[n]: accuracy between 0 and 1, R² or perplexity."""
     deviation: Floats
     """[n] over the seeds; 0 where there is one."""
-    has_classes: bool = True
+    metric: str = "accuracy"
+    """Which of them the score is."""
     method: str = ""
     """Those that led to the stage: the same have the same colour in every picture."""
 
@@ -321,16 +323,16 @@ def _curves(group: Group) -> list[Curve]:
             continue
         steps = [[each[place] for each in lines[stage] if place < len(each)] for place in range(length)]
         costs = {name: np.array([np.mean([c[name] for c, _ in step]) for step in steps]) for name in AXES}
-        accuracy = np.array([np.mean([a for _, a in step]) for step in steps])
+        score = np.array([np.mean([a for _, a in step]) for step in steps])
         deviation = np.array([np.std([a for _, a in step], ddof=len(step) > 1) for step in steps])
-        has_classes = all(line.get("r2") is None for record in group.runs for line in record.metrics)
+        scored = (line for record in group.runs for line in record.metrics if score_of(line) is not None)
         methods = chain(first, stage)
-        found.append(Curve(methods, costs, accuracy, deviation, has_classes, methods))
+        found.append(Curve(methods, costs, score, deviation, primary_metric(next(scored)), methods))
     return found
 
 
 def _evaluations(record: Record, stage: int) -> list[tuple[dict[str, float], float]]:
-    """Costs and accuracy (or R²) of a stage's evaluations, after the one that it goes on from."""
+    """Costs and score of a stage's evaluations, after the one that it goes on from."""
     mine = [number for number, line in enumerate(record.metrics) if line["stage"] == stage]
     before = record.builds_on(stage)
     if before is not None and mine and record.metrics[mine[0]]["round"] > 0:
@@ -340,8 +342,8 @@ def _evaluations(record: Record, stage: int) -> list[tuple[dict[str, float], flo
 
 
 def score_of(line: Mapping[str, Any]) -> float | None:
-    """How good a model is, in one number: its accuracy, or R² where it has no classes."""
-    score: float | None = line["accuracy"] if line.get("r2") is None else line["r2"]
+    """How good a model is, in one number: its primary metric."""
+    score: float | None = line.get(primary_metric(line))
     return score
 
 

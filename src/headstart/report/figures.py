@@ -28,6 +28,11 @@ COLOURS = ("#2f7ed8", "#e4572e", "#3aa655", "#a15bd0", "#c98a00", "#17a2b8", "#d
 """They can be told apart on white and on black."""
 _DASHES: tuple[Any, ...] = ("-", (0, (4, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2)), (0, (3, 1, 1, 1, 1, 1)))
 """Of series with the same colour."""
+UNITS = {"accuracy": 100, "r2": 100, "perplexity": 1}
+"""By what a score is multiplied where it is drawn."""
+_LABELS = {
+    "accuracy": "test accuracy (%)", "r2": "variance explained, R² (%)", "perplexity": "perplexity of test completions",
+}  # fmt: skip
 _POINTS = 60  # of a line that are marked
 _MANY = 24  # names along an axis that can still be read
 _CELLS = 3000  # of a heat map that say what they are under the pointer
@@ -121,7 +126,7 @@ def _legend(figure: Figure, axes: Axes) -> None:
 
 
 def curve_figure(curves: Sequence[Curve], against: str, legend: bool = True) -> Figure:
-    """Accuracy against rounds, bytes or forward passes (one of `AXES`), with a band of one deviation over seeds.
+    """Scores against rounds, bytes or forward passes (one of `AXES`), with a band of one deviation over seeds.
 
     Where a curve begins is a point, and so is a stage of one evaluation. Costs are on a logarithmic scale.
     """
@@ -129,7 +134,7 @@ def curve_figure(curves: Sequence[Curve], against: str, legend: bool = True) -> 
     for number, (look, curve) in enumerate(zip(looks([curve.method for curve in curves]), curves, strict=True)):
         draw_curve(axes, curve, against, look, number)
     scale_axes(axes, curves, against)
-    axes.set(xlabel=AXES[against], ylabel=accuracy_label(curves))
+    axes.set(xlabel=AXES[against], ylabel=score_label(curves))
     if legend and curves:
         _legend(figure, axes)
     return figure
@@ -137,8 +142,8 @@ def curve_figure(curves: Sequence[Curve], against: str, legend: bool = True) -> 
 
 def draw_curve(axes: Axes, curve: Curve, against: str, look: Look, number: int) -> None:
     """A line with its band; number: of the series, which `hover_texts` knows it by."""
-    colour, x, y = look.colour, curve.costs[against], 100 * curve.accuracy
-    marker, band = "." if len(x) < _POINTS else "", 100 * curve.deviation
+    colour, x, y = look.colour, curve.costs[against], UNITS[curve.metric] * curve.score
+    marker, band = "." if len(x) < _POINTS else "", UNITS[curve.metric] * curve.deviation
     marker = look.marker if len(x) == 1 else marker
     (line,) = axes.plot(x, y, color=colour, marker=marker, label=curve.label, linewidth=1.6, linestyle=look.line)
     line.set_gid(f"series-{number}")
@@ -152,8 +157,8 @@ def draw_curve(axes: Axes, curve: Curve, against: str, look: Look, number: int) 
 
 
 def scale_axes(axes: Axes, curves: Sequence[Curve], against: str) -> None:
-    """Rounds from 0 on, costs on a logarithmic scale with their units."""
-    from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullFormatter
+    """Rounds from 0 on, costs on a logarithmic scale with their units, and so is perplexity."""
+    from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullFormatter, ScalarFormatter
 
     drawn = np.concatenate([curve.costs[against] for curve in curves]) if curves else np.zeros(0)
     if against != "round" and len(drawn) and drawn.min() > 0 and drawn.max() < 4 * drawn.min():
@@ -167,24 +172,27 @@ def scale_axes(axes: Axes, curves: Sequence[Curve], against: str) -> None:
         axes.set_xlim(left=0, right=None if drawn.size and drawn.max() > 1 else 2)
     else:
         axes.xaxis.set_major_formatter(EngFormatter("B" if against == "bytes" else "", sep=" "))
+    if any(curve.metric == "perplexity" for curve in curves):
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter(ScalarFormatter())
+        axes.yaxis.set_minor_formatter(NullFormatter())
     axes.margins(x=0.08, y=0.12)
     axes.grid(alpha=0.25)
 
 
-def accuracy_label(curves: Sequence[Curve]) -> str:
-    """What is drawn upwards."""
-    return "test accuracy (%)" if all(curve.has_classes for curve in curves) else "variance explained, R² (%)"
+def score_label(curves: Sequence[Curve]) -> str:
+    """What is drawn upwards; all curves of a picture have the same metric."""
+    return _LABELS[curves[0].metric] if curves else ""
 
 
 def hover_texts(curves: Sequence[Curve], against: str) -> dict[str, list[str]]:
     """What the points of `curve_figure` say, by the series that they belong to."""
     found = {}
     for number, curve in enumerate(curves):
-        unit = "" if curve.has_classes else " (R²)"
-        points = zip(curve.costs[against], curve.accuracy, strict=True)
-        found[f"series-{number}"] = [
-            f"{curve.label}: {100 * a:.2f} %{unit} at {c:,.0f} {AXES[against]}" for c, a in points
-        ]
+        points = zip(curve.costs[against], UNITS[curve.metric] * curve.score, strict=True)
+        unit = {"accuracy": " %", "r2": " % (R²)"}.get(curve.metric, f" ({curve.metric})")
+        found[f"series-{number}"] = [f"{curve.label}: {s:.2f}{unit} at {c:,.0f} {AXES[against]}" for c, s in points]
     return found
 
 
@@ -196,8 +204,10 @@ def partition_figure(counts: npt.NDArray[np.int64], classes: Sequence[str], clie
     figure, axes = _axes((max(4.6, min(8.0, 3 + 0.35 * wide)), min(8.0, 1.7 + 0.26 * high)))
     shown = np.ma.masked_equal(counts.T, 0)
     image = axes.imshow(shown, aspect="auto", interpolation="nearest", cmap=_heat(), vmin=0)
-    axes.set(xlabel="client", ylabel="class")
-    if len(classes) <= _MANY:
+    axes.set(xlabel="client", ylabel="class" if len(classes) > 1 else "")
+    if len(classes) == 1:
+        axes.set_yticks([])
+    elif len(classes) <= _MANY:
         axes.set_yticks(range(len(classes)), classes, parse_math=False)
     if 0 < len(clients) <= _MANY:
         axes.set_xticks(range(len(clients)), clients, rotation=45, ha="right", parse_math=False)

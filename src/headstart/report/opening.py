@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from headstart.core.metrics import wilson_interval
+from headstart.core.metrics import goodness, primary_metric, wilson_interval
 from headstart.records.record import Group, Record, score_of
 from headstart.report.tables import human_bytes, metric_cell
 
@@ -21,7 +21,7 @@ def opening(groups: Sequence[Group]) -> str:
         return ""
     if len(groups) == 1 and len(groups[0].runs) == 1:
         return f'<p class="lead">{_of_one(groups[0].runs[0])}</p>'
-    scored.sort(key=lambda each: -each[1])
+    scored.sort(key=lambda each: -goodness(primary_metric(each[0].runs[0].stages[-1]), each[1]))
     best = scored[0][0]
     text = f"<b>{_cell(best)}</b>{_tested(best)}: {escape(best.label)}, {_runs(best)}, {_sent(best)}"
     if len(scored) > 1:
@@ -38,7 +38,16 @@ def _of_one(record: Record) -> str:
         sent += f" in this stage, {human_bytes(sum(each['bytes_up'] for each in record.stages))} in all stages"
     if stage.get("r2") is not None:
         return f"<b>R² {stage['r2']:.4f}</b> (variance explained) by {method}; {sent}."
+    if primary_metric(stage) == "perplexity":
+        return f"{_surprised(record)} by {method}; {sent}."
     return f"{correct(stage, record)} by {method}; {sent}."
+
+
+def _surprised(record: Record) -> str:
+    """The perplexity of a run's last stage, and that before any training."""
+    text = f"<b>Perplexity {record.stages[-1]['perplexity']:.2f}</b> of test completions"
+    first = record.metrics[0] if record.metrics else {}
+    return f"{text} ({first['perplexity']:.2f} before training)" if first.get("round") == 0 else text
 
 
 def correct(stage: Mapping[str, Any], record: Record | None = None) -> str:
@@ -62,16 +71,16 @@ def correct(stage: Mapping[str, Any], record: Record | None = None) -> str:
 
 
 def _score(group: Group) -> float | None:
-    """Mean accuracy, or R², of the last stage over the seeds."""
+    """Mean score of the last stage over the seeds."""
     known = [score for record in group.runs if record.stages and (score := score_of(record.stages[-1])) is not None]
     return mean(known) if known else None
 
 
 def _cell(group: Group) -> str:
     stages = [record.stages[-1] for record in group.runs if record.stages]
-    if any(stage.get("r2") is not None for stage in stages):
-        return f"R² {metric_cell('r2', stages)}"
-    return f"{metric_cell('accuracy', stages)} %"
+    metric = primary_metric(stages[0])
+    shown = metric_cell(metric, stages)
+    return {"r2": f"R² {shown}", "perplexity": f"Perplexity {shown}"}.get(metric, f"{shown} %")
 
 
 def _tested(group: Group) -> str:

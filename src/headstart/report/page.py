@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from headstart.core.files import write_text
-from headstart.core.metrics import SHOWN
+from headstart.core.metrics import SHOWN, goodness, primary_metric
 from headstart.errors import listed
 from headstart.records.record import AXES, Curve, Group, Matrix, Record, curves, grouped
 from headstart.report.figures import (
@@ -23,7 +23,7 @@ from headstart.report.figures import (
     svg,
 )
 from headstart.report.opening import opening
-from headstart.report.panels import MANY, accuracy_figure, all_clients_figure
+from headstart.report.panels import MANY, all_clients_figure, score_figure
 from headstart.report.tables import cost_table, human_bytes, metric_cell, metric_heading, remarks, write_tables
 
 STYLE = """
@@ -61,6 +61,7 @@ small, .soft { opacity: .75; } summary { cursor: pointer; } ul { padding-left: 1
   details:not([open]) > :not(summary) { display: block; } th, td { padding: .2rem .35rem; font-size: 8pt; } }
 """
 _SHORT = 30  # classes that are listed without being asked for
+_HEADINGS = {"accuracy": "Accuracy", "r2": "R²", "perplexity": "Perplexity"}
 _WORST = 10  # clients and mistakes that are named
 _LISTED = 200  # clients left out that are listed
 
@@ -104,7 +105,10 @@ def write_figures(folder: Path, records: Sequence[Record]) -> list[str]:
     groups = grouped(records)
     drawn = curves(groups)
     written = {
-        f"accuracy-by-{name.replace('_', '-')}": accuracy_figure(drawn, name) for name in AXES if _spent(drawn, name)
+        f"{metric}-by-{name.replace('_', '-')}": score_figure(mine, name)
+        for metric, mine in _by_metric(drawn).items()
+        for name in AXES
+        if _spent(mine, name)
     }
     if accuracies := _accuracies(groups):
         written["clients"] = all_clients_figure(accuracies, _methods(groups, accuracies))
@@ -129,7 +133,7 @@ def _title(records: Sequence[Record]) -> str:
 
 
 def report_body(records: Sequence[Record]) -> str:
-    """What there is to see of some runs, finished or not: accuracy and cost together, then each run on its own."""
+    """What there is to see of some runs, finished or not: scores and cost together, then each run on its own."""
     groups = grouped(records)
     drawn = curves(groups)
     parts = [f"<h1>{escape(_title(records))}</h1>", opening(groups)]
@@ -137,7 +141,8 @@ def report_body(records: Sequence[Record]) -> str:
         parts.append(_about(records[0]))
     columns, rows = cost_table(groups)
     if rows:
-        parts.append("<h2>Accuracy and cost</h2>")
+        metrics = _by_metric(drawn) or ["accuracy"]
+        parts.append(f"<h2>{' and '.join(_HEADINGS[metric] for metric in metrics)} and cost</h2>")
         if any(_varies(drawn, name) for name in AXES):
             # Many series are in panels, which say themselves what is drawn in them.
             legend = _legend({curve.label: curve.method for curve in drawn}) if len(drawn) <= MANY else ""
@@ -164,15 +169,19 @@ def _about(record: Record) -> str:
         return f"<p>{text}. The run is not finished.</p>"
     unused = f", {summary['unused_examples']:,} not assigned to any client" if summary["unused_examples"] else ""
     return (
-        f"<p>{text}: {summary['clients']:,} clients, {summary['examples']:,} training examples{unused}, "
+        f"<p>{text}: {summary['clients']:,} clients, {summary['examples']:,} training examples{unused}"
         f"{_learned(summary)}. Peak memory {human_bytes(summary['peak_rss_bytes'])}.</p>"
     )
 
 
 def _learned(summary: Mapping[str, Any]) -> str:
-    """How many of what is learned; runs of earlier versions had classes."""
-    what = {"regression": "targets", "multilabel": "labels"}.get(summary.get("target", "classes"), "classes")
-    return f"{summary['classes']:,} {what if summary['classes'] != 1 else what.removesuffix('s')}"
+    """How many of what is learned, if it is no text; runs of earlier versions had classes."""
+    if primary_metric(summary) == "perplexity":
+        return ""
+    one, several = {"regression": ("target", "targets"), "multilabel": ("label", "labels")}.get(
+        summary.get("target", "classes"), ("class", "classes")
+    )
+    return f", {summary['classes']:,} {several if summary['classes'] != 1 else one}"
 
 
 def _legend(methods: Mapping[str, str]) -> str:
@@ -187,13 +196,22 @@ def _legend(methods: Mapping[str, str]) -> str:
 
 
 def _curves(drawn: Sequence[Curve]) -> str:
-    shown = {name: label for name, label in AXES.items() if _varies(drawn, name)}
     pictures = [
-        svg(accuracy_figure(drawn, name, 2, legend=False), f"accuracy against {label}", hover_texts(drawn, name))
-        for name, label in shown.items()
+        svg(score_figure(mine, name, 2, legend=False), f"{metric} against {label}", hover_texts(mine, name))
+        for metric, mine in _by_metric(drawn).items()
+        for name, label in AXES.items()
+        if _varies(mine, name)
     ]
     kind = "figures panels" if len(drawn) > MANY else "figures"
     return f'<div class="{kind}">{"".join(f"<figure>{picture}</figure>" for picture in pictures)}</div>'
+
+
+def _by_metric(drawn: Sequence[Curve]) -> dict[str, list[Curve]]:
+    """The curves of each metric, which have pictures of their own."""
+    found: dict[str, list[Curve]] = {}
+    for curve in drawn:
+        found.setdefault(curve.metric, []).append(curve)
+    return found
 
 
 def _spent(drawn: Sequence[Curve], against: str) -> bool:
@@ -202,7 +220,7 @@ def _spent(drawn: Sequence[Curve], against: str) -> bool:
 
 
 def _varies(drawn: Sequence[Curve], against: str) -> bool:
-    """Whether there is anything to see: accuracies at more than one cost."""
+    """Whether there is anything to see: scores at more than one cost."""
     return len({float(cost) for curve in drawn for cost in curve.costs[against]}) > 1
 
 
@@ -282,12 +300,13 @@ def _accuracies(groups: Sequence[Group]) -> dict[str, list[float]]:
 
 
 def _clients(groups: Sequence[Group]) -> str:
-    """The clients at which the model is worst, by accuracy and, of numbers, by R²."""
+    """The clients at which the model is worst: by accuracy, of numbers by R², of completions by perplexity."""
     accuracies = _accuracies(groups)
     table, shown, everybody = _worst(groups, "accuracy")
-    numbers, _, _ = _worst(groups, "r2")
-    if numbers:
-        numbers = f"<h2>Clients</h2><p class='soft'>Clients with the lowest R²</p>{numbers}"
+    others = {"lowest R²": _worst(groups, "r2")[0], "highest perplexity": _worst(groups, "perplexity")[0]}
+    numbers = "".join(
+        f"<h2>Clients</h2><p class='soft'>Clients with the {what}</p>{each}" for what, each in others.items() if each
+    )
     if not accuracies:
         return numbers
     spread = "; ".join(
@@ -308,8 +327,8 @@ def _clients(groups: Sequence[Group]) -> str:
 
 
 def _worst(groups: Sequence[Group], by: str) -> tuple[str, int, int]:
-    """A table of the clients with the lowest figure of a name, with their other metrics; how many it has, and how many
-    clients have that figure."""
+    """A table of the clients with the worst value of a metric, with their other metrics; how many it has, and how many
+    clients have that metric."""
     everybody = []
     for group in groups:
         for record in group.runs:
@@ -318,7 +337,7 @@ def _worst(groups: Sequence[Group], by: str) -> tuple[str, int, int]:
             everybody += [(each, [group.label + seed, name]) for name, each in found]
     if not everybody:
         return "", 0, 0
-    worst = sorted(everybody, key=lambda client: client[0][by])[:_WORST]
+    worst = sorted(everybody, key=lambda client: goodness(by, client[0][by]))[:_WORST]
     metrics = [name for name in SHOWN if any(name in each for each, _ in worst)]
     rows = [[*who, *(metric_cell(name, [each]) for name in metrics)] for each, who in worst]
     columns = ["run", "client", *map(metric_heading, metrics)]
@@ -338,8 +357,10 @@ def _holdings(held: Matrix | None) -> str:
     ]
     figure = partition_figure(held.counts, held.columns, held.rows)
     picture = heat_map(figure, "data distribution across clients", cells)
-    classes = np.count_nonzero(held.counts, axis=1)
+    classes, sizes = np.count_nonzero(held.counts, axis=1), held.counts.sum(axis=1)
     text = f"A client holds {classes.mean():.1f} of {len(held.columns)} classes on average, {classes.min()} at least."
+    if len(held.columns) == 1:  # of texts that are completed, or in a column that says nothing
+        text = f"A client holds {sizes.min():,} to {sizes.max():,} examples, {sizes.mean():,.1f} on average."
     return f"<h2>Data distribution across clients</h2><figure>{picture}<figcaption>{text}</figcaption></figure>"
 
 

@@ -9,13 +9,14 @@ import numpy as np
 
 from headstart.records.record import AXES, Curve
 from headstart.report.figures import (
+    UNITS,
     Look,
-    accuracy_label,
     clients_figure,
     curve_figure,
     draw_curve,
     looks,
     scale_axes,
+    score_label,
 )
 
 if TYPE_CHECKING:  # matplotlib takes a third of a second to load, and most commands draw nothing
@@ -26,7 +27,7 @@ MANY = 8
 _EACH = 4  # series of a panel, at most: they have the colour of their method, and other dashes
 
 
-def accuracy_figure(curves: Sequence[Curve], against: str, columns: int = 3, legend: bool = True) -> Figure:
+def score_figure(curves: Sequence[Curve], against: str, columns: int = 3, legend: bool = True) -> Figure:
     """`curve_figure`; of many series a panel for each method, the others grey behind it, so many panels in a row.
 
     All panels have the same axes, and each says above its plot what is drawn in it.
@@ -43,7 +44,8 @@ def accuracy_figure(curves: Sequence[Curve], against: str, columns: int = 3, leg
         axes.set_axis_off()
     for axes, members in zip(grid.flat, panels, strict=False):
         for other in curves:
-            axes.plot(other.costs[against], 100 * other.accuracy, color="#888888", alpha=0.35, linewidth=0.6)
+            drawn = UNITS[other.metric] * other.score
+            axes.plot(other.costs[against], drawn, color="#888888", alpha=0.35, linewidth=0.6)
         for dash, place in enumerate(members):
             (look,) = looks([curves[place].method])
             draw_curve(axes, curves[place], against, Look(look.colour, dash), place)
@@ -54,7 +56,7 @@ def accuracy_figure(curves: Sequence[Curve], against: str, columns: int = 3, leg
             loc="lower left", bbox_to_anchor=(-0.05, 1.0), fontsize=7, frameon=False, handlelength=2.6, borderpad=0.1
         )
     figure.supxlabel(AXES[against], fontsize=9)
-    figure.supylabel(accuracy_label(curves), fontsize=9)
+    figure.supylabel(score_label(curves), fontsize=9)
     return figure
 
 

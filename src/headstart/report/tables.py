@@ -14,15 +14,17 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from headstart.core.files import csv_text, write_text
-from headstart.core.metrics import SHOWN
+from headstart.core.metrics import SHOWN, primary_metric
 from headstart.records.record import Group
 
 # As the papers write them.
 _SYMBOLS = {"ridge": "λ", "shrinkage": "γ", "means_share": "a", "temperature": "T"}
 _METRICS = {
-    "accuracy": "accuracy, %", "r2": "R²", "mae": "mean absolute error", "macro_f1": "macro-F1, %",
+    "accuracy": "accuracy, %", "r2": "R²", "perplexity": "perplexity", "mae": "mean absolute error",
+    "macro_f1": "macro-F1, %",
     "balanced_accuracy": "balanced accuracy, %", "roc_auc": "ROC AUC", "average_precision": "average precision",
     "calibration_error": "calibration error", "local_accuracy_worst_tenth": "lowest-accuracy tenth of clients, %",
+    "exact_match": "exact match of sampled completions, %", "rouge_l": "ROUGE-L of sampled completions, %",
 }  # fmt: skip
 _NOISE = {"server": "by the server", "client": "by the client", "shared": "shared by the clients"}
 
@@ -56,14 +58,17 @@ def percent(accuracy: float | None) -> str:
 
 
 def score(stage: Mapping[str, Any]) -> str:
-    """How good a stage or a run is, in one figure: its accuracy, or R² where it has no classes."""
-    return percent(stage["accuracy"]) if stage.get("r2") is None else f"R² {stage['r2']:.4f}"
+    """How good a stage or a run is, in one figure: its accuracy, R² where it has no classes, or perplexity."""
+    metric = primary_metric(stage)
+    if metric == "accuracy":
+        return percent(stage["accuracy"])
+    return f"R² {stage['r2']:.4f}" if metric == "r2" else f"perplexity {stage['perplexity']:.2f}"
 
 
 def metrics_of(stages: Sequence[Mapping[str, Any]]) -> list[str]:
     """The metrics that some of these stages have; an accuracy that nobody has measured, too."""
     there = [name for name in SHOWN if any(stage.get(name) is not None for stage in stages)]
-    return there if {"accuracy", "r2"} & {*there} else ["accuracy", *there]
+    return there if {"accuracy", "r2", "perplexity"} & {*there} else ["accuracy", *there]
 
 
 def metric_heading(name: str) -> str:
@@ -85,8 +90,7 @@ def metric_cell(name: str, stages: Sequence[Mapping[str, Any]]) -> str:
 
 def quality(stage: Mapping[str, Any]) -> str | None:
     """The metrics of a stage beside the one in its table, in one line."""
-    first = "accuracy" if stage.get("r2") is None else "r2"
-    parts = []
+    first, parts = primary_metric(stage), []
     if "accuracy_interval" in stage:
         low, high = (f"{100 * bound:.1f}" for bound in stage["accuracy_interval"])
         parts.append(f"of {stage['test_examples']:,} examples (95 % confidence: {low} to {high} %)")
@@ -109,20 +113,13 @@ def _plain(stage: dict[str, Any], name: str) -> str:
     return f"{stage[f'{name}_mean']:.2f} ± {stage[f'{name}_std']:.2f}"
 
 
-def _of_task(part: dict[str, Any]) -> str:
-    """How good the model is at one of several tasks."""
-    if part["accuracy"] is not None:
-        return f"{100 * part['accuracy']:.2f} %"
-    return f"perplexity {part['perplexity']:.2f}" if part.get("perplexity") else "not tested"
-
-
 def remarks(stage: dict[str, Any]) -> list[str]:
     """What else is to be said of a stage: its tasks, its clients' own models, the round that validation chooses."""
     found = []
     if took := stage.get("simulated_seconds"):
         found.append(f"simulated time: {took:,.0f} s ({took / 3600:,.2f} h)")
     if "tasks" in stage:
-        found.append(f"by task: {', '.join(f'{name} {_of_task(part)}' for name, part in stage['tasks'].items())}")
+        found.append(f"by task: {', '.join(f'{name} {score(part)}' for name, part in stage['tasks'].items())}")
     if "initial_accuracy_mean" in stage:
         initial, own = _spread(stage, "initial_accuracy"), _spread(stage, "personalised_accuracy")
         found.append(
@@ -139,12 +136,8 @@ def remarks(stage: dict[str, Any]) -> list[str]:
         found.append(
             f"without a head, by the nearest mean of a client's classes: {initial} at first, {own} personalised"
         )
-    if "perplexity" in stage:
-        own = f"; {_plain(stage, 'local_perplexity')} over clients" if stage.get("local_perplexity_mean") else ""
-        found.append(f"perplexity of completions {stage['perplexity']:.2f}{own}")
-    if stage.get("rouge_l") is not None:
-        exact, rouge = stage["exact_match"], stage["rouge_l"]
-        found.append(f"exact match {exact:.2f} and ROUGE-L {rouge:.2f} of sampled completions")
+    if stage.get("local_perplexity_mean"):
+        found.append(f"perplexity over clients: {_plain(stage, 'local_perplexity')} (mean ± standard deviation)")
     if "forgetting_ratio" in stage:
         found.append(
             f"on the whole {_split(stage)} split: {100 * stage['initial_whole_accuracy']:.2f} % at first, "
@@ -170,7 +163,8 @@ def remarks(stage: dict[str, Any]) -> list[str]:
     if "feature_similarity" in stage:
         found.append(f"cosine of features before and after: {stage['feature_similarity']:.4f}")
     if "best_round" in stage:
-        best = f"round {stage['best_round']}, {100 * stage['best_accuracy']:.2f} % on the {_split(stage)} split"
+        then = score({name: stage.get(f"best_{name}") for name in ("accuracy", "perplexity")})
+        best = f"round {stage['best_round']}, {then} on the {_split(stage)} split"
         kept = "the stage ends with it" if stage.get("keep") == "best" else "the table shows the last round"
         found.append(f"validation chooses {best}; {kept}")
     if absent := stage.get("absent"):
@@ -292,13 +286,14 @@ _WITHOUT_CLASSES = ("method", "score", *COLUMNS[2:])
 
 
 def summary_table(summary: dict[str, Any]) -> Table:
-    """Accuracy and cost of every stage."""
+    """Score and cost of every stage."""
     absent = {name for stage in summary["stages"] for name in stage.get("absent", {})}
     clients = f"{summary['clients']:,} clients" + (f" ({len(absent):,} absent at times)" if absent else "")
     title = f"{summary['name']}: {clients}, {summary['examples']:,} training examples"
     # Narrow enough for a terminal of 80 columns: headings may wrap, figures may not.
     table = Table(title=title, box=SIMPLE_HEAD, padding=0, show_edge=False)
-    for column in COLUMNS if all(stage.get("r2") is None for stage in summary["stages"]) else _WITHOUT_CLASSES:
+    classes = all(primary_metric(stage) == "accuracy" for stage in summary["stages"])
+    for column in COLUMNS if classes else _WITHOUT_CLASSES:
         table.add_column(column.replace(" ", "\n"), justify="left" if column == "method" else "right", no_wrap=True)
     for stage in summary["stages"]:
         table.add_row(*stage_cells(stage))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,6 +13,7 @@ import numpy as np
 
 from headstart.config.recipe import Recipe, read_table
 from headstart.core.files import csv_text, write_text
+from headstart.core.metrics import goodness, primary_metric
 from headstart.errors import HeadstartError
 from headstart.records import Record
 from headstart.records.record import score_of
@@ -51,7 +52,7 @@ def compare(
 
     With ``out``, every run has a directory under it, finished ones stay and interrupted ones go on; without, nothing is
     written. ``settings``: as of ``--set``; ``on_run`` is called with each point and its summary; ``data``: as of `run`.
-    ``choose``: of these keys, only the values with the highest mean accuracy over the seeds on the validation split, at
+    ``choose``: of these keys, only the values with the best mean score over the seeds on the validation split, at
     the end of the run; the first of equals.
     """
     given = [recipes] if isinstance(recipes, Recipe | Mapping | Path | str) else list(recipes)
@@ -85,10 +86,12 @@ def _chosen(
         free = str({key: value for key, value in point.values.items() if key in choose})
         same = str({key: value for key, value in point.values.items() if key not in (*choose, SEED)})
         places.append((same, free))
-        score = summary["stages"][-1].get("validation_accuracy")
+        stage = summary["stages"][-1]
+        metric = primary_metric(stage)
+        score = stage.get(f"validation_{metric}")
         if free != "{}" and score is None:
-            raise HeadstartError(f"choose: {point.folder} has no accuracy on a validation split; give the data one")
-        scores.setdefault(same, {}).setdefault(free, []).append(score or 0.0)
+            raise HeadstartError(f"choose: {point.folder} has no {metric} on a validation split; give the data one")
+        scores.setdefault(same, {}).setdefault(free, []).append(goodness(metric, score or 0.0))
     best = {same: max(tried, key=lambda free: mean(tried[free])) for same, tried in scores.items()}
     kept = [place for place, (same, free) in enumerate(places) if best[same] == free]
     return [points[place] for place in kept], [summaries[place] for place in kept]
@@ -171,6 +174,11 @@ class Comparison:
     def _metrics(self) -> list[str]:
         return metrics_of([stage for row in self.rows for stage in row.stages.values()])
 
+    @cached_property
+    def _primary(self) -> str:
+        """The metric that rows are compared by."""
+        return next(name for name in ("accuracy", "r2", "perplexity") if name in self._metrics)
+
     def records(self) -> Iterator[dict[str, Any]]:
         """Numbers, tidy: a row for every stage of every combination, with mean and standard deviation over the seeds of
         each metric, the number of runs, and means of the costs."""
@@ -179,7 +187,7 @@ class Comparison:
             found |= {"stage": row.number, "method": row.method, "runs": len(row.stages)}
             found["test_examples"] = row.tested
             for name in self._metrics:
-                known = [value for stage in row.stages.values() if (value := stage.get(name)) is not None]
+                known = _known(name, row.stages.values())
                 found[f"{name}_mean"] = mean(known) if known else None
                 found[f"{name}_std"] = stdev(known) if len(known) > 1 else None
             yield found | {name: mean(stage[name] for stage in row.stages.values()) for name in _COSTS}
@@ -221,9 +229,10 @@ class Comparison:
     def pivot(self) -> tuple[list[str], list[list[str]], set[tuple[int, int]]]:
         """Methods × settings: columns, rows, and the places of the best figure of each setting.
 
-        A cell is the mean ± standard deviation over the seeds of accuracy (in %), or of R² where there are no classes.
+        A cell is the mean ± standard deviation over the seeds of accuracy (in %), of R² where there are no classes, or
+        of perplexity.
         """
-        metric = "accuracy" if "accuracy" in self._metrics else "r2"
+        metric = self._primary
         under = list(dict.fromkeys(self._under(row) for row in self.rows))
         named = list(dict.fromkeys(map(self._named, self.rows)))
         cells = {(self._named(row), self._under(row)): list(row.stages.values()) for row in self.rows}
@@ -238,7 +247,8 @@ class Comparison:
             shown = [metric_cell(metric, stages) if stages else "" for stages in mine]
             rows.append([*(name if several else name[:-1]), *shown, human_bytes(sent)])
         for place, each in enumerate(under):
-            means = [_mean_score(cells.get((name, each), [])) for name in named]
+            known = [_known(metric, cells.get((name, each), [])) for name in named]
+            means = [goodness(metric, mean(values)) if values else None for values in known]
             highest = max((value for value in means if value is not None), default=None)
             best |= {(row, fixed + place) for row, value in enumerate(means) if value == highest is not None}
         return columns, rows, best
@@ -254,7 +264,7 @@ class Comparison:
             mine = [(row, scores) for row in self.rows if self._under(row) == under and (scores := _scores(row))]
             if not mine:
                 continue
-            best, top = max(mine, key=lambda each: mean(each[1].values()))
+            best, top = max(mine, key=lambda each: goodness(self._primary, mean(each[1].values())))
             tested = [self._test(best, top, row, scores) for row, scores in mine if row is not best]
             found += _holm([each for each in tested if each is not None])
         return found
@@ -303,14 +313,14 @@ class Comparison:
         return html_table(*self.table())
 
 
+def _known(metric: str, stages: Iterable[Mapping[str, Any]]) -> list[float]:
+    """Its values in some stages, where it has one."""
+    return [value for stage in stages if (value := stage.get(metric)) is not None]
+
+
 def _scores(row: Row) -> dict[int, float]:
-    """Accuracy, or R², by seed, where it is known."""
+    """The score by seed, where it is known."""
     return {seed: score for seed, stage in row.stages.items() if (score := score_of(stage)) is not None}
-
-
-def _mean_score(stages: Sequence[Mapping[str, Any]]) -> float | None:
-    known = [score for stage in stages if (score := score_of(stage)) is not None]
-    return mean(known) if known else None
 
 
 def _holm(tests: list[dict[str, Any]]) -> list[dict[str, Any]]:

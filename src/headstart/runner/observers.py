@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from headstart.core.message import Message
+from headstart.core.metrics import goodness, primary_metric
 from headstart.core.state import pack, unpack
 from headstart.core.texts import exact_match, rouge_l
 from headstart.data import Examples
@@ -133,12 +134,14 @@ class Observers:
     def _validate(self, state: Any) -> None:
         """Whether this is the best round so far, on the validation split."""
         metrics, best, done = self.record.metrics, self.record.best, self.record.done
-        metrics["validation_accuracy"] = chosen = self.stage.evaluator(state, "validation")[0].accuracy
+        found = self.stage.evaluator(state, "validation")[0].metrics()
+        what = primary_metric(found)
+        metrics[f"validation_{what}"] = chosen = found[what]
         if chosen is None:  # nobody may test
             return
-        if chosen > best.get("best_validation_accuracy", -1.0):
-            best["best_validation_accuracy"] = chosen
-            best["best_accuracy"], best["best_round"] = metrics["accuracy"], done
+        if "best_round" not in best or goodness(what, chosen) > goodness(what, best[f"best_validation_{what}"]):
+            best[f"best_validation_{what}"] = chosen
+            best[f"best_{what}"], best["best_round"] = metrics[what], done
             best["evaluations_since_best"] = 0
             if self.settings.keep == "best":
                 self.directory.save_best(self.stage.number, done, pack(state).to_bytes())
@@ -191,7 +194,8 @@ class Observers:
         saved = Message.from_bytes(self.directory.load_best(self.stage.number, best["best_round"]))
         state = unpack(self.stage.method.state_type, saved)
         found = self._measure(state)
-        self.record.metrics["validation_accuracy"] = best["best_validation_accuracy"]
+        chosen = {name: value for name, value in best.items() if name.startswith("best_validation_")}
+        self.record.metrics |= {name.removeprefix("best_"): value for name, value in chosen.items()}
         self._conclude(state, found)
         return state
 

@@ -10,8 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
 
+from headstart.core.metrics import goodness, primary_metric
 from headstart.errors import HeadstartError
 from headstart.records import FederationState, Record, RoundsLog, RunDirectory, find, find_federations
+from headstart.records.record import score_of
 from headstart.report import report_body
 from headstart.report.dashboard.federation import Federation, panel
 from headstart.report.tables import score
@@ -33,7 +35,10 @@ class Status:
     left: float | None
     """Seconds that what it is doing may still take."""
     score: str
-    """How good its last finished stage is, on how many examples: an accuracy, or R²; empty where there is none."""
+    """How good its last finished stage is, on how many examples: an accuracy, R² or perplexity; empty where there is
+    none."""
+    goodness: float | None
+    """The same as a number of which more is better."""
     dropped: int
     version: str
     """Another one means that there is more to see."""
@@ -142,6 +147,8 @@ class Gallery:
         with self._reading:
             dropped, (number, played) = self._log(path).dropped, self._log(path).where(rounds, record.evaluated)
         tested = score(done[-1]) if done else ""
+        found = score_of(done[-1]) if done else None
+        rank = None if found is None else goodness(primary_metric(done[-1]), found)
         if count := done[-1].get("test_examples") if done else None:
             tested += f" of {count:,} test examples"
         state = "finished" if record.summary else "running" if RunDirectory(path).running else "stopped"
@@ -152,7 +159,7 @@ class Gallery:
             if state == "running":
                 doing, left = _under_way(path, doing)
         began, page = (path / "recipe.toml").stat().st_mtime, (path / "report.html").is_file()
-        return Status(name, record.recipe.name, state, doing, share, left, tested, dropped, version, began, page)
+        return Status(name, record.recipe.name, state, doing, share, left, tested, rank, dropped, version, began, page)
 
     def _log(self, path: Path) -> RoundsLog:
         """Which clients participated in the rounds of a run so far."""
