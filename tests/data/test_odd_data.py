@@ -121,6 +121,20 @@ def test_a_class_of_which_a_client_has_a_folder_and_no_image_is_named(tmp_path: 
     assert "2 folders hold no images, and are no classes: east, south/bird" in notes(tmp_path)
 
 
+@pytest.mark.parametrize(("odd", "clients"), [("north/cat/old", ("north", "south")), ("north", ())])
+def test_a_deeper_folder_leaves_the_clients_and_an_image_beside_the_classes_does_not(
+    odd: str, clients: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Nobody knows the class of an image that lies in its client's folder, so that it may be the class."""
+    for hospital in ("north", "south"):
+        folder(tmp_path / hospital, "cat", "dog", each=5)
+    (tmp_path / odd).mkdir(exist_ok=True)
+    draw(tmp_path / odd / "1.png")
+    found = load(tmp_path, **({"client_column": "client"} if clients else {}))
+    assert found.clients == clients
+    assert any("images lie at several depths" in note for note in found.notes)
+
+
 def test_folders_of_clients_and_classes(tmp_path: Path) -> None:
     root = tmp_path / "photos"
     for hospital in ("north", "south"):

@@ -257,7 +257,8 @@ def only_readable(examples: Examples) -> tuple[Examples, str]:
         return examples, ""
     kept = examples.take(np.setdiff1d(np.arange(len(examples)), list(bad)))
     names = listed(str(problem).removesuffix(_REPLACE) for problem in bad.values())
-    return kept, f"{len(bad)} images cannot be read, and are left out: {names}"
+    cannot = "image cannot be read, and is left out" if len(bad) == 1 else "images cannot be read, and are left out"
+    return kept, f"{len(bad)} {cannot}: {names}"
 
 
 # Exports show this function as it is written here: it must not need anything but numpy and Pillow.

@@ -71,7 +71,7 @@ def image_roots(path: Path) -> dict[str, list[Path]]:
 
 def image_tables(roots: Mapping[str, Sequence[Path]], notes: list[str]) -> dict[str, Any]:
     """Tables by split of the images below some folders: `image`, `label`, the folder that an image lies in, and
-    `client`, the folder above that, where every image lies in two.
+    `client`, the folder above all others, where every image lies in two at least, and most in two.
 
     What is odd about the folders is added to the notes.
     """
@@ -80,10 +80,10 @@ def image_tables(roots: Mapping[str, Sequence[Path]], notes: list[str]) -> dict[
     images = {split: [pair for pair in files if is_image(pair[1])] for split, files in found.items()}
     everywhere = [pair for pairs in images.values() for pair in pairs]
     _note_folders({root for root, _ in everywhere}, everywhere, notes)
-    depths = {len(file.relative_to(root).parts) for root, file in everywhere}
+    depths = Counter(len(file.relative_to(root).parts) for root, file in everywhere)
     names = sorted({file.parent.name for _, file in everywhere})
     features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=names)})
-    if depths == {3}:
+    if min(depths) == depths.most_common(1)[0][0] == 3:
         features["client"] = datasets.Value("string")
     tables = {}
     for split, pairs in images.items():
