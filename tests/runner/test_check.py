@@ -328,7 +328,8 @@ def test_a_recipe_for_a_table_says_which_columns_it_reads(tmp_path: Path, comman
     (tmp_path / "a.csv").write_text("\n".join(["Kommentar;Klasse;Klinik;Nr", *rows]))
     said = command("new", "a.csv", cwd=tmp_path)
     guess = "label Klasse (a guess: it has the fewest values)"
-    told = f"columns: input Kommentar, {guess}, client none; not read: Klinik, Nr"
+    client = "client none (write client_column = 'Klinik' if its values are the clients)"
+    told = f"columns: input Kommentar, {guess}, {client}; not read: Klinik, Nr"
     assert told in said.stdout
     assert f"# {told}; input_column" in (tmp_path / "recipe.toml").read_text()
 

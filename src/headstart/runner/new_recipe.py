@@ -122,13 +122,19 @@ def _columns(path: Path) -> _Columns:
     keys |= {key: name for key, (name, known) in usual.items() if name not in known}
     keys |= {"client_column": client} if client else {}
     named = any(file.suffix.lower() in FORMATS for file in files)
+    unread = tuple(column for column in others if column != given)
+    likely = None if client else _fewest(table, unread)
+    unnamed = f"none (write client_column = {likely!r} if its values are the clients)" if likely else None
     return _Columns(
         keys,
-        {"input": given, "label": named_label or f"{label} (a guess: it has the fewest values)", "client": client}
+        {
+            "input": given, "label": named_label or f"{label} (a guess: it has the fewest values)",
+            "client": client or unnamed,
+        }
         | ({"split": split} if split else {}),
-        tuple(column for column in others if column != given),
+        unread,
         named,
-    )
+    )  # fmt: skip
 
 
 def _first(names: Iterable[str], columns: Iterable[str]) -> str | None:
