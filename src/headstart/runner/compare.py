@@ -158,17 +158,16 @@ class Comparison:
 
     @cached_property
     def rows(self) -> list[Row]:
-        """Every stage of every group of runs."""
-        groups: dict[str, tuple[dict[str, Any], dict[int, dict[str, Any]]]] = {}
+        """Every stage of every group of runs; one that runs have in common, with all that comes before it, once."""
+        found: dict[str, Row] = {}
         for point, summary in zip(self.points, self.summaries, strict=True):
             values = {key: value for key, value in point.values.items() if key != SEED}
-            groups.setdefault(str(values), (values, {}))[1][point.recipe.seed] = summary
-        found = []
-        for values, runs in groups.values():
-            for number in range(max(len(each["stages"]) for each in runs.values())):
-                stages = {s: each["stages"][number] for s, each in runs.items() if number < len(each["stages"])}
-                found.append(Row(values, number, stages))
-        return found
+            for number, stage in enumerate(summary["stages"]):
+                row = found.setdefault(_until(point.recipe, number), Row(dict(values), number, {}))
+                row.stages.setdefault(point.recipe.seed, stage)
+                for key in {key for key in row.values if row.values[key] != values.get(key)}:
+                    row.values.pop(key)
+        return list(found.values())
 
     @cached_property
     def _metrics(self) -> list[str]:
@@ -311,6 +310,12 @@ class Comparison:
     def _repr_html_(self) -> str:
         """The table, for notebooks."""
         return html_table(*self.table())
+
+
+def _until(recipe: Recipe, number: int) -> str:
+    """What a stage is and all that it may build on, but for the seed."""
+    shorter = recipe.model_copy(update={"name": "", "seed": 0, "stages": recipe.stages[: number + 1]})
+    return shorter.model_dump_json()
 
 
 def _known(metric: str, stages: Iterable[Mapping[str, Any]]) -> list[float]:
