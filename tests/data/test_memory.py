@@ -14,7 +14,7 @@ from sklearn.datasets import load_digits
 import headstart
 from headstart.config.recipe import Data
 from headstart.data.examples import codes, decode_image
-from headstart.data.memory import from_memory, inputs
+from headstart.data.memory import from_memory, inputs, names_clients
 from headstart.errors import HeadstartError
 
 X, Y = (array[:300] for array in load_digits(return_X_y=True))
@@ -136,6 +136,8 @@ def test_numbers_are_regressed() -> None:
         ((np.full((4, 5, 6, 3), 200.0), np.arange(4)), "shares between 0 and 1"),
         (([np.zeros((2, 2), np.uint8), np.zeros((3, 2), np.uint8)], [0, 1]), "as PIL images"),
         (([], []), "X is empty"),
+        ({"image": X, "label": Y}, "a mapping without X and y: it has image, label; give a pair (X, y)"),
+        ({"X": X}, "a mapping without y: it has X; give"),
         (3, "a int is not understood; give a pair (X, y)"),
         ((X, np.array([None] * 300)), "give text or whole numbers"),
     ],
@@ -169,6 +171,19 @@ def test_several_tasks_have_data_in_their_recipe() -> None:
     task = {"dataset": "digits", "name": "a"}
     with pytest.raises(HeadstartError, match="several tasks have data each"):
         headstart.run({**RECIPE, "tasks": [task, task | {"name": "b"}]}, data=(X, Y))
+
+
+def test_a_column_client_says_who_holds_an_example() -> None:
+    frame = pandas.DataFrame({"text": ["a", "b", "c"] * 2, "label": ["x", "y"] * 3, "client": list("pqr") * 2})
+    for given in (
+        frame,
+        datasets.Dataset.from_pandas(frame),
+        {"train": frame, "test": frame},
+        datasets.DatasetDict(train=datasets.Dataset.from_pandas(frame)),
+    ):
+        assert names_clients(given)
+    for given in (frame.drop(columns="client"), {"train": frame, "test": frame.drop(columns="client")}, (X, Y)):
+        assert not names_clients(given)
 
 
 def test_clients_with_numbers_are_in_the_order_of_their_names() -> None:

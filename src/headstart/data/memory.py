@@ -73,9 +73,14 @@ def _fingerprint(dataset: Dataset) -> str:
 
 
 def names_clients(given: Any) -> bool:
-    """Whether the data say whose an example is."""
+    """Whether the data say whose an example is, in what is called or in a column `client`."""
     parts = given.values() if isinstance(given, Mapping) and set(given) <= set(SPLITS) else [given]
-    return all(isinstance(part, Mapping) and "client" in part for part in parts)
+    return all("client" in _names(part) for part in parts)
+
+
+def _names(part: Any) -> Any:
+    """What is told of every example: of a mapping, a Hugging Face data set or a data frame."""
+    return part if isinstance(part, Mapping) else getattr(part, "column_names", getattr(part, "columns", ()))
 
 
 def inputs(X: Any) -> tuple[Kind, Any]:
@@ -117,13 +122,16 @@ def _tables(given: Any) -> dict[str, Any] | None:
 
 def _columns(given: Any) -> dict[str, Any]:
     """X, y and what else is told of each example, by name."""
-    if isinstance(given, Mapping) and {"X", "y"} <= set(given):
+    if isinstance(given, Mapping) and not (given and set(given) <= set(SPLITS)):
+        if missing := [name for name in ("X", "y") if name not in given]:
+            there = ", ".join(map(str, given)) or "nothing"
+            raise HeadstartError(f"data: a mapping without {' and '.join(missing)}: it has {there}; give {_ACCEPTED}")
         if unknown := [str(name) for name in given if name not in _COLUMNS]:
             raise HeadstartError(f"data: {', '.join(unknown)} is not known; accepted: {', '.join(_COLUMNS)}")
         found = dict(given)
     elif isinstance(given, tuple | list) and len(given) == 2:
         found = {"X": given[0], "y": given[1]}
-    elif isinstance(given, Mapping) and set(given) <= set(SPLITS) and given:
+    elif isinstance(given, Mapping):
         return {"X": [], "y": []}  # its parts are read one by one
     elif hasattr(given, "__getitem__") and hasattr(given, "__len__") and not isinstance(given, np.ndarray | str):
         pairs = [given[number] for number in range(len(given))]

@@ -305,7 +305,8 @@ class Comparison:
         return [folder / name for name in texts]
 
     def __repr__(self) -> str:
-        return f"<Comparison of {len(self.points)} runs: {', '.join(self.keys) or 'one recipe'}>"
+        varied = dict.fromkeys(key for point in self.points for key in point.values if key != SEED)
+        return f"<Comparison of {len(self.points)} runs: {', '.join(varied) or 'one recipe'}>"
 
     def _repr_html_(self) -> str:
         """The table, for notebooks."""
