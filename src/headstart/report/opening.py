@@ -23,7 +23,8 @@ def opening(groups: Sequence[Group]) -> str:
         return f'<p class="lead">{_of_one(groups[0].runs[0])}</p>'
     scored.sort(key=lambda each: -goodness(primary_metric(each[0].runs[0].stages[-1]), each[1]))
     best = scored[0][0]
-    text = f"<b>{_cell(best)}</b>{_tested(best)}: {escape(best.label)}, {_runs(best)}, {_sent(best)}"
+    first = _cell(best)
+    text = f"<b>{first[0].upper()}{first[1:]}</b>{_tested(best)}: {escape(best.label)}, {_runs(best)}, {_sent(best)}"
     if len(scored) > 1:
         text += f"; next is {escape(scored[1][0].label)} with {_cell(scored[1][0])}, {_sent(scored[1][0])}"
     return f'<p class="lead">{text}.</p>'
@@ -80,7 +81,7 @@ def _cell(group: Group) -> str:
     stages = [record.stages[-1] for record in group.runs if record.stages]
     metric = primary_metric(stages[0])
     shown = metric_cell(metric, stages)
-    return {"r2": f"R² {shown}", "perplexity": f"Perplexity {shown}"}.get(metric, f"{shown} %")
+    return {"r2": f"R² {shown}", "perplexity": f"perplexity {shown}"}.get(metric, f"{shown} %")
 
 
 def _tested(group: Group) -> str:

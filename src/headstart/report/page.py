@@ -40,7 +40,7 @@ table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { padding: .35rem .6rem; font-size: .9rem; border-bottom: 1px solid var(--line); text-align: right;
   white-space: nowrap; }
 th { opacity: .75; font-weight: 600; white-space: normal; vertical-align: bottom; }
-th:first-child, td:first-child, .text { text-align: left; }
+th:first-child, td:first-child, .word, .text { text-align: left; }
 td.text { white-space: normal; min-width: 14rem; }
 .figures { display: grid; gap: 1rem; grid-template-columns: repeat(auto-fit, minmax(min(19rem, 100%), 1fr));
   align-items: start; } .panels { grid-template-columns: repeat(auto-fit, minmax(min(30rem, 100%), 1fr)); }
@@ -60,6 +60,7 @@ small, .soft { opacity: .75; } summary { cursor: pointer; } ul { padding-left: 1
   pre { white-space: pre-wrap; } h2 { break-after: avoid; }
   details:not([open]) > :not(summary) { display: block; } th, td { padding: .2rem .35rem; font-size: 8pt; } }
 """
+_LONG = 40  # characters of a text that may wrap
 _SHORT = 30  # classes that are listed without being asked for
 _HEADINGS = {"accuracy": "Accuracy", "r2": "R²", "perplexity": "Perplexity"}
 _WORST = 10  # clients and mistakes that are named
@@ -77,12 +78,19 @@ def html_page(title: str, body: str) -> str:
 
 
 def html_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table; a column that has long texts is one of texts, which may wrap."""
-    kinds = [" class=text" if any(len(row[place]) > 40 for row in rows) else "" for place in range(len(columns))]
+    """A table: numbers are on the right, words on the left, and long texts may wrap."""
+    kinds = [_kind([row[place] for row in rows]) for place in range(len(columns))]
     head = "".join(f"<th{kind}>{escape(column)}</th>" for kind, column in zip(kinds, columns, strict=True))
     cells = ["".join(f"<td{kind}>{escape(c)}</td>" for kind, c in zip(kinds, row, strict=True)) for row in rows]
     body = "".join(f"<tr>{row}</tr>" for row in cells)
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def _kind(cells: Sequence[str]) -> str:
+    """The class of the cells of a column, or nothing for numbers."""
+    if any(len(cell) > _LONG for cell in cells):
+        return " class=text"
+    return "" if any(cell.lstrip("+-−<≤ ")[:1].isdigit() for cell in cells) else " class=word"
 
 
 def write_report(path: Path, records: Sequence[Record]) -> None:
@@ -360,7 +368,8 @@ def _holdings(held: Matrix | None) -> str:
     classes, sizes = np.count_nonzero(held.counts, axis=1), held.counts.sum(axis=1)
     text = f"A client holds {classes.mean():.1f} of {len(held.columns)} classes on average, {classes.min()} at least."
     if len(held.columns) == 1:  # of texts that are completed, or in a column that says nothing
-        text = f"A client holds {sizes.min():,} to {sizes.max():,} examples, {sizes.mean():,.1f} on average."
+        each = f"{sizes.min():,} to {sizes.max():,} examples, {sizes.mean():,.1f} on average"
+        text = f"A client holds {each if np.ptp(sizes) else f'{sizes.max():,} examples'}."
     return f"<h2>Data distribution across clients</h2><figure>{picture}<figcaption>{text}</figcaption></figure>"
 
 
