@@ -311,7 +311,7 @@ def test_samples_of_each_task_are_kept_and_in_the_report(tmp_path: Path) -> None
     assert last["perplexity"] == pytest.approx(np.exp(last["loss"]))
     assert last["local_perplexity_mean"] > 1
     report = (tmp_path / "run" / "report.html").read_text()
-    assert "<th>task</th>" in report.partition("<h2>Completions</h2>")[2]
+    assert ">task</th>" in report.partition("<h2>Completions</h2>")[2]
 
 
 def test_a_task_is_exported_and_asked_by_its_name(tmp_path: Path) -> None:
