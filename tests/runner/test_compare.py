@@ -76,27 +76,33 @@ def test_methods_that_are_listed_are_one_column(no_report: None) -> None:
     ]  # fmt: skip
 
 
-def test_a_stage_that_runs_have_in_common_is_one_row(no_report: None) -> None:
-    """What comes before the stage that differs is one result, and is not tested against itself."""
+def test_a_stage_that_runs_have_in_common_is_one_result(no_report: None) -> None:
+    """What comes before the stage that differs is not tested against itself; numbers have it with every run."""
     data = {"dataset": "digits", "partition": {"kind": "iid", "clients": 3}}
     second = {"method": ["fedavg", "fedprox"], "train": "head", "rounds": 1, "lr": [0.1, 1.0]}
     table = {"seed": [0, 1], "data": data, "model": {"backbone": "features"}}
-    found = headstart.compare({**table, "stages": [{"method": "fedncm"}, second]})
-    frame = found.to_frame()
-    assert frame["method"].tolist() == ["fedncm", "fedavg", "fedavg", "fedprox", "fedprox"]
-    assert frame["runs"].tolist() == [2] * 5
-    assert frame[["stages.1.method", "lr"]].astype(object).to_numpy().tolist()[1:] == [
-        ["fedavg", 0.1], ["fedavg", 1.0], ["fedprox", 0.1], ["fedprox", 1.0],
+    started = {**table, "stages": [{"method": "fedncm"}, second]}
+    found = headstart.compare(started)
+    columns, rows = found.table()
+    assert columns[:3] == ["stages.1.method", "lr", "method"]
+    assert [row[:3] for row in rows] == [
+        ["", "", "fedncm"], ["fedavg", "0.1", "fedavg"], ["fedavg", "1.0", "fedavg"], ["fedprox", "0.1", "fedprox"],
+        ["fedprox", "1.0", "fedprox"],
     ]  # fmt: skip
-    assert frame[["stages.1.method", "lr"]].isna().to_numpy()[0].all()
+    assert [row[columns.index("runs")] for row in rows] == ["2"] * 5
+    assert [row[:3] for row in found.pivot()[1]] == [row[:3] for row in rows]
     assert len(found.tests()) == 4
-    assert [row[0] for row in found.pivot()[1]] == ["", "fedavg", "fedavg", "fedprox", "fedprox"]
+    assert found.to_frame()["method"].tolist() == ["fedncm", "fedavg"] * 2 + ["fedncm", "fedprox"] * 2
+    # Where a recipe ends with that stage, it is that recipe's.
+    alone = {**table, "name": "alone", "stages": [{"method": "fedncm"}]}
+    found = headstart.compare([{**started, "name": "more"}, alone])
+    assert [row.values.get("recipe") for row in found.results] == ["alone", *["more"] * 4]
     # A stage of the same settings behind another one is another stage.
     first = {"method": ["fedncm", "fedcof"]}
     found = headstart.compare(
         {**table, "seed": 0, "stages": [first, {"method": "fedavg", "train": "head", "rounds": 1}]}
     )
-    assert found.to_frame()["method"].tolist() == ["fedncm", "fedavg", "fedcof", "fedavg"]
+    assert [row.method for row in found.results] == ["fedncm", "fedavg", "fedcof", "fedavg"]
 
 
 def test_methods_meet_settings_and_the_best_is_bold(compared: tuple[Comparison, Path]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from statistics import mean, stdev
@@ -117,6 +117,19 @@ class Row:
     """Of the stage, from 0."""
     stages: dict[int, dict[str, Any]]
     """The stage as each seed's run summarises it."""
+    recipe: Recipe
+    """Of one of these runs."""
+
+    @property
+    def _built_on(self) -> str:
+        """All that the stage may build on, and what it is itself; but for the seed."""
+        stages = self.recipe.stages[: self.number + 1]
+        return self.recipe.model_copy(update={"name": "", "seed": 0, "stages": stages}).model_dump_json()
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the runs end with this stage."""
+        return self.number + 1 == len(self.recipe.stages)
 
     @property
     def method(self) -> str:
@@ -158,16 +171,29 @@ class Comparison:
 
     @cached_property
     def rows(self) -> list[Row]:
-        """Every stage of every group of runs; one that runs have in common, with all that comes before it, once."""
+        """Every stage of every group of runs."""
         found: dict[str, Row] = {}
         for point, summary in zip(self.points, self.summaries, strict=True):
             values = {key: value for key, value in point.values.items() if key != SEED}
             for number, stage in enumerate(summary["stages"]):
-                row = found.setdefault(_until(point.recipe, number), Row(dict(values), number, {}))
-                row.stages.setdefault(point.recipe.seed, stage)
-                for key in {key for key in row.values if row.values[key] != values.get(key)}:
-                    row.values.pop(key)
+                row = found.setdefault(f"{values} {number}", Row(values, number, {}, point.recipe))
+                row.stages[point.recipe.seed] = stage
         return list(found.values())
+
+    @cached_property
+    def results(self) -> list[Row]:
+        """The rows, but a stage that runs have in common, with all that comes before it, is one: that of the runs that
+        end with it, if there are any, or else named by what the runs have in common."""
+        groups: dict[str, list[Row]] = {}
+        for row in self.rows:
+            groups.setdefault(row._built_on, []).append(row)
+        found = []
+        for group in groups.values():
+            first, *others = [row for row in group if row.is_last] or group
+            common = {k: v for k, v in first.values.items() if all(v == each.values.get(k) for each in others)}
+            stages = {seed: stage for row in reversed(group) for seed, stage in row.stages.items()}
+            found.append(replace(first, values=common, stages=stages))
+        return found
 
     @cached_property
     def _metrics(self) -> list[str]:
@@ -202,7 +228,7 @@ class Comparison:
         metrics = [name for name in self._metrics if name not in _BESIDE]
         columns = [*self.keys, "method", *map(metric_heading, metrics), "test examples", "runs", "bytes up"]
         rows = []
-        for row in self.rows:
+        for row in self.results:
             stages = list(row.stages.values())
             rows.append(
                 [
@@ -232,9 +258,9 @@ class Comparison:
         of perplexity.
         """
         metric = self._primary
-        under = list(dict.fromkeys(self._under(row) for row in self.rows))
-        named = list(dict.fromkeys(map(self._named, self.rows)))
-        cells = {(self._named(row), self._under(row)): list(row.stages.values()) for row in self.rows}
+        under = list(dict.fromkeys(self._under(row) for row in self.results))
+        named = list(dict.fromkeys(map(self._named, self.results)))
+        cells = {(self._named(row), self._under(row)): list(row.stages.values()) for row in self.results}
         several = len({(*name[:-1],) for name in named}) < len(named)  # a method more than once in a recipe
         columns = [*self._others, "method", *(["stage"] if several else [])]
         fixed = len(columns)
@@ -259,8 +285,8 @@ class Comparison:
         `p_holm` holds for all tests of a setting together (Holm, 1979).
         """
         found: list[dict[str, Any]] = []
-        for under in dict.fromkeys(map(self._under, self.rows)):
-            mine = [(row, scores) for row in self.rows if self._under(row) == under and (scores := _scores(row))]
+        for under in dict.fromkeys(map(self._under, self.results)):
+            mine = [(row, scores) for row in self.results if self._under(row) == under and (scores := _scores(row))]
             if not mine:
                 continue
             best, top = max(mine, key=lambda each: goodness(self._primary, mean(each[1].values())))
@@ -311,12 +337,6 @@ class Comparison:
     def _repr_html_(self) -> str:
         """The table, for notebooks."""
         return html_table(*self.table())
-
-
-def _until(recipe: Recipe, number: int) -> str:
-    """What a stage is and all that it may build on, but for the seed."""
-    shorter = recipe.model_copy(update={"name": "", "seed": 0, "stages": recipe.stages[: number + 1]})
-    return shorter.model_dump_json()
 
 
 def _known(metric: str, stages: Iterable[Mapping[str, Any]]) -> list[float]:
