@@ -241,6 +241,9 @@ def test_unreadable_images_are_left_out_on_request(tmp_path: Path) -> None:
     assert note.startswith("train: 2 images cannot be read, and are left out: ")
     assert "x.png" in note
     assert "y.png" in note
+    (root / "cat" / "x.png").unlink()
+    (note,) = load(root, skip_unreadable=True).notes
+    assert note.startswith("train: 1 image cannot be read, and is left out: ")
 
 
 # -------------------------------------------------------------------------------------------------------- CSV files

@@ -17,6 +17,7 @@ from headstart.errors import HeadstartError
 from headstart.records import Record, find
 from headstart.records.record import curves, grouped
 from headstart.report import report_body, write_folder
+from headstart.report.page import html_table
 from headstart.report.tables import human_bytes, partition_table, summary_table
 from headstart.runner import run
 
@@ -222,3 +223,13 @@ def test_where_there_is_no_run(tmp_path: Path) -> None:
     assert find([tmp_path]) == []
     with pytest.raises(HeadstartError, match=r"there is no recipe\.toml"):
         Record.read(tmp_path)
+
+
+def test_words_are_on_the_left_of_a_table_and_numbers_on_the_right() -> None:
+    """The style sheet puts cells on the right, but for those of these classes."""
+    rows = [["a", "fedavg", "93.04 ± 0.74", "", "−1.5", "word " * 9], ["b", "ditto", "not tested", "7", "+2", "short"]]
+    head, *_ = html_table(("run", "method", "accuracy, %", "rounds", "difference", "why"), rows).partition("</thead>")
+    assert re.findall(r"<th( class=\w+)?>([^<]*)</th>", head) == [
+        (" class=word", "run"), (" class=word", "method"), ("", "accuracy, %"), ("", "rounds"), ("", "difference"),
+        (" class=text", "why"),
+    ]  # fmt: skip
