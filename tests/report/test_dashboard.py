@@ -107,6 +107,7 @@ def test_a_run_goes_on_is_killed_and_is_finished(tmp_path: Path) -> None:
         assert (done.id, done.state, done.share, done.left) == ("done", "finished", 1.0, None)
         accuracy = json.loads((runs / "done" / "summary.json").read_text())["accuracy"]
         assert done.score == f"{100 * accuracy:.2f} % of 359 test examples"
+        assert done.goodness == accuracy
         assert (first.id, first.name, first.state) == ("long", "long", "running")
         assert "stage 2 of 2: fedavg, round" in first.doing
         assert "of 1,000,000" in first.doing  # ten clients in each round

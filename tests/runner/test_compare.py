@@ -156,6 +156,12 @@ def test_a_setting_without_several_seeds_has_no_test() -> None:
     same = expand(RECIPES)
     constant = Comparison(same, [{"stages": [stage]} for _ in same])
     assert [test["p_holm"] for test in constant.tests()] == [None, None]
+    # A perplexity is no better than an accuracy because it is larger, nor worse: they are not compared.
+    silent = stage | {"accuracy": None, "perplexity": 7.0}
+    mixed = [{"stages": [silent if point.values["recipe"] == "means" else stage]} for point in same]
+    assert Comparison(same, mixed).tests() == []
+    columns, rows, best = Comparison(same, mixed).pivot()
+    assert {rows[row][columns.index("recipe")] for row, _ in best} == {"covariance"}
 
 
 def test_problems_stand_behind_their_combination() -> None:

@@ -24,6 +24,7 @@ from headstart.export import Model as Exported
 from headstart.export import export
 from headstart.export.completions import completions
 from headstart.export.replay import replay
+from headstart.report.dashboard.gallery import Gallery
 from headstart.report.tables import summary_table
 from headstart.runner import run
 from headstart.runner.compare import compare
@@ -190,6 +191,11 @@ def test_a_comparison_prefers_the_lower_perplexity(tmp_path: Path) -> None:
     assert best == {(row, place) for row, cells in enumerate(rows) if cells[0] == "0.5"}
     (test,) = found.tests()
     assert (test["best"], test["other"]) == ("0.5 fedavg", "0.01 fedavg")
+    for point, summary in zip(found.points, found.summaries, strict=True):
+        run(point.recipe, tmp_path / "runs" / point.folder)
+        (status,) = Gallery([tmp_path / "runs" / point.folder]).statuses()
+        assert status.score.startswith(f"perplexity {summary['perplexity']:.2f}")
+        assert status.goodness == -summary["perplexity"]  # by which the dashboard sorts, the largest first
     assert test["difference"] == pytest.approx(frame["perplexity_mean"].diff().iloc[-1])
 
 

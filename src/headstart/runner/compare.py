@@ -16,7 +16,6 @@ from headstart.core.files import csv_text, write_text
 from headstart.core.metrics import goodness, primary_metric
 from headstart.errors import HeadstartError
 from headstart.records import Record
-from headstart.records.record import score_of
 from headstart.report import (
     html_table,
     human_bytes,
@@ -121,8 +120,8 @@ class Row:
     """Of one of these runs."""
 
     @property
-    def _built_on(self) -> str:
-        """All that the stage may build on, and what it is itself; but for the seed."""
+    def until(self) -> str:
+        """The recipe up to this stage, which is all that it may build on; but for its name and the seed."""
         stages = self.recipe.stages[: self.number + 1]
         return self.recipe.model_copy(update={"name": "", "seed": 0, "stages": stages}).model_dump_json()
 
@@ -186,7 +185,7 @@ class Comparison:
         end with it, if there are any, or else named by what the runs have in common."""
         groups: dict[str, list[Row]] = {}
         for row in self.rows:
-            groups.setdefault(row._built_on, []).append(row)
+            groups.setdefault(row.until, []).append(row)
         found = []
         for group in groups.values():
             first, *others = [row for row in group if row.is_last] or group
@@ -286,13 +285,21 @@ class Comparison:
         """
         found: list[dict[str, Any]] = []
         for under in dict.fromkeys(map(self._under, self.results)):
-            mine = [(row, scores) for row in self.results if self._under(row) == under and (scores := _scores(row))]
+            mine = [
+                (row, scores) for row in self.results if self._under(row) == under and (scores := self._scores(row))
+            ]
             if not mine:
                 continue
             best, top = max(mine, key=lambda each: goodness(self._primary, mean(each[1].values())))
             tested = [self._test(best, top, row, scores) for row, scores in mine if row is not best]
             found += _holm([each for each in tested if each is not None])
         return found
+
+    def _scores(self, row: Row) -> dict[int, float]:
+        """The primary metric by seed, where it is known."""
+        return {
+            seed: stage[self._primary] for seed, stage in row.stages.items() if stage.get(self._primary) is not None
+        }
 
     def _test(
         self, best: Row, top: Mapping[int, float], row: Row, scores: Mapping[int, float]
@@ -342,11 +349,6 @@ class Comparison:
 def _known(metric: str, stages: Iterable[Mapping[str, Any]]) -> list[float]:
     """Its values in some stages, where it has one."""
     return [value for stage in stages if (value := stage.get(metric)) is not None]
-
-
-def _scores(row: Row) -> dict[int, float]:
-    """The score by seed, where it is known."""
-    return {seed: score for seed, stage in row.stages.items() if (score := score_of(stage)) is not None}
 
 
 def _holm(tests: list[dict[str, Any]]) -> list[dict[str, Any]]:
