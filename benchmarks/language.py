@@ -38,6 +38,7 @@ from headstart.modules import prefix_of
 from headstart.modules.blocks import blocks_of
 from headstart.runner import run
 from headstart.solvers.cohort import Cohort
+from headstart.solvers.directions import AT_ONCE as DRAWN_AT_ONCE
 from headstart.solvers.directions import DISTRIBUTIONS
 
 TRAIN, TEST, CLIENTS, TUNED, REPEATS, AT_ONCE = 256, 300, 10, 1, 3, 16
@@ -350,6 +351,7 @@ def _profile(drawn: str, method: Any, passed: float, operations: float) -> None:
     """What a round is made of: drawing directions, adding them to the weights, a step, a forward pass; seconds each."""
     parameters, probes = method.network.trained, method.probes
     size = sum(each.numel() for each in parameters.values())
+    room = np.empty((DRAWN_AT_ONCE, DISTRIBUTIONS[drawn].table.shape[1]), np.float32)
 
     def draw() -> None:
         for name, each in parameters.items():
@@ -357,9 +359,10 @@ def _profile(drawn: str, method: Any, passed: float, operations: float) -> None:
                 pass
 
     def look_up() -> None:
+        table = DISTRIBUTIONS[drawn].table
         for name, each in parameters.items():
-            for _ in probes.drawn.pieces(7, 0, name, each, 1e-3):
-                pass
+            for _, codes in DISTRIBUTIONS[drawn].codes(7, 0, name, 0, each.numel()):
+                np.take(table, codes, axis=0, out=room[: len(codes)], mode="wrap")
 
     def add() -> None:
         for name, each in parameters.items():

@@ -49,6 +49,18 @@ def test_a_step_is_taken_in_place_and_a_substitute_leaves_the_parameter_alone() 
     assert parameter.tolist() == [0.0, 4.0]
 
 
+def test_numbers_are_changed_in_place_and_in_their_order() -> None:
+    straight, turned = (
+        torch.nn.Parameter(torch.arange(6.0).view(2, 3)),
+        torch.nn.Parameter(torch.arange(6.0).view(3, 2).T),
+    )
+    for parameter in (straight, turned):
+        before, memory = parameter.detach().clone(), parameter.data_ptr()
+        LocalModel().change(parameter, lambda values: values.add_(torch.arange(6.0)))
+        assert torch.equal(parameter.detach(), before + torch.arange(6.0).view(2, 3))
+        assert parameter.data_ptr() == memory
+
+
 def test_only_the_named_parameters_have_gradients() -> None:
     model = LocalModel(bert_backbone(dropout=0.0))
     model.require_gradients(parameters := model.parameters(), ["body.embeddings.word_embeddings.weight"])

@@ -154,9 +154,9 @@ def test_signs_are_directions_of_mezo_on_the_pooled_data(tmp_path: Path, monkeyp
 def test_directions_are_the_same_kept_or_drawn_anew_whole_or_by_rows(
     perturbation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the vocabulary, rows that are read are perturbed alone; a piece of 128 numbers ends within a matrix."""
-    monkeypatch.setattr("headstart.solvers.directions._AT_ONCE", 128)
-    monkeypatch.setattr("headstart.solvers.drawn._PIECE", 128)
+    """Of the vocabulary, rows that are read are perturbed alone; 128 numbers at a time end within a matrix."""
+    monkeypatch.setattr("headstart.solvers.directions.AT_ONCE", 128)
+    monkeypatch.setattr("headstart.solvers.drawn._SHARE", 256)
     keys: dict[str, Any] = {"perturbation": perturbation, "num_directions": 2, "momentum": 0.5}
     recipe = recipe_of(tmp_path, SHORT, **keys)
     run(recipe, tmp_path / "kept")

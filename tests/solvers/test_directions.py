@@ -121,37 +121,38 @@ def test_rows_are_those_of_the_whole(kind: str, width: int) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("room", [0, 1 << 20])
 @pytest.mark.parametrize("threads", [1, 2, 3])
-def test_pieces_are_those_of_the_whole(kind: str, room: int, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drawn by several threads or one, kept or not, some at a time; 1,301 numbers end within a code and a block."""
+def test_what_is_added_is_the_whole(kind: str, room: int, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By several threads or one, kept or not, some at a time; 1,301 numbers end within a code and a block."""
     monkeypatch.setattr("headstart.solvers.drawn._ROOM", room)
-    monkeypatch.setattr("headstart.solvers.drawn._PIECE", 512)
-    monkeypatch.setattr("headstart.solvers.directions._AT_ONCE", 128)
+    monkeypatch.setattr("headstart.solvers.drawn._SHARE", 256)
+    monkeypatch.setattr("headstart.solvers.directions.AT_ONCE", 128)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    parameters = {"x": torch.zeros(1301), "y": torch.zeros(5)}
+    parameters = {"x": torch.arange(1301.0), "y": torch.zeros(5)}
     drawn = Drawn(parameters, SimpleNamespace(perturbation=kind, num_directions=2))
     for seed, number, name, factor in [(3, 0, "x", 0.3), (3, 1, "x", -2.0), (3, 0, "y", 1.0), (4, 0, "x", 0.3)]:
-        size = len(parameters[name])
-        found = torch.full((size,), torch.nan)
-        for start, stop, piece in drawn.pieces(seed, number, name, parameters[name], factor):
-            found[start:stop] = piece
-        whole = DISTRIBUTIONS[kind].direction(seed, number, name, size)
-        np.testing.assert_array_equal(found.numpy(), whole * np.float32(factor))
+        values = parameters[name]
+        whole = DISTRIBUTIONS[kind].direction(seed, number, name, len(values))
+        expected = values.numpy() + whole * np.float32(factor)
+        found = torch.full_like(values, torch.nan)
+        drawn.add(seed, number, name, factor, values, found)
+        np.testing.assert_array_equal(found.numpy(), expected)
+        in_place = values.clone()
+        drawn.add(seed, number, name, factor, in_place, in_place)
+        assert torch.equal(in_place, found)
 
 
-def first_piece() -> torch.Tensor:
-    parameters = {"x": torch.zeros(2000)}
-    drawn = Drawn(parameters, SimpleNamespace(perturbation="gaussian", num_directions=1))
-    ((_, _, piece),) = drawn.pieces(1, 0, "x", parameters["x"], 1.0)
-    return piece.clone()
+def added() -> torch.Tensor:
+    values = torch.zeros(2 << 17)
+    drawn = Drawn({"x": values}, SimpleNamespace(perturbation="gaussian", num_directions=1))
+    drawn.add(1, 0, "x", 1.0, values, values)
+    return values
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no process is forked there")
 def test_threads_of_a_process_that_was_forked_are_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    expected = first_piece()  # the pool has threads now, which a fork lacks
-    child = multiprocessing.get_context("fork").Process(
-        target=lambda: os._exit(int(torch.equal(first_piece(), expected)))
-    )
+    expected = added()  # the pool has threads now, which a fork lacks
+    child = multiprocessing.get_context("fork").Process(target=lambda: os._exit(int(torch.equal(added(), expected))))
     child.start()
     child.join(60)
     child.kill()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -75,6 +75,14 @@ class LocalModel:
     def subtract(self, parameter: Tensor, change: Tensor, rate: float = 1.0) -> None:
         """θ ← θ − rate · change, in place."""
         parameter.sub_(change, alpha=rate)
+
+    @torch.no_grad()
+    def change(self, parameter: Tensor, by: Callable[[Tensor], object]) -> None:
+        """Let a function change a parameter's numbers [size] in place."""
+        values = parameter.data.reshape(-1)  # a copy where a layer has its numbers in another order
+        by(values)
+        if not parameter.is_contiguous():
+            parameter.copy_(values.view(parameter.shape))
 
     def substitute(self, parameter: nn.Parameter, values: Tensor) -> None:
         """Let a parameter have the memory of these values, without a copy; its own is not touched."""

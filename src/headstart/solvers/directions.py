@@ -23,7 +23,8 @@ Codes = npt.NDArray[np.unsignedinteger]
 
 ALIGNED = 128
 """A part of a direction begins at a multiple of so many numbers: a block of the cipher at least."""
-_AT_ONCE = 1 << 17  # numbers, few enough to stay in a core's cache beside their codes and the table
+AT_ONCE = 1 << 17
+"""Numbers that are drawn at a time, few enough to stay in a core's cache beside their codes and the table."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +50,8 @@ class Distribution:
         """Of the ``number``-th direction of a seed for the parameter ``name``, the codes of its numbers from ``start``,
         a multiple of 128, to ``stop``: some at a time, with where they begin."""
         read = key_stream(self._key(seed, number, name), start // self.per_block)
-        for first in range(start, stop, _AT_ONCE):
-            count = -(-(min(first + _AT_ONCE, stop) - first) // self.per_code)
+        for first in range(start, stop, AT_ONCE):
+            count = -(-(min(first + AT_ONCE, stop) - first) // self.per_code)
             yield first, np.frombuffer(read(count * self.code.itemsize), self.code)
 
     def direction(self, seed: int, number: int, name: str, size: int) -> Floats:

@@ -1,5 +1,4 @@
-"""Directions of a network's parameters as tensors, piece by piece; drawn once for all that reads them where there is
-room."""
+"""Directions of a network's parameters, added to tensors; drawn once for all that reads them where there is room."""
 
 from __future__ import annotations
 
@@ -13,12 +12,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headstart.solvers import directions
 from headstart.solvers.directions import ALIGNED, DISTRIBUTIONS, Codes, Floats
 
 # Bytes of codes that are kept between two passes.
 _ROOM = 64 << 20
-# Numbers in a piece.
+# Numbers that a device other than the processor is sent at a time.
 _PIECE = 1 << 20
+# Numbers that are worth waking a thread for.
+_SHARE = 1 << 16
 
 Parts = Callable[[int, int], Iterator[tuple[int, Codes]]]
 """The codes of a direction's numbers between two places, some at a time, with where they begin."""
@@ -27,7 +29,7 @@ Parts = Callable[[int, int], Iterator[tuple[int, Codes]]]
 class Drawn:
     """The directions of a seed for some parameters, by number and name.
 
-    No more than a piece of a direction is numbers at a time: what adds it to a parameter does so piece by piece.
+    What is drawn is added at once, a part that stays in a core's cache at a time: no direction is numbers in memory.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], stage: Any) -> None:
@@ -36,22 +38,21 @@ class Drawn:
         self._has_room = size // self._distribution.per_block * 16 <= _ROOM
         self._seed, self._kept = -1, dict[tuple[int, str], Codes]()
         """The codes of the last seed, where there is room for all of them."""
-        self._piece = np.empty(0, np.float32)
+        self._spare: list[Floats] = []
+        """Memory for a part of a direction, one for each thread."""
 
-    def pieces(
-        self, seed: int, number: int, name: str, parameter: Tensor, factor: float
-    ) -> Iterator[tuple[int, int, Tensor]]:
-        """A direction times a factor: where each piece begins and ends among the parameter's numbers, and the piece,
-        which may be changed and holds until the next."""
-        size, table = parameter.numel(), _times(self._distribution.name, factor)
+    def add(self, seed: int, number: int, name: str, factor: float, values: Tensor, out: Tensor) -> None:
+        """out ← values + factor · z, z a direction of a parameter; out, values: [size], which may be the same."""
+        size, table = len(values), _times(self._distribution.name, factor)
         parts = self._parts(seed, number, name, size)
+        if values.device.type == "cpu":
+            self._add_by_threads(parts, table, values.numpy(), out.numpy())
+            return
         for start in range(0, size, _PIECE):
-            stop = min(start + _PIECE, size)
-            if parameter.device.type == "cpu":
-                piece = self._filled(parts, start, stop, table)
-            else:
-                piece = looked_up(table, np.concatenate([codes for _, codes in parts(start, stop)]), parameter.device)
-            yield start, stop, piece[: stop - start]
+            part = slice(start, min(start + _PIECE, size))
+            codes = np.concatenate([codes for _, codes in parts(part.start, part.stop)])
+            piece = looked_up(table, codes, values.device)[: part.stop - start]
+            torch.add(values[part], piece, out=out[part])
 
     def rows(self, seed: int, number: int, name: str, parameter: Tensor, factor: float, rows: Tensor) -> Tensor:
         """Some rows [r, d] of a direction times a factor."""
@@ -72,26 +73,34 @@ class Drawn:
         if (number, name) not in self._kept:
             self._kept[number, name] = np.concatenate([codes for _, codes in drawn(0, size)])
         kept, per_code = self._kept[number, name], self._distribution.per_code
-        return lambda start, stop: iter([(start, kept[start // per_code : -(-stop // per_code)])])
 
-    def _filled(self, parts: Parts, start: int, stop: int, table: Floats) -> Tensor:
-        """A direction's numbers from ``start`` to ``stop`` at least, by as many threads as torch uses."""
-        threads, per_code = torch.get_num_threads(), table.shape[1]
-        share = -(-(stop - start) // (threads * ALIGNED)) * ALIGNED
-        if len(self._piece) < stop - start:
-            self._piece = np.empty(-(-(stop - start) // ALIGNED) * ALIGNED, np.float32)
+        def again(start: int, stop: int) -> Iterator[tuple[int, Codes]]:
+            for first in range(start, stop, directions.AT_ONCE):
+                yield first, kept[first // per_code : -(-min(first + directions.AT_ONCE, stop) // per_code)]
 
-        def fill(first: int) -> None:
-            for place, codes in parts(first, min(first + share, stop)):
-                out = self._piece[place - start :][: len(codes) * per_code].reshape(-1, per_code)
-                np.take(table, codes, axis=0, out=out, mode="wrap")  # which checks nothing: every code is in the table
+        return again
+
+    def _add_by_threads(self, parts: Parts, table: Floats, values: Floats, out: Floats) -> None:
+        """out ← values + what the codes stand for, by as many threads as torch uses."""
+        threads, size = torch.get_num_threads(), len(values)
+        share = -(-max(-(-size // threads), _SHARE) // ALIGNED) * ALIGNED
+        while len(self._spare) < threads:
+            self._spare.append(np.empty(directions.AT_ONCE, np.float32))
+
+        def add(first: int) -> None:
+            spare = self._spare[first // share]
+            for start, codes in parts(first, min(first + share, size)):
+                piece = spare[: codes.size * table.shape[1]]
+                # "wrap" checks nothing: every code is in the table.
+                np.take(table, codes, axis=0, out=piece.reshape(-1, table.shape[1]), mode="wrap")
+                stop = min(start + len(piece), first + share, size)
+                np.add(values[start:stop], piece[: stop - start], out=out[start:stop])
 
         # This thread takes a share as well, which costs less than to wait for others to begin.
-        others = [_pool(threads, os.getpid()).submit(fill, first) for first in range(start + share, stop, share)]
-        fill(start)
+        others = [_pool(threads, os.getpid()).submit(add, first) for first in range(share, size, share)]
+        add(0)
         for other in others:
             other.result()
-        return torch.from_numpy(self._piece)
 
 
 def looked_up(table: Floats, codes: Codes, device: torch.device) -> Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -116,9 +117,16 @@ class ZerothOrder:
             width = some.shape[1]
             found.view(-1, width).index_copy_(0, rows, some.add_(values.view(-1, width)[rows]))
         else:
-            for start, stop, piece in self.drawn.pieces(*which, name, parameter, epsilon):
-                torch.add(piece, values[start:stop], out=found[start:stop])
+            self.drawn.add(*which, name, epsilon, values, found)
         return found.view(parameter.shape)
+
+    def _own(self, module: nn.Module) -> list[tuple[nn.Parameter, str]]:
+        """The trained parameters that a layer reads itself, with their names."""
+        parts = [module]
+        if isinstance(module, nn.MultiheadAttention):  # it reads this layer's parameters and never calls the layer
+            parts.append(module.out_proj)
+        parameters = [parameter for part in parts for parameter in part.parameters(recurse=False)]
+        return [(each, self._names[id(each)]) for each in parameters if id(each) in self._names]
 
     @contextmanager
     def _perturbed(self, seed: int, number: int, epsilon: float) -> Iterator[set[int]]:
@@ -126,13 +134,8 @@ class ZerothOrder:
         found: dict[int, list[tuple[nn.Parameter, Tensor]]] = {}
         perturbed: set[int] = set()
         model = self.network.model
-
-        def own(module: nn.Module) -> list[tuple[nn.Parameter, str]]:
-            parts = [module]
-            if isinstance(module, nn.MultiheadAttention):  # it reads this layer's parameters and never calls the layer
-                parts.append(module.out_proj)
-            parameters = [parameter for part in parts for parameter in part.parameters(recurse=False)]
-            return [(p, self._names[id(p)]) for p in parameters if id(p) in self._names]
+        body = model.backbone.body if model.backbone else nn.Identity()
+        layers = {module: pairs for module in body.modules() if (pairs := self._own(module))}
 
         def perturb(key: int, pairs: list[tuple[nn.Parameter, str]], rows: Tensor | None = None) -> None:
             found[key] = [(parameter, parameter.data) for parameter, _ in pairs]
@@ -150,14 +153,12 @@ class ZerothOrder:
                     self._spare[moved.numel()].append(moved.view(-1))
 
         def before(module: nn.Module, inputs: Any) -> None:
-            perturbed.update(id(parameter) for parameter, _ in own(module))
-            perturb(id(module), own(module), rows_read(module, inputs))
+            perturbed.update(id(parameter) for parameter, _ in layers[module])
+            perturb(id(module), layers[module], rows_read(module, inputs))
 
         def after(module: nn.Module, inputs: Any, output: Any) -> None:
             restore(id(module), output)
 
-        body = model.backbone.body if model.backbone else nn.Identity()
-        layers = [module for module in body.modules() if own(module)]
         handles = [layer.register_forward_pre_hook(before) for layer in layers]
         handles += [layer.register_forward_hook(after, always_call=True) for layer in layers]
         try:
@@ -196,20 +197,17 @@ class Descent:
         for name, parameter in self.parameters.items():
             if decay:
                 self._model.subtract(parameter, parameter * np.float32(rate * decay).item())
+
+            def add(values: Tensor, sign: int, name: str = name) -> None:
+                for number, factor in enumerate(factors):
+                    self._drawn.add(seed, number, name, sign * factor, values, values)
+
             if momentum:
                 velocity = self._velocity.setdefault(name, torch.zeros(parameter.numel(), device=parameter.device))
-                velocity.mul_(np.float32(momentum).item())
-                for number, factor in enumerate(factors):
-                    for start, stop, piece in self._drawn.pieces(seed, number, name, parameter, factor):
-                        velocity[start:stop].add_(piece)
+                add(velocity.mul_(np.float32(momentum).item()), 1)
                 self._model.subtract(parameter, velocity.view(parameter.shape))
-                continue
-            values = parameter.data.reshape(-1)  # a copy where a layer has its numbers in another order
-            for number, factor in enumerate(factors):
-                for start, stop, piece in self._drawn.pieces(seed, number, name, parameter, factor):
-                    self._model.subtract(values[start:stop], piece)
-            if not parameter.is_contiguous():
-                self._model.write({name: parameter}, {name: values.view(parameter.shape)})
+            else:
+                self._model.change(parameter, partial(add, sign=-1))
 
     def rest(self) -> None:
         """Forget the velocity of earlier steps."""
