@@ -1,5 +1,6 @@
 import contextlib
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -7,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from headstart.core.message import Message
-from headstart.errors import MessageError
+from headstart.core.message import FileArrays, Message
+from headstart.errors import HeadstartError, MessageError
 
 ARRAYS = hnp.arrays(
     st.sampled_from([np.dtype(name) for name in ("float32", "float64", "int32", "int64", "uint8", "bool")]),
@@ -35,6 +36,36 @@ def test_a_message_survives_the_wire_and_knows_its_size(message: Message) -> Non
     for name, array in message.arrays.items():
         assert again.arrays[name].dtype == array.dtype
         np.testing.assert_array_equal(again.arrays[name], array)
+
+
+@given(MESSAGES)
+@settings(deadline=None)
+def test_a_message_in_a_file_is_its_bytes_and_is_read_piece_by_piece(
+    tmp_path_factory: pytest.TempPathFactory, message: Message
+) -> None:
+    path = tmp_path_factory.mktemp("messages") / "one.safetensors"
+    message.to_file(path)
+    assert path.read_bytes() == message.to_bytes()
+    again = Message.from_file(path)
+    assert again.scalars == message.scalars
+    assert sorted(again.arrays) == sorted(message.arrays)
+    for name, array in message.arrays.items():
+        assert again.arrays[name].dtype == array.dtype
+        np.testing.assert_array_equal(again.arrays[name], array)
+    behind = FileArrays(path, "a")
+    assert {f"a{name}" for name in behind} == {name for name in message.arrays if name.startswith("a")}
+    with pytest.raises(KeyError):
+        behind["not there"]
+
+
+def test_what_nobody_would_read_is_not_written_either_and_a_damaged_file_is_named(tmp_path: Path) -> None:
+    many = Message({"x" * 200 + str(number): np.zeros(1, np.float32) for number in range(10_000)})
+    with pytest.raises(HeadstartError, match="the names and shapes of 10000 arrays take"):
+        many.to_file(tmp_path / "many")
+    Message({"x": np.zeros(100, np.float32)}).to_file(tmp_path / "cut")
+    (tmp_path / "cut").write_bytes((tmp_path / "cut").read_bytes()[:-1])
+    with pytest.raises(MessageError, match="cut is not a message: "):
+        Message.from_file(tmp_path / "cut")
 
 
 @given(MESSAGES, st.data())

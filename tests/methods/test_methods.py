@@ -94,7 +94,7 @@ def test_many_clients_at_once_say_what_they_say_one_by_one(variant: str, monkeyp
 @pytest.mark.parametrize("variant", [name for name in VARIANTS if name != "centralised"])
 def test_bytes_are_those_of_the_serialised_messages(variant: str) -> None:
     done = Played(variant, rounds=1)
-    bench, ledger = done.bench, done.ledger
+    bench, ledger = bench_of(recipe_of(variant, rounds=1), done.federation), done.ledger
     travels, state = variant not in SILENT, bench.init()
     up, down = np.zeros(CLIENTS, np.int64), np.zeros(CLIENTS, np.int64)
     for round in range(bench.stage.rounds_for(CLIENTS)):  # more than one where clients are heard again

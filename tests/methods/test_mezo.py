@@ -4,6 +4,8 @@ Where a formula is checked, it is computed here in double precision, or by reall
 """
 
 import re
+import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -589,6 +591,67 @@ def test_a_log_that_starts_too_late_is_refused() -> None:
     late = Run(EVERYBODY, train="head", rounds=4)
     with pytest.raises(MessageError, match="the log starts at step 3, and the weights have taken 0"):
         late.bench.answer(late.cohort(0), run.bench.broadcast(run.state, 4, 3))
+
+
+def test_weights_go_back_to_an_earlier_round_where_the_stage_may_end_with_one() -> None:
+    """To the very bits; elsewhere nobody asks for it, and what they started from would take as much memory again."""
+    keys: dict[str, Any] = {"train": "all", "rounds": 4, "momentum": 0.5}
+    runs = {keep: Run(EVERYBODY, keep=keep, **keys).play() for keep in ("best", "last")}
+    short = {name: array[:2] for name, array in runs["last"].state.message().arrays.items()}
+    for run in runs.values():
+        run.bench.head(run.state)
+    fresh = Run(EVERYBODY, **keys)
+    fresh.method.load(Message(short))
+    runs["best"].method.load(Message(short))
+    assert bits(runs["best"].backbone.core) == bits(fresh.backbone.core) != bits(runs["last"].backbone.core)
+    with pytest.raises(MessageError, match="the log ends after step 2, and the weights have taken 4"):
+        runs["last"].method.load(Message(short))
+
+
+MEMORY = """
+import gc, sys
+import numpy as np, torch, torch._dynamo, headstart
+from headstart.core.ledger import peak_memory
+gc.disable()  # what only a collection of garbage would free counts
+torch.set_num_threads(1)
+
+
+class Wide(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(16)))
+
+    def forward(self, pixels):
+        return self.layers(torch.nn.functional.pad(pixels.flatten(1), (0, 832)))
+
+
+headstart.register_backbone("wide", Wide(), image_size=8, preprocess="half")
+labels = np.arange(40) % 4
+images = np.random.default_rng(0).integers(0, 255, (40, 8, 8, 3)).astype(np.uint8)
+zeroth = {"method": "fedmezo", "rounds": 2, "lr": 1e-6}
+first = {"method": "fedavg", "rounds": 2, "lr": 1e-6, "train": "all"}
+for name, stages in {
+    "frozen": [{"method": "fedncm"}],
+    "zeroth": [zeroth | {"train": part} for part in ("all", "norms", "body", "all")],
+    "first": [first],
+    "longer": [first | {"rounds": 4}],
+}.items():
+    model = {"backbone": "wide"}
+    table = {"data": {"partition": {"kind": "iid", "clients": 2}}, "model": model, "stages": stages}
+    headstart.run(table, f"{sys.argv[1]}/{name}", data=(images, labels), report=False)
+    print(peak_memory())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="peak memory as Linux tells it")
+def test_stages_that_train_the_whole_backbone_take_the_memory_of_inference(tmp_path: Path) -> None:
+    """Weights of 64 MiB in sixteen layers: as much again would be a copy that nobody needs. What is kept of directions
+    is a quarter of it. Stages and rounds leave nothing behind."""
+    command, root = [sys.executable, "-c", MEMORY, str(tmp_path)], Path(__file__).parents[2]
+    done = subprocess.run(command, cwd=root, check=True, capture_output=True, text=True, timeout=120)
+    frozen, zeroth, first, longer = (int(line) / 2**20 for line in done.stdout.split())
+    assert zeroth - frozen < 56
+    assert longer - first < 56
 
 
 def test_a_client_that_starts_again_from_a_checkpoint_needs_the_rest_of_the_log_only() -> None:

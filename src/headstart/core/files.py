@@ -9,15 +9,21 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from threading import Lock
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from safetensors import SafetensorError
+from safetensors.numpy import save_file
 
 BINARY = getattr(os, "O_BINARY", 0)
 """For `os.open`: on Windows, bytes as they are."""
 _OPENS_FOLDERS = os.name != "nt"
 _SEEKING = Lock()  # of threads, where a system cannot read at a place without moving there
+_DISK_ERROR = re.compile(r"([^:]*) \(os error (\d+)\)")  # in what safetensors says
 _TEMPORARY = ".headstart-"  # how the name of a file begins that is not whole yet
 # What a spreadsheet computes, and what it looks like once it does not; apostrophes that were there before stay.
 _FORMULA, _ESCAPED = re.compile(r"'*[=+\-@\t\r]"), re.compile(r"'+[=+\-@\t\r]")
@@ -43,6 +49,20 @@ def write_atomically(path: Path, write: Callable[[Path], object], private: bool 
         sync_folder(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def save_arrays(
+    path: Path, arrays: Mapping[str, npt.NDArray[np.generic]], metadata: Mapping[str, str] | None = None
+) -> None:
+    """Write arrays as safetensors; an `OSError` where the disk does not take them."""
+    try:
+        save_file(dict(arrays), path, metadata=dict(metadata) if metadata else None)
+    except SafetensorError as error:
+        found = _DISK_ERROR.search(str(error))
+        if found is None:
+            raise
+        number = int(found[2])  # on Windows its own, which the fourth argument says
+        raise OSError(number, found[1].strip(), str(path), number) from None
 
 
 def sync_folder(folder: Path) -> None:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from safetensors import SafetensorError, deserialize
+from safetensors import SafetensorError, deserialize, safe_open
 from safetensors import numpy as safetensors_numpy
 
+from headstart.core.files import save_arrays
 from headstart.errors import HeadstartError, MessageError
 
 Array = npt.NDArray[np.generic]
@@ -48,15 +50,25 @@ class Message:
 
     def to_bytes(self) -> bytes:
         """The message as safetensors bytes; the scalars travel in its metadata."""
-        arrays = {name: np.asarray(array, order="C") for name, array in self.arrays.items()}
-        text = self._scalars_text()
-        data = safetensors_numpy.save(arrays, metadata=None if text is None else {_SCALARS: text})
-        if (length := int.from_bytes(data[:8], "little")) > _HEADER_BYTES:
-            raise HeadstartError(
-                f"the names and shapes of {len(arrays)} arrays take {length} bytes, more than {_HEADER_BYTES}: nobody "
-                "would read the message; train fewer or larger parts"
-            )
+        data = safetensors_numpy.save(*self._parts())
+        self._check_header(data[:8])
         return data
+
+    def to_file(self, path: Path) -> None:
+        """Write the same bytes, which are at no time in memory as a whole."""
+        save_arrays(path, *self._parts())
+        with path.open("rb") as file:
+            self._check_header(file.read(8))
+
+    @classmethod
+    def from_file(cls, path: Path) -> Message:
+        """What `to_file` wrote; an array is read when it is asked for."""
+        try:
+            with safe_open(path, "np") as file:
+                scalars = _scalars((file.metadata() or {}).get(_SCALARS, "{}"))
+            return cls(FileArrays(path), scalars)
+        except (SafetensorError, ValueError, RecursionError) as error:
+            raise MessageError(f"{path} is not a message: {error}") from None
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Message:
@@ -105,6 +117,42 @@ class Message:
 
     def _scalars_text(self) -> str | None:
         return _to_json(dict(self.scalars)) if self.scalars else None
+
+    def _parts(self) -> tuple[dict[str, Array], dict[str, str] | None]:
+        """Arrays and metadata, as safetensors takes them."""
+        text = self._scalars_text()
+        arrays = {name: np.asarray(array, order="C") for name, array in self.arrays.items()}
+        return arrays, None if text is None else {_SCALARS: text}
+
+    def _check_header(self, start: bytes) -> None:
+        """Refuse a message that nobody would read, by its first eight bytes."""
+        if (length := int.from_bytes(start, "little")) > _HEADER_BYTES:
+            raise HeadstartError(
+                f"the names and shapes of {len(self.arrays)} arrays take {length} bytes, more than {_HEADER_BYTES}: "
+                "nobody would read the message; train fewer or larger parts"
+            )
+
+
+class FileArrays(Mapping[str, Array]):
+    """Arrays of a safetensors file, by their names behind a prefix; each is read anew when it is asked for."""
+
+    def __init__(self, path: Path, prefix: str = "") -> None:
+        self.path, self.prefix = path, prefix
+        with safe_open(path, "np") as file:
+            self._names = [name.removeprefix(prefix) for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118
+
+    def __getitem__(self, name: str) -> Array:
+        if name not in self._names:
+            raise KeyError(name)
+        with safe_open(self.path, "np") as file:
+            found: Array = file.get_tensor(self.prefix + name)
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 @lru_cache(maxsize=4096)

@@ -51,7 +51,7 @@ class Version:
     """The number of the stage whose weights it has: another one's, or the pre-trained ones, under a new module."""
     norm_statistics: str
     arrays: Arrays | None = None
-    """The weights, where they are this stage's own."""
+    """The weights, where they are this stage's own: in a file, as a run may have many."""
     module: Module | None = None
 
 
@@ -96,7 +96,8 @@ class ModelStore:
                 for warning in darkness(dataset.train):
                     log.warning(f"warning: {dataset.name}: {warning}")
             if keep_pretrained:
-                self._versions[PRETRAINED] = Version(PRETRAINED, "aggregate", self._copied())
+                copied = {name: array.copy() for name, array in self.arrays().items()}
+                self._versions[PRETRAINED] = Version(PRETRAINED, "aggregate", copied)
 
     @property
     def _dataset(self) -> Dataset:
@@ -331,26 +332,21 @@ class ModelStore:
         # Arrays have no bfloat16; back in the tensor, the value is the same.
         return {n: (each.float() if each.dtype == torch.bfloat16 else each).numpy() for n, each in state.items()}
 
-    def _copied(self) -> Arrays:
-        return {name: array.copy() for name, array in self.arrays().items()}
-
     def keep(self, number: int, norm_statistics: str, values: Sequence[Arrays], trained: bool) -> Version:
-        """Remember the backbone as it is now under the number of the stage that made it.
+        """The backbone as it is now, which is what a stage has made: to be saved, and to be remembered as it was saved.
 
         values: the module's, by task; trained: whether the backbone's own weights have changed.
         """
         if self.module is not None:
             self.module = replace(self.module, values=tuple(values))
         self.weights = number if trained else self.weights
-        arrays = self._copied() if trained else None
-        self._versions[number] = Version(self.weights, norm_statistics, arrays, self.module)
         self.loaded = number
         self._drop_prefix()
         self._forget()
-        return self._versions[number]
+        return Version(self.weights, norm_statistics, self.arrays() if trained else None, self.module)
 
     def remember(self, number: int, version: Version) -> None:
-        """A backbone that a stage made before the run was interrupted."""
+        """A backbone that a stage has made."""
         self._versions[number] = version
 
     def load(self, number: int) -> None:
@@ -378,4 +374,5 @@ class ModelStore:
         import torch
 
         assert self.model is not None
-        self.model.write(tensors, {name: torch.from_numpy(np.asarray(arrays[name])) for name in tensors})
+        for name in tensors:  # one by one: they may come from a file
+            self.model.write(tensors, {name: torch.from_numpy(np.asarray(arrays[name]))})

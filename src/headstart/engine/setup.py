@@ -178,7 +178,7 @@ class StageSetup:
         module = None
         if self.module is not None:
             module = Module(*self.module, (values,) * len(self.tasks) if values else ())
-        arrays = {name: array.copy() for name, array in store.arrays().items()} | weights
+        arrays = {**store.arrays(), **weights}
         store.remember(_EARLIER, Version(_EARLIER, self.norm_statistics, arrays, module))
         store.load(_EARLIER)
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import tomli_w
-from safetensors.numpy import save_file
+from safetensors import SafetensorError
 
-from headstart.core.files import write_json, write_text
+from headstart.core.files import save_arrays, write_json, write_text
 from headstart.engine.model_store import Module
 from headstart.errors import HeadstartError
 from headstart.export.model import Model
@@ -69,8 +69,8 @@ def export(
         os.umask(umask)
         temporary.chmod(0o777 & ~umask)  # mkdtemp makes private folders
         temporary.replace(out)
-    except OSError as error:
-        raise HeadstartError(f"--out {out}: cannot write there: {error.strerror or error}") from None
+    except (OSError, SafetensorError) as error:  # the latter where transformers writes
+        raise HeadstartError(f"--out {out}: cannot write there: {getattr(error, 'strerror', None) or error}") from None
     finally:
         if temporary is not None:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -127,7 +127,7 @@ def _save_body(model: Model, merge: bool, folder: Path) -> str:
                 code += ["from peft import PeftModel", 'body = PeftModel.from_pretrained(body, ".").eval()']
             module = None
     elif module is None or model.retrained:
-        save_file(dict(model.store.arrays()), folder / "model.safetensors")
+        save_arrays(folder / "model.safetensors", model.store.arrays())
         table["weights"] = "model.safetensors"
         files.append("`model.safetensors`: the backbone, to be named as model.weights in a recipe")
     if not code:
@@ -141,7 +141,7 @@ def _save_body(model: Model, merge: bool, folder: Path) -> str:
     if module is not None:
         arrays = {**module.values[0], **{f"head.{name}": array for name, array in model.head.arrays().items()}}
         facts = {"module": json.dumps({"kind": module.kind, **module.settings})}
-        save_file(arrays, folder / "module.safetensors", metadata=facts)
+        save_arrays(folder / "module.safetensors", arrays, facts)
         files.append(f"`module.safetensors`: the {module.kind} and the head, for headstart predict RUN INPUTS --module")
     return _readme(model, files, code, table, use, whole)
 
@@ -269,4 +269,4 @@ def _save_adapter(module: Module, auto: str, encoder: str, folder: Path) -> None
     config.save_pretrained(str(folder))
     prefix = "base_model.model." + (f"{encoder}." if encoder else "")
     arrays = {f"{prefix}{name}": np.ascontiguousarray(array) for name, array in module.values[0].items()}
-    save_file(arrays, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    save_arrays(folder / "adapter_model.safetensors", arrays, {"format": "pt"})

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
-from headstart.core.files import write_atomically
+from headstart.core.files import save_arrays, write_atomically
 from headstart.core.statistics import Features, Floats, shorten
 from headstart.errors import HeadstartError
 
@@ -137,7 +137,7 @@ class LinearHead:
 
     def save(self, path: Path) -> None:
         """Write the arrays as safetensors, atomically."""
-        write_atomically(path, lambda temporary: save_file(self.arrays(), temporary))
+        write_atomically(path, lambda temporary: save_arrays(temporary, self.arrays()))
 
     @classmethod
     def load(cls, path: Path) -> LinearHead:

@@ -130,11 +130,12 @@ class _Pace:
 
 
 class Walk:
-    """Parameters on their way along a log: where they started from, and how many of its steps they have taken."""
+    """Parameters on their way along a log, how many of its steps they have taken, and, where the stage may end with an
+    earlier round, where they started from."""
 
     def __init__(self, stage: FedMeZOStage, network: Network, descent: Descent) -> None:
         self.stage, self.network, self.descent = stage, network, descent
-        self._start = self.values()
+        self._start = self.values() if stage.keep == "best" else None
         self._taken, self._pace = 0, _Pace(stage)
         """Steps of the log that have been taken, and how far the next one goes."""
 
@@ -145,13 +146,15 @@ class Walk:
     def follow(self, first: int, log: Log) -> None:
         """Take the steps of a log that starts at step ``first``, from where the parameters are, or from the start where
         they have taken more."""
-        if first + len(log.seeds) < self._taken:
+        if (last := first + len(log.seeds)) < self._taken:
+            if self._start is None:
+                raise MessageError(f"the log ends after step {last}, and the weights have taken {self._taken}")
             self.network.load(self._start)
             self.descent.rest()
             self._taken, self._pace = 0, _Pace(self.stage)
         if first > self._taken:
             raise MessageError(f"the log starts at step {first}, and the weights have taken {self._taken}")
-        for number in range(self._taken, first + len(log.seeds)):
+        for number in range(self._taken, last):
             seed, slopes = int(log.seeds[number - first]), log.slopes[number - first]
             if seed != NOBODY and (rate := self._pace.rate(number, slopes)):
                 self.descent.step(seed, slopes, rate, self.stage.weight_decay, self.stage.momentum)

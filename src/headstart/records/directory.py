@@ -7,6 +7,7 @@ import logging
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from filelock import FileLock, Timeout
-from safetensors.numpy import save_file
 
 from headstart.config.describe import add_schema, naming_schema
 from headstart.config.recipe import Recipe
@@ -23,6 +23,7 @@ from headstart.core.files import (
     append_text,
     csv_text,
     read_csv,
+    save_arrays,
     secret,
     sync_folder,
     temporaries,
@@ -31,7 +32,7 @@ from headstart.core.files import (
     write_text,
 )
 from headstart.core.ledger import Ledger
-from headstart.core.message import Array, Message, Scalar
+from headstart.core.message import Array, FileArrays, Message, Scalar
 from headstart.core.statistics import Ints
 from headstart.core.target import Target
 from headstart.engine.client_states import ClientStates, RemoteStates
@@ -217,7 +218,7 @@ class RunDirectory:
 
     def save_checkpoint(self, checkpoint: Checkpoint, private: bool = False) -> None:
         """Replace the checkpoint before; private: for the eyes of its owner only."""
-        _write(self._state, checkpoint.to_message().to_bytes(), private)
+        _write(self._state, checkpoint.to_message(), private)
 
     def load_checkpoint(self) -> Checkpoint | None:
         """What `save_checkpoint` wrote last, metrics and rounds cut back to it; None where there is none."""
@@ -234,13 +235,13 @@ class RunDirectory:
             write_text(path, csv_text([_ROUNDS, *(row for row in rows if (int(row[0]), int(row[1])) <= last)]))
         return saved
 
-    def save_best(self, stage: int, round: int, state: bytes) -> None:
+    def save_best(self, stage: int, round: int, state: Message) -> None:
         """The state after the best round so far of a stage that may end with it."""
         _write(self._best(stage, round), state)
 
-    def load_best(self, stage: int, round: int) -> bytes:
+    def load_best(self, stage: int, round: int) -> Message:
         """What `save_best` wrote."""
-        return self._best(stage, round).read_bytes()
+        return Message.from_bytes(self._best(stage, round).read_bytes())
 
     def collect_best(self, stage: int, round: int | None) -> None:
         """Remove the states of a stage's other rounds, once a checkpoint no longer names them."""
@@ -251,8 +252,9 @@ class RunDirectory:
     def _best(self, stage: int, round: int) -> Path:
         return self._checkpoints / f"best-{stage}-{round}.safetensors"
 
-    def save_model(self, stage: int, model: StageModel, version: Version | None) -> None:
-        """The model that a stage leaves, and the backbone where it is new."""
+    def save_model(self, stage: int, model: StageModel, version: Version | None) -> Version | None:
+        """The model that a stage leaves, and the backbone where it is new; gives that back, its weights read from the
+        disk when they are asked for."""
         heads = [head.arrays() for head in model.heads if head is not None]
         arrays: dict[str, Array] = {f"head.{task}.{n}": a for task, each in enumerate(heads) for n, a in each.items()}
         facts: dict[str, Scalar] = {"body": model.body, "tasks": len(model.heads)}
@@ -266,14 +268,15 @@ class RunDirectory:
                 for task, values in enumerate(version.module.values):
                     arrays |= {f"module.{task}.{name}": array for name, array in values.items()}
                 facts |= {"module": version.module.kind, "settings": json.dumps(dict(version.module.settings))}
-        _write(self._model(stage), Message(arrays, facts).to_bytes())
+        _write(self._model(stage), Message(arrays, facts))
+        return version and replace(version, arrays=self._weights(stage, version.weights))
 
     def load_model(self, stage: int) -> tuple[StageModel, Version | None]:
         """What `save_model` wrote."""
-        saved = Message.from_bytes(self._model(stage).read_bytes())
+        saved = Message.from_file(self._model(stage))
 
         def under(prefix: str) -> dict[str, np.ndarray]:
-            return {name.removeprefix(prefix): a for name, a in saved.arrays.items() if name.startswith(prefix)}
+            return dict(FileArrays(self._model(stage), prefix))
 
         facts, version = saved.scalars, None
         states: ClientStates | None = None
@@ -285,8 +288,7 @@ class RunDirectory:
                 values = tuple(under(f"module.{task}.") for task in tasks)
                 module = Module(str(facts["module"]), json.loads(str(facts["settings"])), values)
             weights = int(facts["weights"])
-            arrays = under("body.") if weights == stage else None
-            version = Version(weights, str(facts["norm_statistics"]), arrays, module)
+            version = Version(weights, str(facts["norm_statistics"]), self._weights(stage, weights), module)
         if "personal" in facts:
             shapes = {name: tuple(shape) for name, shape in json.loads(str(facts["personal"])).items()}
             slots = saved.arrays["slots"].astype(np.int64)
@@ -295,6 +297,10 @@ class RunDirectory:
             elif self.clients(stage).is_dir():  # gone once no later stage started from it
                 states = ClientStates(self.clients(stage), len(slots), shapes, slots)
         return StageModel(heads, int(facts["body"]), states), version
+
+    def _weights(self, stage: int, of: int) -> FileArrays | None:
+        """The backbone's weights in the file of a stage, where they are the stage's own."""
+        return FileArrays(self._model(stage), "body.") if of == stage else None
 
     def clients(self, stage: int) -> Path:
         """Where the clients of a stage keep what they keep."""
@@ -323,15 +329,15 @@ class RunDirectory:
                 # One entry: safetensors writes several in any order, and files of the same model would differ.
                 facts = {"module": json.dumps({"kind": module.kind, **module.settings})}
                 path = folder / f"module-{task}.safetensors"
-                write_atomically(path, partial(save_file, arrays, metadata=facts))
+                write_atomically(path, partial(save_arrays, arrays=arrays, metadata=facts))
         if store is not None and store.weights != PRETRAINED:
             arrays = {**store.arrays(), **({} if several else parts[0])}
-            write_atomically(folder / "model.safetensors", partial(save_file, arrays))
+            write_atomically(folder / "model.safetensors", partial(save_arrays, arrays=arrays))
 
     def save_statistics(self, stage: int, state: Message, about: Mapping[str, Scalar]) -> None:
         """The statistics of every client of a closed form, for updates; for the eyes of its owner only."""
         facts = {**about, "state": json.dumps(dict(state.scalars))}
-        _write(self.statistics(stage), Message(state.arrays, facts).to_bytes(), private=True)
+        _write(self.statistics(stage), Message(state.arrays, facts), private=True)
 
     def statistics(self, stage: int) -> Path:
         """Where the clients' statistics are."""
@@ -339,7 +345,7 @@ class RunDirectory:
 
     def save_log(self, stage: int, log: Message) -> None:
         """The log of a stage that can be replayed: seeds and scalars."""
-        _write(self._log(stage), log.to_bytes())
+        _write(self._log(stage), log)
 
     def load_log(self, stage: int) -> Message:
         """What `save_log` wrote."""
@@ -446,5 +452,5 @@ class _LogFile(logging.Handler):
         self.directory.note(" ".join(record.getMessage().split()), record.levelname)
 
 
-def _write(path: Path, data: bytes, private: bool = False) -> None:
-    write_atomically(path, lambda file: file.write_bytes(data), private)
+def _write(path: Path, message: Message, private: bool = False) -> None:
+    write_atomically(path, message.to_file, private)

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
+from headstart.core.message import Message
 from headstart.core.statistics import Ints
+from headstart.engine.model_store import Version
+from headstart.records.checkpoint import StageModel
 
 
 class NoDirectory:
@@ -48,17 +52,23 @@ class NoDirectory:
     def summary(self) -> None:
         """There is none."""
 
-    def save_best(self, stage: int, round: int, state: bytes) -> None:
+    def save_best(self, stage: int, round: int, state: Message) -> None:
         """Until another round is better."""
-        self._best = {(stage, round): state}
+        self._best = {(stage, round): state.to_bytes()}
 
-    def load_best(self, stage: int, round: int) -> bytes:
+    def load_best(self, stage: int, round: int) -> Message:
         """What `save_best` kept."""
-        return self._best[stage, round]
+        return Message.from_bytes(self._best[stage, round])
+
+    def save_model(self, stage: int, model: StageModel, version: Version | None) -> Version | None:
+        """A copy of the weights in memory, where they are the stage's own."""
+        if version is None or version.arrays is None:
+            return version
+        return replace(version, arrays={name: array.copy() for name, array in version.arrays.items()})
 
     def _ignore(self, *_: Any, **__: Any) -> None:
         """Nothing is written."""
 
-    log = log_round = save_checkpoint = collect_best = save_model = save_log = save_statistics = _ignore
+    log = log_round = save_checkpoint = collect_best = save_log = save_statistics = _ignore
     note = refuse_other_data = write_clients = write_holdings = write_confusion = write_samples = _ignore
     save_final = finish = _ignore

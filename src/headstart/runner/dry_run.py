@@ -41,7 +41,7 @@ def dry_run(recipe: Recipe, federation: Federation) -> tuple[Run, list[tuple[Dry
     for number, settings in enumerate(recipe.stages):
         stage = (DryTraining if settings.trains else DryClosedForm)(run, number, None)
         stages.append((stage, stage.bill()))
-        stage.leave()
+        stage.leave(stage.server.state)
     return run, stages
 
 
@@ -59,7 +59,7 @@ class DryClosedForm(DryStage):
         """The table of the recipe."""
         return cast(ClosedForm, self.settings)
 
-    def leave(self) -> None:
+    def leave(self, state: Any) -> None:
         """A head of the right shapes for later stages to start from."""
         parts = zip(self.method.methods, self.tasks, strict=True)
         heads = tuple(_head(method, task.n_classes, self.stage.rows_per_class) for method, task in parts)

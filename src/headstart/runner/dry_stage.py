@@ -150,10 +150,10 @@ class DryTraining(DryStage):
         self._replies: dict[tuple[int, int, int], tuple[int, int]] = {}
         super().__init__(*given)
 
-    def leave(self) -> None:
+    def leave(self, state: Any) -> None:
         """The model that it starts from, for later stages to start from."""
         self.states.finalise(self.own)
-        self._save(self.server.state)
+        self._save(state)
 
     def _advance(self, round: int) -> None:
         """The state after a round, as far as messages depend on it."""

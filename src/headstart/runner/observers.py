@@ -38,12 +38,11 @@ class Observers:
     def __init__(self, stage: StageRun) -> None:
         self.stage, self.record, self.settings = stage, stage.record, stage.settings
         self.directory = stage.run.directory
-        self.after_round = (self.write_round, self.evaluate, self.write_metrics, self.save)
 
     def __call__(self, index: int, state: Any) -> bool:
         """After the round with this number, from 0, or before the first; returns whether it is the last."""
         self.record.done = index + 1
-        for observe in self.after_round:
+        for observe in (self.write_round, self.evaluate, self.write_metrics, self.save):
             observe(state)
         return self._is_last
 
@@ -78,8 +77,7 @@ class Observers:
         line = {**about, **self.record.metrics, **costs, **stage.privacy()}
         run.evaluations += 1
         self.directory.log(line)
-        for tell in run.on_metrics:
-            tell(line)
+        run.tell(line)
 
     # ------------------------------------------------------------------------------------------------------ evaluation
 
@@ -144,7 +142,7 @@ class Observers:
             best[f"best_{what}"], best["best_round"] = metrics[what], done
             best["evaluations_since_best"] = 0
             if self.settings.keep == "best":
-                self.directory.save_best(self.stage.number, done, pack(state).to_bytes())
+                self.directory.save_best(self.stage.number, done, pack(state))
         else:
             best["evaluations_since_best"] += 1
 
@@ -191,7 +189,7 @@ class Observers:
         best = self.record.best
         if self.settings.keep == "last" or best.get("best_round", self.record.done) == self.record.done:
             return state
-        saved = Message.from_bytes(self.directory.load_best(self.stage.number, best["best_round"]))
+        saved = self.directory.load_best(self.stage.number, best["best_round"])
         state = unpack(self.stage.method.state_type, saved)
         found = self._measure(state)
         chosen = {name: value for name, value in best.items() if name.startswith("best_validation_")}

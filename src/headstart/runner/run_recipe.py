@@ -207,10 +207,9 @@ class Run:
     ) -> None:
         """folder: of the clients' states."""
         self.recipe, self.federation, self.directory = recipe, federation, directory
-        self.folder, self.nodes = folder, nodes
+        self.folder, self.nodes, self._on_metrics = folder, nodes, on_metrics
         self.metrics: list[dict[str, Any]] = []
         """Every evaluation so far."""
-        self.on_metrics: tuple[OnMetrics, ...] = (self.metrics.append, self._log_metrics, on_metrics)
         returns = any(stage.start != "previous" for stage in recipe.stages)
         owners = {"train": federation.owners, "test": federation.test_owners}
         first, *others = recipe.models
@@ -256,11 +255,14 @@ class Run:
         log.info(message)
         self.directory.note(message)
 
-    def _log_metrics(self, line: dict[str, Any]) -> None:
+    def tell(self, line: dict[str, Any]) -> None:
+        """What an evaluation found, to those who wait for it."""
+        self.metrics.append(line)
         self.say(
             f"stage {line['stage']}, {line['method']}, round {line['round']}: {score(line)}, "
             f"{human_bytes(line['bytes_up'])} up, {line['seconds']:.1f} s"
         )
+        self._on_metrics(line)
 
     def _restore(self, saved: Checkpoint) -> int:
         """What a checkpoint knows of finished stages; the number of the stage to go on with."""

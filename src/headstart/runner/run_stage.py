@@ -45,14 +45,14 @@ log = logging.getLogger("headstart")
 def run_stage(run: Run, number: int, saved: Checkpoint | None) -> None:
     """One stage; saved: the round to go on from, where it was interrupted."""
     stage = StageRun(run, number, saved)
-    server, clients, observers = stage.server, stage.clients, stage.observers
+    server, clients, observers = stage.server, stage.clients, Observers(stage)
     if (stage.settings.personalises or stage.answers_already) and saved is None:
         observers(-1, server.state)
     first = stage.rounds if observers.out_of_patience else stage.record.done
     play_rounds(server, clients, stage.costs, stage.draw_seed, observers, first)
     if stage.states.finalise(stage.own):  # from here on, what earlier stages have left with the clients is not needed
         observers.save(server.state)
-    stage.leave()
+    stage.leave(observers.kept(server.state))
 
 
 class StageRun:
@@ -275,11 +275,6 @@ class StageRun:
     # ------------------------------------------------------------------------------------------------- what is noted
 
     @cached_property
-    def observers(self) -> Observers:
-        """What is noted after every round."""
-        return Observers(self)
-
-    @cached_property
     def figures(self) -> list[FiguresChannel]:
         """What nodes of each task tell of tests."""
         clients, noise = self.federation.n_clients, self.noise
@@ -313,15 +308,14 @@ class StageRun:
         names = {f"personal.{name}{end}": name for name in kept for end in ("", f"@{self.federation.tasks[task]}")}
         return {full: kept[name][0] for full, name in names.items() if full in self.states.shapes}
 
-    def leave(self) -> None:
-        """The model of the last round, or of the best one, and what the summary has of it."""
+    def leave(self, state: Any) -> None:
+        """The model of the state that the stage ends with, and what the summary has of it."""
         last, ledger, settings = self.server.state, self.ledger, self.settings
         counts = self.federation.counts[(ledger.forward_passes > 0) | (ledger.last_round >= 0)]
         if settings.privacy and settings.privacy.from_server:  # how many examples there are is not to be known
             counts = np.zeros_like(counts)
         done = self.record.done
         cost = paper_cost(settings, self.method, self.tasks, self.run.store.dim, done, counts, last)
-        state = self.observers.kept(last)
         self._save(state)
         self.run.stages.append(
             {
@@ -383,7 +377,9 @@ class StageRun:
             version = run.store.keep(self.number, self.settings.norm_statistics, values[::-1], trained)
             body = self.number
         run.models.append(StageModel(tuple(heads[::-1]), body, self.states if self.states.shapes else None))
-        run.directory.save_model(self.number, run.models[-1], version)
+        saved = run.directory.save_model(self.number, run.models[-1], version)
+        if saved is not None:
+            run.store.remember(self.number, saved)
         if self.method.replays:
             run.directory.save_log(self.number, pack(state))
         if self.settings.keep_statistics:
