@@ -216,10 +216,10 @@ def test_a_run_interrupted_between_two_stages_ends_in_the_same_bits(
     """The last round of a stage is saved, the model that the stage hands on is not."""
     save = RunDirectory.save_model
 
-    def stop(self: RunDirectory, stage: int, *arguments: Any) -> Any:
+    def stop(self: RunDirectory, stage: int, *arguments: Any) -> None:
         if stage == 1:
             raise KeyboardInterrupt
-        return save(self, stage, *arguments)
+        save(self, stage, *arguments)
 
     with monkeypatch.context() as patch:
         patch.setattr(RunDirectory, "save_model", stop)

@@ -252,9 +252,8 @@ class RunDirectory:
     def _best(self, stage: int, round: int) -> Path:
         return self._checkpoints / f"best-{stage}-{round}.safetensors"
 
-    def save_model(self, stage: int, model: StageModel, version: Version | None) -> Version | None:
-        """The model that a stage leaves, and the backbone where it is new; gives that back, its weights read from the
-        disk when they are asked for."""
+    def save_model(self, stage: int, model: StageModel, version: Version | None) -> None:
+        """The model that a stage leaves, and the backbone where it is new."""
         heads = [head.arrays() for head in model.heads if head is not None]
         arrays: dict[str, Array] = {f"head.{task}.{n}": a for task, each in enumerate(heads) for n, a in each.items()}
         facts: dict[str, Scalar] = {"body": model.body, "tasks": len(model.heads)}
@@ -269,7 +268,10 @@ class RunDirectory:
                     arrays |= {f"module.{task}.{name}": array for name, array in values.items()}
                 facts |= {"module": version.module.kind, "settings": json.dumps(dict(version.module.settings))}
         _write(self._model(stage), Message(arrays, facts))
-        return version and replace(version, arrays=self._weights(stage, version.weights))
+
+    def kept(self, stage: int, version: Version) -> Version:
+        """The backbone that `save_model` wrote, its weights read when they are asked for."""
+        return replace(version, arrays=self._weights(stage, version.weights))
 
     def load_model(self, stage: int) -> tuple[StageModel, Version | None]:
         """What `save_model` wrote."""

@@ -11,7 +11,6 @@ from typing import Any
 from headstart.core.message import Message
 from headstart.core.statistics import Ints
 from headstart.engine.model_store import Version
-from headstart.records.checkpoint import StageModel
 
 
 class NoDirectory:
@@ -60,15 +59,14 @@ class NoDirectory:
         """What `save_best` kept."""
         return Message.from_bytes(self._best[stage, round])
 
-    def save_model(self, stage: int, model: StageModel, version: Version | None) -> Version | None:
-        """A copy of the weights in memory, where they are the stage's own."""
-        if version is None or version.arrays is None:
-            return version
-        return replace(version, arrays={name: array.copy() for name, array in version.arrays.items()})
+    def kept(self, stage: int, version: Version) -> Version:
+        """The backbone that a stage made, its weights copied in memory."""
+        arrays = version.arrays and {name: array.copy() for name, array in version.arrays.items()}
+        return replace(version, arrays=arrays)
 
     def _ignore(self, *_: Any, **__: Any) -> None:
         """Nothing is written."""
 
-    log = log_round = save_checkpoint = collect_best = save_log = save_statistics = _ignore
+    log = log_round = save_checkpoint = collect_best = save_model = save_log = save_statistics = _ignore
     note = refuse_other_data = write_clients = write_holdings = write_confusion = write_samples = _ignore
     save_final = finish = _ignore

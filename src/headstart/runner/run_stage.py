@@ -377,9 +377,9 @@ class StageRun:
             version = run.store.keep(self.number, self.settings.norm_statistics, values[::-1], trained)
             body = self.number
         run.models.append(StageModel(tuple(heads[::-1]), body, self.states if self.states.shapes else None))
-        saved = run.directory.save_model(self.number, run.models[-1], version)
-        if saved is not None:
-            run.store.remember(self.number, saved)
+        run.directory.save_model(self.number, run.models[-1], version)
+        if version is not None and self.number + 1 < len(run.recipe.stages):
+            run.store.remember(self.number, run.directory.kept(self.number, version))
         if self.method.replays:
             run.directory.save_log(self.number, pack(state))
         if self.settings.keep_statistics:
