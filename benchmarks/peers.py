@@ -315,7 +315,9 @@ def environment(folder: Path, packages: list[str] | None) -> Path | None:
 def measured(python: Path | None, side: str, threads: int) -> dict[str, Any]:
     """One turn of a side, in a process of its own."""
     pinned = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), str(threads))
-    environ = {**os.environ, **pinned}
+    alone = {} if side in ("headstart", *OWN) else {"BENCHMARKS_PEER": side}
+    environ = {**os.environ, **pinned, **alone}
+    environ.pop("OMP_WAIT_POLICY", None)  # headstart's, for itself
     done = subprocess.run(
         [str(python), "-m", "benchmarks.peers", "side", side], cwd=ROOT, env=environ, capture_output=True, text=True
     )
