@@ -30,6 +30,7 @@ from headstart.backbones.language import continuation
 from headstart.backbones.prefix import StateFile
 from headstart.config.recipe import Recipe
 from headstart.core.ledger import peak_memory
+from headstart.core.statistics import Ints
 from headstart.data import Federation
 from headstart.engine.model_store import ModelStore
 from headstart.engine.setup import method_of, plan_of
@@ -293,7 +294,7 @@ def _cost(name: str) -> dict[str, int]:
     table["data"]["partition"] = {"kind": "iid", "clients": 1}
     found = Recipe.parse(table)
     if name == "inference":
-        _passes(ModelStore(found.model, Federation.of(found).dataset), 32)
+        _passes(ModelStore(found.model, Federation.of(found).dataset), [np.arange(32)])
         return {"peak": peak_memory(), "up": 0, "down": 0}
     lines: list[dict[str, Any]] = []
     run(found, on_metrics=lines.append)
@@ -301,17 +302,18 @@ def _cost(name: str) -> dict[str, int]:
 
 
 @torch.inference_mode()
-def _passes(store: ModelStore, count: int) -> None:
-    """Two forward passes over so many examples."""
+def _passes(store: ModelStore, groups: list[Ints]) -> None:
+    """Two forward passes over examples, by batches."""
     assert store.backbone is not None
-    (batch,) = store.inputs().batches([store.inputs().by_length(np.arange(count))])
-    for _ in range(2):
-        store.backbone.body(*batch)
+    for batch in store.inputs().batches(groups):
+        for _ in range(2):
+            store.backbone.body(*batch)
 
 
 def paces(sentences: str = "16", threads: str = "1", only: str = "") -> None:
-    """A round of FedMeZO, its step included, beside two forward passes over the same sentences, in turns: processor
-    seconds on one thread, which do not depend on what else the machine does, seconds by the clock on several."""
+    """A round of FedMeZO, its step included, beside two forward passes over the same sentences, in one batch and in
+    those of the round, in turns: processor seconds on one thread, which do not depend on what else the machine does,
+    seconds by the clock on several."""
     count, alone = int(sentences), threads == "1"
     torch.set_num_threads(int(threads))
     clock, seconds = (time.process_time, "processor seconds") if alone else (time.perf_counter, "seconds")
@@ -325,7 +327,7 @@ def paces(sentences: str = "16", threads: str = "1", only: str = "") -> None:
             continue
         keys = {"method": "fedmezo", "train": train, "perturbation": drawn, "lr": 1e-6}
         stage = recipe("sst2", keys, 100.0).stages[0]
-        method, _ = method_of(stage, plan_of(stage, frozenset(), True), (0, 0), store, (task,))
+        method: Any = method_of(stage, plan_of(stage, frozenset(), True), (0, 0), store, (task,))[0]
         rows, owners = np.arange(count), np.zeros(count, np.int64)
         cohort = Cohort(owners[:1], store.inputs(), rows, labels, owners, np.array([True]), lambda *_: nothing)
         seeds = iter(range(100))
@@ -335,13 +337,18 @@ def paces(sentences: str = "16", threads: str = "1", only: str = "") -> None:
             reply = method.client_update(cohort, Received(0, scalars={"seed": seed}))
             method.walk.descent.step(seed, reply.blocks["slopes"][""][0], 1e-6)
 
-        passes = alternate({"two": lambda: _passes(store, count), "round": round_}, REPEATS, clock)
-        ratio = passes["round"] / passes["two"]
-        shown.append([train, drawn, f"{passes['two']:.2f}", f"{passes['round']:.2f}", f"{ratio:.2f}"])
+        sides: dict[str, list[Ints]] = {"one": [rows], "own": method.probes.groups(cohort, rows)}
+        works = {name: partial(_passes, store, groups) for name, groups in sides.items()}
+        took = alternate({**works, "round": round_}, REPEATS, clock)
+        ratios = [f"{took['round'] / took[name]:.2f}" for name in sides]
+        shown.append([train, drawn, *(f"{each:.2f}" for each in took.values()), *ratios])
         print(*shown[-1], file=sys.stderr, flush=True)
         if train == "all" and alone:
-            _profile(drawn, method, passes["two"] / 2, store.flops_per_pass * count)
-    columns = ("`train`", "`perturbation`", "two forward passes, s", "round, s", "ratio")
+            _profile(drawn, method, took["one"] / 2, store.flops_per_pass * count)
+    columns = (
+        "`train`", "`perturbation`", "two forward passes in one batch, s", "in the round's batches, s", "round, s",
+        "of the first", "of the second",
+    )  # fmt: skip
     title = f"FedMeZO on SmolLM2-135M, {count} sentences, threads: {threads}, {seconds}, median of {REPEATS}"
     show(title, columns, shown)
 

@@ -23,7 +23,7 @@ MODEL = {"backbone": "all-MiniLM-L6-v2", "max_tokens": 64}
 TITLES = {
     "mezo": (
         f"a round of FedMeZO, all of MiniLM, {TEXTS} texts at {CLIENTS} clients",
-        "two forward passes over the same batches",
+        "two forward passes over the same texts",
     ),
     "raw": (
         f"FedNCM from {IMAGES} raw images, SqueezeNet 1.1 at {SIDE} px, with loading and compiling",

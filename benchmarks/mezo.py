@@ -20,7 +20,7 @@ from headstart.engine.client_states import ClientStates
 from headstart.engine.model_store import ModelStore
 from headstart.methods.fedmezo import FedMeZOStage
 from headstart.runner import run
-from headstart.solvers.zeroth import BATCHES
+from headstart.solvers.zeroth import BATCHES, PRICE
 
 EXAMPLES = 256
 TASKS = ("sst2", "sst5", "trec", "ag_news")
@@ -44,10 +44,8 @@ def prepared(clients: int, examples: int) -> tuple[FedMeZOStage, Federation, Mod
 
 def batches(store: ModelStore, federation: Federation) -> list[tuple[torch.Tensor, ...]]:
     """The batches of a FedMeZO round, in its order."""
-    inputs = store.inputs()
-    order = inputs.by_length(np.arange(len(federation.owners)))
-    size = BATCHES["text"]
-    return list(inputs.batches(np.split(order, range(size, len(order), size))))
+    inputs, rows = store.inputs(), np.arange(len(federation.owners))
+    return list(inputs.batches(inputs.groups(rows, BATCHES["text"], PRICE["cpu"])))
 
 
 def seconds() -> None:

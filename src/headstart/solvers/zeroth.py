@@ -29,9 +29,12 @@ from headstart.solvers.drawn import Drawn
 from headstart.solvers.network import Network
 from headstart.solvers.objective import LocalResult, Objective, learning_rate
 
-# Examples in a forward pass: as many as stay small beside the weights, since the direction is drawn anew for each pass.
-# Of completions, every token is weighed against the whole vocabulary.
+# Examples in a forward pass at most: as many as stay small beside the weights, since the direction is drawn anew for
+# each pass. Of completions, every token is weighed against the whole vocabulary.
 BATCHES = {"image": 32, "text": 256, "completions": 16, "features": 8192}
+# Tokens of padding that a forward pass more has to save. Drawing a direction anew takes a CPU as long as 60 tokens of
+# SmolLM2 do, and a GPU as long as many thousands.
+PRICE = {"cpu": 128, "cuda": 1 << 16}
 
 
 class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -91,10 +94,7 @@ class ZerothOrder:
     ) -> npt.NDArray[np.float64]:
         """Σ factor · L(θ + sign · εz) of each example [n]; which: the seed and the number of the direction."""
         self.network.model.set_mode(False, "freeze")
-        order = rows if isinstance(cohort.source, np.ndarray) else rows[cohort.inputs.by_length(cohort.rows[rows])]
-        kind = self.network.backbone.kind if self.network.backbone else "features"
-        size = BATCHES["completions" if self.network.generates else kind]
-        groups = np.split(order, range(size, len(order), size))
+        groups = self.groups(cohort, rows)
         total = np.zeros(len(cohort.rows))
         for group, batch in zip(groups, _batches(cohort, groups), strict=True):
             labels = torch.from_numpy(cohort.labels[group]).to(self.network.device)
@@ -104,6 +104,15 @@ class ZerothOrder:
                 total[group] += factor * losses.double().cpu().numpy()
         self._spare.clear()
         return total[rows]
+
+    def groups(self, cohort: Cohort, rows: Ints) -> list[Ints]:
+        """The rows of each forward pass."""
+        kind = self.network.backbone.kind if self.network.backbone else "features"
+        most = BATCHES["completions" if self.network.generates else kind]
+        if isinstance(cohort.source, np.ndarray):
+            return np.split(rows, range(most, len(rows), most))
+        groups = cohort.inputs.groups(cohort.rows[rows], most, PRICE[self.network.device.type])
+        return [rows[group] for group in groups]
 
     def _moved(
         self, which: tuple[int, int], name: str, parameter: Tensor, epsilon: float, rows: Tensor | None
