@@ -76,6 +76,13 @@ def test_the_partition_table_says_what_it_leaves_out() -> None:
     assert first.split("│")[-3:-1] == ["      29 ", "       29 "]
 
 
+def test_the_partition_table_of_completions_has_no_classes() -> None:
+    text = printed(partition_table(("a", "b"), ("text",), np.array([[3], [4]])), 80)
+    assert "2 clients, 7 training examples" in " ".join(text.split())
+    assert "class" not in text
+    assert [line.split("│")[1:-1] for line in text.splitlines() if " b " in line] == [[" b      ", "        4 "]]
+
+
 def test_who_holds_what_and_what_was_taken_for_what(tmp_path: Path) -> None:
     recipe = recipe_of({"method": "fedncm"}, {"method": "fedcof"})
     head = run(recipe, tmp_path / "run").head

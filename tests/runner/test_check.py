@@ -312,6 +312,43 @@ def test_a_recipe_for_features_runs(tmp_path: Path, command: Command, monkeypatc
     assert made(command, Path("b.npz"), tmp_path)["data"]["partition"]["kind"] == "natural"
 
 
+@pytest.mark.parametrize(
+    ("row", "told", "client"),
+    [
+        ({"prompt": "{}?", "completion": "{}", "site": "h{}"}, "prompt prompt, completion completion", "site"),
+        ({"id": "n{}", "instruction": "say {}", "output": "{}."}, "prompt instruction, completion output", None),
+        ({"messages": "{}", "user": "u{}"}, "chat messages", "user"),
+    ],
+)  # fmt: skip
+def test_a_recipe_for_texts_to_complete(
+    row: dict[str, str], told: str, client: str | None, tmp_path: Path, command: Command
+) -> None:
+    def filled(name: str, number: int) -> Any:
+        if name == "messages":
+            return [{"role": "user", "content": f"say {number}"}, {"role": "assistant", "content": f"{number}."}]
+        return row[name].format(number % 2 if name == client else number)
+
+    lines = [json.dumps({name: filled(name, number) for name in row}) for number in range(60)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    said = command("new", "a.jsonl", "--out", "b.toml", cwd=tmp_path).stdout
+    assert f"a.jsonl: 60 texts, to be completed, {'2 clients' if client else 'no clients'}" in said
+    assert f"columns: {told}, client {client or 'none'}" in said
+    table = made(command, Path("a.jsonl"), tmp_path)
+    assert table["data"].get("client_column") == client
+    assert table["data"]["partition"] == (
+        {"kind": "natural", "test": "follow"} if client else {"kind": "iid", "clients": 2}
+    )
+    assert (table["model"]["task"], table["stages"][0]["train"]) == ("generate", "lora")
+    loaded = Federation.of(Recipe.parse(table | {"data": table["data"] | {"dataset": str(tmp_path / "a.jsonl")}}))
+    assert (len(loaded.names), sum(map(len, loaded.dataset.splits.values()))) == (2, 60)
+
+
+def test_texts_with_a_label_are_to_be_classified(tmp_path: Path, command: Command) -> None:
+    rows = [{"prompt": f"what is {number}", "completion": "so", "label": "ab"[number % 2]} for number in range(40)]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert "task" not in made(command, Path("a.jsonl"), tmp_path)["model"]
+
+
 def test_new_refuses(tmp_path: Path, command: Command) -> None:
     features(tmp_path / "a.npz")
     assert "did you mean 'a.npz'?" in command("new", "b.npz", cwd=tmp_path).stderr

@@ -165,6 +165,16 @@ def of_completions(data: Data, tables: Tables) -> Dataset:
     return Dataset(data.dataset, ("text",), train, test, splits.get("validation"), client_names, domain_names)
 
 
+def completion_columns(features: Mapping[str, Any]) -> tuple[str, ...]:
+    """The columns of prompts and their completions, or that of chats, by their usual names; none without these."""
+    for names in _COMPLETIONS:
+        pair = names if isinstance(names, tuple) else (names,)
+        if all(name in features for name in pair):
+            is_text = [isinstance(features[name], datasets.Value) for name in pair]
+            return pair if all(each == (len(pair) == 2) for each in is_text) else ()
+    return ()
+
+
 def split_column(tables: Tables) -> str | None:
     """The column `split` of the only table, where all of its values, or some of them, name splits."""
     if len(tables) > 1:

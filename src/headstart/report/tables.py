@@ -301,19 +301,22 @@ def summary_table(summary: dict[str, Any]) -> Table:
 
 
 def partition_table(names: tuple[str, ...], classes: tuple[str, ...], counts: npt.NDArray[np.int64]) -> Table:
-    """Data distribution across clients: clients by class, the first 20 of each."""
-    clients, shown = min(len(names), 20), min(len(classes), 20)
-    table = Table(title=f"{len(names)} clients, {len(classes)} classes, {counts.sum():,} training examples")
+    """Data distribution across clients: clients by class, the first 20 of each; no classes where all are of one, as
+    texts that are completed are."""
+    several, clients = len(classes) > 1, min(len(names), 20)
+    shown = min(len(classes), 20) if several else 0
+    of_classes = f"{len(classes)} classes, " if several else ""
+    table = Table(title=f"{len(names)} clients, {of_classes}{counts.sum():,} training examples")
     table.add_column("client")
-    for name in classes[:shown]:
-        table.add_column(name, justify="right")
-    for heading in ([f"{len(classes) - shown} more"] if shown < len(classes) else []) + ["classes", "examples"]:
+    more = [f"{len(classes) - shown} more"] if several and shown < len(classes) else []
+    for heading in [*classes[:shown], *more, *(["classes"] if several else []), "examples"]:
         table.add_column(heading, justify="right")
     for client in range(clients):
         row = counts[client]
         cells = [str(count) if count else "·" for count in row[:shown]]
-        rest = [str(row[shown:].sum())] if shown < len(classes) else []
-        table.add_row(names[client], *cells, *rest, str(np.count_nonzero(row)), str(row.sum()))
+        rest = [str(row[shown:].sum())] if more else []
+        present = [str(np.count_nonzero(row))] if several else []
+        table.add_row(names[client], *cells, *rest, *present, str(row.sum()))
     if clients < len(names):
         table.add_row(f"… {len(names) - clients} more")
     return table

@@ -19,7 +19,7 @@ from headstart.data.csv_files import guess_csv
 from headstart.data.describe import grey_range
 from headstart.data.examples import numbered
 from headstart.data.folders import is_image
-from headstart.data.tables import FORMATS, local_tables, split_column
+from headstart.data.tables import FORMATS, completion_columns, local_tables, split_column
 from headstart.errors import HeadstartError, nearest_path
 from headstart.runner.advise import BACKBONES
 
@@ -31,6 +31,20 @@ _CLIENTS = (
 _INPUTS = ("image", "img", "file_name", "path", "file", "filename", "image_path", "text", "sentence")
 _EACH = 20  # training examples that a client is given, where the data name no clients
 _FEW = 10  # clients: a covariance from so few means is worth little
+_COMPLETES = """\
+[model]
+backbone = "smollm2-135m"  # or hf/ID, or a folder: any causal or sequence-to-sequence model of transformers
+task = "generate"
+max_tokens = 256  # of a prompt with its completion; a run says how many examples have more, and are cut
+
+[[stages]]
+method = "fedavg"  # fedmezo sends a seed and a few numbers a round; headstart methods lists them all
+train = "lora"
+optimiser = "adamw"
+lr = 1e-3
+rounds = 10
+batch_size = 8
+"""
 
 
 @dataclass(frozen=True)
@@ -46,11 +60,12 @@ def new_recipe(path: Path, shown: str, name: str) -> NewRecipe:
     if not path.exists():
         raise HeadstartError(f"{path}: {nearest_path(str(path))}")
     columns = None if path.suffix.lower() == ".npz" else _columns(path)
+    completes = columns is not None and columns.completes
     keys: dict[str, Any] = dict(columns.keys) if columns else {}
     alone = {"partition": {"kind": "iid", "clients": 1}} if "client_column" not in keys else {"partition": _NATURAL}
     wanted = {"dataset": str(path), "split_seed": 0, **alone}
     try:
-        dataset = load_dataset(Data.model_validate({**wanted, **keys}))
+        dataset = load_dataset(Data.model_validate({**wanted, **keys}), unlabelled=completes)
     except HeadstartError as error:
         if "skip_unreadable" not in str(error):
             raise
@@ -60,12 +75,14 @@ def new_recipe(path: Path, shown: str, name: str) -> NewRecipe:
         keys["classes"] = used
         dataset = load_dataset(Data.model_validate({**wanted, **keys}))
     clients = len(dataset.clients)
-    how: Mapping[str, Any] = _NATURAL if clients else _dealt(dataset)
+    how: Mapping[str, Any] = _NATURAL if clients else _dealt(dataset, completes)
     count = clients or how["clients"]
-    text = _text(name, {"dataset": shown, **keys}, how, dataset, count, str(columns or ""))
+    model = _COMPLETES if completes else _model(dataset, count)
+    text = _text(name, {"dataset": shown, **keys}, how, columns) + model
     Recipe.parse(tomllib.loads(text))  # what is written can be run
     things = "features" if dataset.kind == "features" else f"{dataset.kind}s"
     learned = f"{len(dataset.classes)} classes" if dataset.target == "classes" else f"targets ({dataset.target})"
+    learned = "to be completed" if completes else learned
     held = f"{clients} clients" if clients else f"no clients: the recipe deals them out to {count}"
     count = sum(map(len, dataset.splits.values()))
     return NewRecipe(text, f"{count:,} {things}, {learned}, {held}" + (f"\n{columns}" if str(columns or "") else ""))
@@ -91,6 +108,8 @@ class _Columns:
     """Those that are not read."""
     named: bool
     """Whether somebody has named the columns: those of a folder of images are its folders."""
+    completes: bool = False
+    """Whether they are prompts with their completions, or chats."""
 
     def __str__(self) -> str:
         if not self.named:
@@ -109,32 +128,38 @@ def _columns(path: Path) -> _Columns:
     split = split_column(found)
     columns = {column: table.features[column] for column in table.column_names if column != split}
     client = _first(_CLIENTS, columns)
-    named_label = _first(_LABELS, columns)
-    label = named_label or _fewest(table, [column for column in columns if column != client])
-    others = [column for column in columns if column not in (client, label)]
+    label = _first(_LABELS, columns)
+    completed = () if label else completion_columns(columns)
+    others = [column for column in columns if column not in (client, *completed)]
+    used: dict[str, str | None] = {}
+    if completed:
+        used |= zip(("prompt", "completion") if len(completed) == 2 else ("chat",), completed, strict=True)
+    else:
+        given, guess = _labelled(path, table, others, label)
+        usual = {"input_column": (given, _INPUTS), "label_column": (guess, ("label", "labels", "class"))}
+        keys |= {key: name for key, (name, known) in usual.items() if name not in known}
+        used |= {"input": given, "label": label or f"{guess} (a guess: it has the fewest values)"}
+        others = [column for column in others if column not in (given, guess)]
+    keys |= {"client_column": client} if client else {}
+    likely = None if client else _fewest(table, others)
+    unnamed = f"none (write client_column = {likely!r} if its values are the clients)" if likely else None
+    used |= {"client": client or unnamed} | ({"split": split} if split else {})
+    named = any(file.suffix.lower() in FORMATS for file in files)
+    return _Columns(keys, used, tuple(others), named, bool(completed))
+
+
+def _labelled(path: Path, table: Any, columns: list[str], label: str | None) -> tuple[str, str]:
+    """The columns of inputs and of labels; label: the latter, where its name says so."""
+    label = label or _fewest(table, columns)
+    others = [column for column in columns if column != label]
     given = _first(_INPUTS, others) or _longest(table, others)
     if label is None or given is None:
         raise HeadstartError(
-            f"{path}: which column is the input, and which the label? The columns are {', '.join(columns)}; name them "
-            "image or text, and label, or write a recipe with data.input_column and data.label_column"
+            f"{path}: which column is the input, and which the label? The columns are "
+            f"{', '.join(table.column_names)}; name them image or text, and label, or prompt and completion, or write "
+            "a recipe with data.input_column and data.label_column"
         )
-    usual = {"input_column": (given, _INPUTS), "label_column": (label, ("label", "labels", "class"))}
-    keys |= {key: name for key, (name, known) in usual.items() if name not in known}
-    keys |= {"client_column": client} if client else {}
-    named = any(file.suffix.lower() in FORMATS for file in files)
-    unread = tuple(column for column in others if column != given)
-    likely = None if client else _fewest(table, unread)
-    unnamed = f"none (write client_column = {likely!r} if its values are the clients)" if likely else None
-    return _Columns(
-        keys,
-        {
-            "input": given, "label": named_label or f"{label} (a guess: it has the fewest values)",
-            "client": client or unnamed,
-        }
-        | ({"split": split} if split else {}),
-        unread,
-        named,
-    )  # fmt: skip
+    return given, label
 
 
 def _first(names: Iterable[str], columns: Iterable[str]) -> str | None:
@@ -172,33 +197,23 @@ def _longest(table: Any, columns: Iterable[str]) -> str | None:
     return max(lengths, key=lengths.__getitem__) if lengths else None
 
 
-def _dealt(dataset: Dataset) -> dict[str, Any]:
+def _dealt(dataset: Dataset, completes: bool) -> dict[str, Any]:
     """A partition for data that name no clients."""
     clients = max(2, min(10, len(dataset.train) // _EACH))
-    if dataset.target != "classes":
+    if completes or dataset.target != "classes":
         return {"kind": "iid", "clients": clients}
     return {"kind": "dirichlet", "clients": clients, "alpha": 0.5, "leftovers": "assign"}
 
 
-def _text(
-    name: str, keys: Mapping[str, Any], how: Mapping[str, Any], dataset: Dataset, clients: int, columns: str
-) -> str:
+def _text(name: str, keys: Mapping[str, Any], how: Mapping[str, Any], columns: _Columns | None) -> str:
+    """The recipe as far as it is about data."""
     natural = how["kind"] == "natural"
     dealt = "deals the examples out; leave this table out where data.client_column names clients"
     why = "the clients that the data name" if natural else dealt
-    method = "fedcof" if dataset.target == "classes" and clients >= _FEW else "fed3r"
-    reason = {
-        "fedcof": "class means and counts of each client, in one round",
-        "fed3r": "second moments of each client, in one round"
-        + ("; with few clients it is more accurate than fedcof" if dataset.target == "classes" else ""),
-    }[method]
-    shades = grey_range(dataset.train) if dataset.kind == "image" else None
-    black_white = (
-        "pixel_range = [{:g}, {:g}]  # black and white, by a few of the images\n".format(*shades) if shades else ""
-    )
     skip = "# skip_unreadable = true # leave out what cannot be read, instead of stopping\n"
     skip = "" if "skip_unreadable" in keys else skip
-    guessed = f"# {columns}; input_column, label_column and client_column name others\n" if columns else ""
+    keys_of = "input_column" if columns and columns.completes else "input_column, label_column"
+    guessed = f"# {columns}; {keys_of} and client_column name others\n" if str(columns or "") else ""
     return f"""\
 # headstart check FILE shows what is wrong with this recipe and odd about its data; headstart run FILE runs it.
 {tomli_w.dumps({"name": name})}seed = 0
@@ -210,6 +225,22 @@ split_seed = 0         # the same test examples whatever the seed of the run
 {skip}
 [data.partition]  # {why}
 {tomli_w.dumps(dict(how))}
+"""
+
+
+def _model(dataset: Dataset, clients: int) -> str:
+    """The recipe from the backbone on, for a head from statistics."""
+    method = "fedcof" if dataset.target == "classes" and clients >= _FEW else "fed3r"
+    reason = {
+        "fedcof": "class means and counts of each client, in one round",
+        "fed3r": "second moments of each client, in one round"
+        + ("; with few clients it is more accurate than fedcof" if dataset.target == "classes" else ""),
+    }[method]
+    shades = grey_range(dataset.train) if dataset.kind == "image" else None
+    black_white = (
+        "pixel_range = [{:g}, {:g}]  # black and white, by a few of the images\n".format(*shades) if shades else ""
+    )
+    return f"""\
 [model]
 backbone = "{BACKBONES[dataset.kind]}"  # headstart backbones lists others
 {black_white}
