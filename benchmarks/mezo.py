@@ -45,7 +45,7 @@ def prepared(clients: int, examples: int) -> tuple[FedMeZOStage, Federation, Mod
 def batches(store: ModelStore, federation: Federation) -> list[tuple[torch.Tensor, ...]]:
     """The batches of a FedMeZO round, in its order."""
     inputs, rows = store.inputs(), np.arange(len(federation.owners))
-    return list(inputs.batches(inputs.groups(rows, BATCHES["text"], PRICE["cpu"])))
+    return list(inputs.batches(inputs.groups(rows, BATCHES["text"], PRICE)))
 
 
 def seconds() -> None:

@@ -875,7 +875,7 @@ def test_texts_of_one_batch_and_of_several_have_the_same_slopes(monkeypatch: pyt
     once = run.method.probes.slopes(run.cohort(0), rows, 3, 0)
     for most, price in ((3, 1 << 16), (N, 0)):
         monkeypatch.setitem(zeroth.BATCHES, "text", most)
-        monkeypatch.setitem(zeroth.PRICE, "cpu", price)
+        monkeypatch.setattr(zeroth, "PRICE", price)
         assert 1 < len(run.method.probes.groups(run.cohort(0), rows)) < N
         np.testing.assert_allclose(run.method.probes.slopes(run.cohort(0), rows, 3, 0), once, rtol=1e-2, atol=2e-3)
 

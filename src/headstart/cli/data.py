@@ -58,7 +58,9 @@ def _clients(sizes: list[int], unused: int) -> list[str]:
 
 
 def new(
-    data: Annotated[Path, typer.Argument(help="A folder of images, a table (.csv, .jsonl, .parquet, …), or an .npz file.")],
+    data: Annotated[
+        Path, typer.Argument(help="A folder of images, a table (.csv, .jsonl, .parquet, …), or an .npz file.")
+    ],
     out: Annotated[Path, typer.Option(help="The new recipe.")] = Path("recipe.toml"),
 ) -> None:
     """Look at data and write a commented recipe for them, and beside it the schema that editors check it by."""

@@ -34,7 +34,7 @@ from headstart.solvers.objective import LocalResult, Objective, learning_rate
 BATCHES = {"image": 32, "text": 256, "completions": 16, "features": 8192}
 # Tokens of padding that a forward pass more has to save. Drawing a direction anew takes a CPU as long as 60 tokens of
 # SmolLM2 do, and a GPU as long as many thousands.
-PRICE = {"cpu": 128, "cuda": 1 << 16}
+PRICE, _PRICE_BESIDE_GPU = 128, 1 << 16
 
 
 class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -111,8 +111,8 @@ class ZerothOrder:
         most = BATCHES["completions" if self.network.generates else kind]
         if isinstance(cohort.source, np.ndarray):
             return np.split(rows, range(most, len(rows), most))
-        groups = cohort.inputs.groups(cohort.rows[rows], most, PRICE[self.network.device.type])
-        return [rows[group] for group in groups]
+        price = PRICE if self.network.device.type == "cpu" else _PRICE_BESIDE_GPU
+        return [rows[group] for group in cohort.inputs.groups(cohort.rows[rows], most, price)]
 
     def _moved(
         self, which: tuple[int, int], name: str, parameter: Tensor, epsilon: float, rows: Tensor | None
