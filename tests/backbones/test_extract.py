@@ -409,6 +409,24 @@ def test_embedding_refuses_features_that_are_no_numbers() -> None:
         embed(means_backbone(weight=float("nan")), pictures(3), "birds test")
 
 
+def test_a_feature_that_is_no_number_does_not_stop_all_others_where_it_must_not_show() -> None:
+    """The attack: weights with which one picture, which the attacker knows, leads out of float32. The failure of a node
+    with privacy would say that it is there, whatever the noise."""
+
+    class Trap(tiny_backbones.Means):
+        def forward(self, images: Tensor) -> Tensor:
+            means = super().forward(images)
+            return torch.where(means == means.max(), torch.inf, means)
+
+    pictured = pictures(3)
+    known = embed(means_backbone(), pictured, "train")
+    trapped = replace(means_backbone(), body=Trap(), finite="forced")
+    found = embed(trapped, pictured, "train")
+    hit = int(known.max(axis=1).argmax())
+    np.testing.assert_array_equal(found[hit], np.zeros(3))
+    np.testing.assert_array_equal(np.delete(found, hit, axis=0), np.delete(known, hit, axis=0))
+
+
 class Normalised(nn.Module):
     """Pixels [B, 3, H, W] → the means of their channels after batch norm [B, 3], times (1, 2, 3)."""
 

@@ -20,6 +20,7 @@ from headstart.channel.accounting import noise_multiplier
 from headstart.channel.links import ClientNoise
 from headstart.channel.noise import generators_of
 from headstart.channel.secure import SecureClient
+from headstart.config.node import NodeLimits
 from headstart.config.recipe import Recipe
 from headstart.core.message import Message as Wire
 from headstart.core.seeds import SecureGenerator
@@ -48,13 +49,17 @@ def _identity(monkeypatch: pytest.MonkeyPatch) -> None:
 class Silo:
     """A node with its own data and folder, and a server that may ask it anything. Every answer is a new process's."""
 
-    def __init__(self, folder: Path, *stages: dict[str, Any], data: Path | None = None) -> None:
-        """data: where the examples are; with the node by default."""
+    def __init__(
+        self, folder: Path, *stages: dict[str, Any], data: Path | None = None, labels: list[int] | None = None
+    ) -> None:
+        """data: where the examples are; with the node by default. labels: the classes that it has, by default all."""
         self.folder, self.data = folder, (data or folder) / "data.npz"
         self.identity = identities(8)[0] if any(stage.get("secure") for stage in stages) else None
         folder.mkdir(exist_ok=True)
         rng = np.random.default_rng(7)
         self.y = np.repeat(np.arange(CLASSES), COUNTS)
+        if labels is not None:
+            self.y = np.resize(labels, len(self.y))
         self.x = rng.normal(size=(len(self.y), DIM)).astype(np.float32)
         self.x /= 2 * np.linalg.norm(self.x, axis=1, keepdims=True)
         np.savez(
@@ -66,9 +71,9 @@ class Silo:
         table = {"dataset": str(self.data), "classes": list(range(CLASSES))}
         self.recipe = Recipe.parse({"data": table, "model": {"backbone": "features"}, "stages": list(stages)})
 
-    def node(self, run: str = "0" * 32) -> Node:
+    def node(self, run: str = "0" * 32, limits: NodeLimits | None = None) -> Node:
         federation = Federation.silo(self.recipe, str(self.data), "a")
-        return Node(self.recipe, federation, self.folder / "state" / run, deployed=True, identity=self.identity)
+        return Node(self.recipe, federation, self.folder / "state" / run, True, self.identity, limits)
 
     def setup(self, stage: Any = 0, clients: int = 5) -> bytes:
         return StageSetup(stage, 0, (("default", CLASSES, clients, 100),), (None,)).to_message().to_bytes()
@@ -122,8 +127,9 @@ def test_a_model_that_cannot_be_trained_does_not_bring_out_the_noise_alone(tmp_p
         "the node has replied to round 0 before, and replies to no other request for it; "
     )
     assert not nothing.arrays
-    for changed in ({"new": False}, {"states": [[0, 0, {}]]}, {"setup": silo.setup(clients=6)}):
+    for changed in ({"new": False}, {"states": [[0, 0, {}]]}):
         assert "no other request" in silo.ask("answer", model(), **changed)[0]["error"]
+    assert "begun this stage from another setup" in silo.ask("answer", model(), setup=silo.setup(clients=6))[0]["error"]
 
 
 def at_once(*asks: Callable[[], Any]) -> list[Any]:
@@ -141,8 +147,8 @@ def test_two_questions_at_once_get_one_answer(tmp_path: Path, monkeypatch: pytes
     silo = Silo(tmp_path / "a", {**SGD, "privacy": HIDDEN})
     quick = Node._client_update
 
-    def slow(self: Node, asked: Any) -> Any:
-        reply = quick(self, asked)
+    def slow(self: Node, asked: Any, message: Wire) -> Any:
+        reply = quick(self, asked, message)
         time.sleep(0.3)
         return reply
 
@@ -181,8 +187,9 @@ def test_a_new_run_gets_no_other_noise_for_the_same_data(
     (first, said), (again, repeated) = (silo.ask("answer", question(), run=digit * 32) for digit in "01")
     assert first == again
     assert said.to_bytes() == repeated.to_bytes()
-    other = silo.ask("answer", question(), run="2" * 32, setup=silo.setup(clients=4))[0]["error"]
-    assert other.endswith("replies to no other request for it; a new run needs another recipe, to which nodes agree")
+    for changed in ({"setup": silo.setup(clients=4)}, {"new": False}):
+        other = silo.ask("answer", question(), run="2" * 32, **changed)[0]["error"]
+        assert other.endswith("; a new run needs another recipe, to which nodes agree")
 
 
 def test_a_stage_without_protection_is_answered_in_every_run(tmp_path: Path) -> None:
@@ -220,10 +227,9 @@ def test_an_answer_is_recorded_before_it_leaves(tmp_path: Path, monkeypatch: pyt
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr("headstart.engine.node.write_atomically", full)
+        patched.setattr("headstart.engine.node_records.write_atomically", full)
         node = silo.node()
         node.folder.mkdir(parents=True)
-        node._setup(digest(silo.setup())).write_bytes(silo.setup())
         facts, parts = facts_of(respond(silo.message("answer", statistics()), node, "a"))
     assert facts == {"error": "the node failed: OSError: [Errno 28] No space left on device"}
     assert not parts
@@ -336,7 +342,7 @@ def test_a_model_with_more_classes_does_not_sort_the_test_examples(tmp_path: Pat
     """The attack: a head of a thousand rows, and counts of what was predicted as each."""
     silo = Silo(tmp_path / "a", {"method": "fedncm"})
     many = Wire({"weight": np.ones((1000, DIM), np.float32), "bias": np.zeros(1000, np.float32)})
-    facts, said = silo.ask("evaluate", many, done=1)
+    facts, said = silo.ask("evaluate", many, done=0)
     assert facts["error"] == f"the model to be tested has 1000 classes, and not {CLASSES}"
     assert not said.arrays
     facts, said = silo.ask("evaluate", head(0), done=1)

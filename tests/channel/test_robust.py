@@ -476,7 +476,13 @@ def test_the_budget_is_spent_round_by_round(noise: str) -> None:
     assert epsilons == pytest.approx(expected, rel=1e-6)
     assert epsilons == sorted(set(epsilons))
     assert 1.999 < epsilons[-1] <= 2.0
-    rest = {name: value for name, value in found[-1].items() if name not in ("epsilon", "noise_multiplier")}
+    # An example that is replaced moves a sum that its client is in or not twice as far as the client's clip.
+    twice = {"server": 2, "client": 1}[noise]
+    examples = [get_epsilon_gaussian(multiplier / twice / rounds**0.5, 1e-6) for rounds in range(1, 6)]
+    assert [each["example_epsilon"] for each in found] == pytest.approx(examples, rel=1e-5)
+    assert all(each["example_epsilon"] >= exact for each, exact in zip(found, examples, strict=True))
+    numbers = ("epsilon", "noise_multiplier", "example_epsilon")
+    rest = {name: value for name, value in found[-1].items() if name not in numbers}
     released = {"server": "a model after every round", "client": "every client's update in every round"}[noise]
     assert rest == {"delta": 1e-6, "unit": "client", "noise": noise, "clip": 0.5, "released": released}
 
@@ -486,6 +492,7 @@ def test_sampling_spends_no_more_than_the_budget() -> None:
     epsilons = [bench.channel.spent(rounds)["epsilon"] for rounds in range(4)]
     assert epsilons == sorted(set(epsilons))
     assert 1.9 < epsilons[-1] <= 2.0
+    assert bench.channel.spent(3)["example_epsilon"] == epsilons[-1]  # neighbours differ by what is replaced already
 
 
 def test_methods_without_privacy_have_spent_nothing() -> None:
@@ -523,12 +530,15 @@ def test_a_task_of_few_clients_is_divided_by_one_at_least() -> None:
         np.testing.assert_allclose(moved, total / divisor, atol=0.02)
 
 
-def test_running_statistics_would_not_be_hidden() -> None:
+@pytest.mark.parametrize(("key", "given"), [("privacy", PRIVATE), ("max_norm", {"max_norm": 1.0})])
+def test_running_statistics_would_not_be_hidden_or_bounded(key: str, given: dict[str, Any]) -> None:
+    """The attack: a client whose update is of norm one, and whose running mean is a million."""
+
     def build(network: Any, **keys: Any) -> None:
-        stage = stage_of(**keys, **PRIVATE)
+        stage = stage_of(**keys, **given)
         Bench(stage, context_of(stage, 3, 5, (0, 4), K, K * PER, backbone=backbone_of(network)))
 
-    with pytest.raises(HeadstartError, match=r"^stages\.4\.norm_statistics: with privacy, .* use 'freeze' or 'batch'$"):
+    with pytest.raises(HeadstartError, match=rf"^stages\.4\.norm_statistics: with {key}, .* use 'freeze' or 'batch'$"):
         build(Normed(), train="all")
     for mode in ("freeze", "batch"):
         build(Normed(), train="all", norm_statistics=mode)

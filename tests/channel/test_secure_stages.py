@@ -207,13 +207,14 @@ def test_the_privacy_that_is_spent_is_in_the_summary(tmp_path: Path) -> None:
     assert 2.9 < second["epsilon"] <= 3.0
     # An example's guarantee says nothing of a client's: the two are not added up.
     assert summary["privacy"] == {
-        "example": {"epsilon": 3.0, "delta": 1e-5},
-        "client": {"epsilon": second["epsilon"], "delta": 1e-5},
+        "example": {"epsilon": 3.0, "delta": 1e-5, "uncovered": ["fedavg", "fed3r"]},
+        "client": {"epsilon": second["epsilon"], "delta": 1e-5, "uncovered": ["fedncm", "fed3r"]},
         "uncovered": ["fed3r"],
     }
     page = (tmp_path / "run" / "report.html").read_text()
     spent = re.findall(r"<td[^>]*>([^<]*)</td>", page.partition("Privacy spent</h2>")[2].partition("</table>")[0])
-    assert spent == ["run", "example", "3", "1e-05", "fed3r", "run", "client", "3", "1e-05", "fed3r"]
+    both = ["run", "example", "3", "1e-05", "fedavg, fed3r"], ["run", "client", "3", "1e-05", "fedncm, fed3r"]
+    assert spent == [*both[0], *both[1]]
     assert "differential privacy of any one client: ε = 3, δ = 1e-05, noise by the server" in page
     assert [stage["released"] for stage in (first, second)] == ["one head", "a model after every round"]
     assert "released: a model after every round" in page
@@ -241,7 +242,8 @@ def test_guarantees_of_one_unit_add_up() -> None:
     hidden = {"epsilon": 3.0, "delta": 1e-5, "clip": 50.0}
     stages = [{"method": "fedncm", "privacy": hidden}, {"method": "fed3r", "privacy": hidden | {"epsilon": 0.5}}]
     found = run(recipe_of(*stages)).summary["privacy"]
-    assert found == {"example": {"epsilon": 3.5, "delta": pytest.approx(2e-5)}, "uncovered": []}
+    whole = {"epsilon": 3.5, "delta": pytest.approx(2e-5), "uncovered": []}
+    assert found == {"example": whole, "uncovered": []}
 
 
 def test_what_a_private_stage_adds_up_is_not_left_behind(tmp_path: Path) -> None:

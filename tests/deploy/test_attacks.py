@@ -1,4 +1,4 @@
-"""A federation of real processes whose server does not follow the recipe, and what it gets; the nine attacks of
+"""A federation of real processes whose server does not follow the recipe, and what it gets; the attacks of
 docs/threats.md."""
 
 from pathlib import Path
@@ -30,7 +30,7 @@ def test_a_server_that_lies_gets_one_answer_from_a_node(machines: Machines, data
     assert len({said[name]["answer"] for name in ("first", "again", "new run")}) == 1
     assert said["first"]["answer"] is not None
     for name, why in (
-        ("fewer clients", "replies to no other request for it"),
+        ("fewer clients", "the node has begun this stage from another setup, and keeps to it"),
         ("another number", "the node is number 0 of its list of peers, and the request is to client 1"),
         ("beyond the stage", "the stage has 1 rounds, from 0; the request is for round 7"),
         ("a model", "with privacy a node tests no models"),

@@ -16,7 +16,7 @@ from headstart.backbones import Prefix
 from headstart.config.recipe import Recipe
 from headstart.core.files import write_text
 from headstart.engine import local
-from headstart.engine.node import Node
+from headstart.engine.node_stages import NodeStages
 from headstart.runner import run
 from tests.backbones.test_language import folder_of
 from tests.engine.test_node import Grid, assert_same_models, model_of, serve
@@ -111,7 +111,7 @@ def test_frozen_blocks_read_an_example_once_in_all_processes_of_a_node(
     serve(grid, tmp_path / "kept", on_metrics=look)
     assert len(passed) == 24 + 9
     assert kept == [6, 6, 6, 0]  # of three nodes, training and test examples; nothing of a stage that is over
-    monkeypatch.setattr(Node, "_states_of", lambda *given: None)
+    monkeypatch.setattr(NodeStages, "_prefix_states", lambda *given: None)
     grid = Folders(Recipe.parse(table), tmp_path / "silos", tmp_path / "anew", None, NAMES)
     serve(grid, tmp_path / "again")
     assert len(passed) == 24 + 9 + 3 * (24 + 9)

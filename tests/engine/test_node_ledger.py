@@ -10,8 +10,10 @@ import pytest
 pytest.importorskip("flwr")
 
 from flwr.supercore.task_identity import TaskIdentity
+from scipy.stats import norm
 from sklearn.metrics import balanced_accuracy_score, f1_score
 
+from headstart.channel.accounting import doubled, noise_multiplier
 from headstart.config.node import NodeLimits
 from headstart.core.message import Message as Wire
 from headstart.data import Federation
@@ -36,8 +38,7 @@ def _identity(monkeypatch: pytest.MonkeyPatch) -> None:
 def ask(silo: Silo, limits: dict[str, Any], kind: str, message: Wire, **facts: Any) -> tuple[dict[str, Any], Wire]:
     """As `Silo.ask`, of a node with limits."""
     question = silo.message(kind, message, **facts)
-    node = silo.node(run_of(question))
-    node.limits = NodeLimits.model_validate(limits)
+    node = silo.node(run_of(question), NodeLimits.model_validate(limits))
     said, parts = facts_of(respond(question, node, "a"))
     return said, Wire.from_bytes(parts["message"]) if "message" in parts else Wire()
 
@@ -165,6 +166,39 @@ def test_answers_end_where_the_owners_epsilon_does(tmp_path: Path) -> None:
     )
 
 
+def test_an_example_costs_more_than_its_client_where_updates_come_and_go(tmp_path: Path) -> None:
+    """An example that is replaced moves the sum by twice the clip, which the noise for a client was not made for: the
+    attack tells two such data sets apart better than ε = 2 allows."""
+    private = {**SGD, "rounds": 1, "privacy": {"epsilon": 2.0, "clip": 1.0, "noise": "server"}}
+    multiplier = noise_multiplier(2.0, 1e-5)
+    cut, delta = np.linspace(-20, 20, 40_001) * multiplier, 1e-5  # of the likelihood ratio of N(0, m²) and N(2, m²)
+    told = norm.sf(cut, 2, multiplier) - delta > np.exp(2.0) * norm.sf(cut, 0, multiplier)
+    assert told.any()
+    for unit, most, spent in (("client", 2.0, ""), ("example", 2.0, "4.39"), ("example", 4.4, "")):
+        silo = Silo(tmp_path / f"{unit}-{most}", private)
+        why = epsilons(silo, {"trust_server": True, "epsilon": {unit: most}}, model())
+        assert why.rpartition(" would have spent ")[2] == spent
+    for epsilon in (0.5, 2.0, 8.0):  # no cut is good enough for what is promised
+        promised = doubled(epsilon, delta)
+        multiplier = noise_multiplier(epsilon, delta)
+        excess = norm.sf(cut, 2, multiplier) - np.exp(promised) * norm.sf(cut, 0, multiplier)
+        assert excess.max() == pytest.approx(delta, rel=1e-3)
+
+
+def test_an_epsilon_is_nothing_without_its_delta(tmp_path: Path) -> None:
+    """The attack: a recipe with δ = 0.99 promises a small ε, and gives the data away."""
+    loose = {**NCM, "privacy": {**NCM["privacy"], "epsilon": 0.01, "delta": 0.99}}
+    why = epsilons(Silo(tmp_path / "a", loose), {"epsilon": {"example": 1.0}}, statistics())
+    assert why == "node.toml: limits.delta is 0.0001; with fedncm the δ of all promises would be 0.99"
+    assert epsilons(Silo(tmp_path / "b", loose), {}, statistics()) == ""  # without a limit on ε, nothing is counted
+    several = Silo(tmp_path / "c", *3 * [{**NCM, "privacy": {**NCM["privacy"], "delta": 4e-5}}])
+    limits = {"epsilon": {"example": 9.0}, "delta": 1e-4}
+    asked = [{"setup": several.setup(number), "states": [[number, -1, {}]]} for number in range(3)]
+    said = [epsilons(several, limits, statistics(), **facts) for facts in asked]
+    assert said[:2] == ["", ""]
+    assert "the δ of all promises would be 0.00012" in said[2]
+
+
 @pytest.mark.parametrize(
     "stage", [{"method": "fedncm"}, {**NCM, "privacy": {**NCM["privacy"], "noise": "server"}}], ids=["none", "server"]
 )
@@ -259,10 +293,13 @@ def test_the_same_statistics_are_not_added_up_with_other_participants(silos: Pat
     fewer.online.popitem()
     with pytest.raises(HeadstartError, match="a new run needs another recipe, to which nodes agree"):
         serve(fewer, tmp_path / "three", expected=3)
-    other = grid_of(silos, tmp_path / "state", stage, FOUR, seed=7)  # a recipe that the nodes agree to anew
-    other.online.popitem()
-    with pytest.raises(HeadstartError, match="with other participants"):
-        serve(other, tmp_path / "other", expected=3)
+    # Recipes that the nodes agree to anew: whatever is asked, the class sums of three nodes would be in it.
+    same = {"model": fewer.recipe.model.model_copy(update={"samples": 3})}
+    for number, (again, keys) in enumerate([(stage, {"seed": 7}), (stage, same), ({**stage, "method": "fed3r"}, {})]):
+        other = grid_of(silos, tmp_path / "state", again, FOUR, **keys)
+        other.online.popitem()
+        with pytest.raises(HeadstartError, match="with other participants"):
+            serve(other, tmp_path / f"other-{number}", expected=3)
     for name in FOUR[:3]:
         entries = NodeLedger(other.folder(name)).entries()
         assert len([entry for entry in entries if entry["kind"] == "reveal" and entry["of"] == "answer"]) == 2

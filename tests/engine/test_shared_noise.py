@@ -22,6 +22,7 @@ from headstart.data import Federation
 from headstart.engine import node_sums
 from headstart.engine.flower_messages import facts_of, noise_keys, reply_to
 from headstart.engine.node import Node
+from headstart.engine.node_records import NodeRecords
 from headstart.engine.node_stage import NodeRequest
 from headstart.errors import HeadstartError, MessageError
 from tests.engine.test_node import FOUR, Grid, _identity, recipe_of, serve, silos  # noqa: F401
@@ -149,17 +150,15 @@ def test_a_sum_of_another_number_of_clients_is_not_opened_again(
     serve(grid, tmp_path / "out")
     grid.change = None
     del grid.online[13]
-    with pytest.raises(
-        HeadstartError, match="replied to this stage before"
-    ):  # what it is told of the stage differs, too
+    with pytest.raises(HeadstartError, match="begun this stage from another setup"):
         serve(grid, tmp_path / "again", expected=3)
 
     heard = np.arange(3)
     saved, promise = Wire({}, {"question": "q", "clients": 4}), {"stage": 0, "of": "test"}
-    path = tmp_path / "answered"
-    path.write_bytes(Wire({"answer": np.zeros(1, np.uint8)}, {"question": "q"}).to_bytes())
     recipe, identity = recipe_of(silos, NCM), identities(4)[0]
-    node: Any = SimpleNamespace(deployed=True, record=lambda *which: path, identity=identity, recipe=recipe)
+    records = NodeRecords(recipe, "0" * 64, tmp_path, tmp_path)
+    records.write("tested", 0, Wire({"answer": np.zeros(1, np.uint8)}, {"question": "q"}))
+    node: Any = SimpleNamespace(deployed=True, records=records, identity=identity, recipe=recipe)
     for _ in range(2):
         assert len(node_sums._note_survivors(node, promise, saved, heard)["participants"]) == 3
     for other, listed in ((Wire({}, {**saved.scalars, "clients": 3}), heard), (saved, heard[1:])):
@@ -196,5 +195,5 @@ def test_figures_of_tests_have_the_noise_of_the_total_however_the_server_calls(
     (setup,) = folder.glob("setup-*")
     model = Wire({"weight": np.ones((10, 64), np.float32), "bias": np.zeros(10, np.float32)})
     asked = NodeRequest("s", 0, node.remember(setup.read_bytes()), [(0, -1, {})], True, model, 1)
-    with pytest.raises(HeadstartError, match="is not the one with which the node tested"):
+    with pytest.raises(HeadstartError, match="for a sum of more or fewer clients"):
         node.tested(asked, 9)

@@ -13,9 +13,11 @@ from headstart import FedNCM
 from headstart.channel.accounting import spent
 from headstart.channel.noise import generators_of
 from headstart.config.recipe import Recipe
+from headstart.core.statistics import ClientStatistics
 from headstart.errors import HeadstartError
 from headstart.export import Model, export
 from headstart.export.graph import Whole
+from headstart.heads.centres import split
 from headstart.runner import Result, run
 from tests.export.test_export import loaded, npz
 
@@ -120,3 +122,12 @@ def test_a_client_has_other_noise_in_every_pass() -> None:
     first, again, later = ([g.random(4).tolist() for g in generators_of((7,), 0, clients, r)] for r in (0, 0, 5))
     assert first == again
     assert not any(one in first for one in later)
+
+
+def test_examples_stay_in_their_class_where_noise_has_taken_its_first_centre() -> None:
+    """Counts with noise may leave of a class any of its rows: a split numbers by the class, not by the first row."""
+    rng = np.random.default_rng(0)
+    features, labels = rng.standard_normal((60, 4)), np.repeat([0, 1, 2], 20)
+    left = np.array([1, 5, 6])  # the second centre of class 0, the third of class 1, the first of class 2
+    known = ClientStatistics(3 * K, left, np.ones(3, np.int64), rng.standard_normal((3, 4)))
+    assert (split(features, labels, known, K, seed=0) // K == labels).all()

@@ -141,7 +141,7 @@ def test_in_a_browser_a_federation_is_above_its_run_and_texts_of_nodes_are_texts
         tiles = " | ".join(" ".join(text.split()) for text in texts(".tiles div"))
         assert "nodes 1 of 3 present | stage 2 of 2 fedavg | round 5 of 5 | bytes ↑" in tiles
         epsilon = Gallery([server.folder])._record("run", server.folder / "run")[1].summary["privacy"]["client"]  # type: ignore[index]
-        assert f"privacy spent, of any client ε = {epsilon['epsilon']:.3g} δ = 0.001; no guarantee: fedncm" in tiles
+        assert f"privacy spent, of any client ε = {epsilon['epsilon']:.3g} δ = 0.001; not of fedncm" in tiles
         assert re.search(r"running at 127.0.0.1:9443 · certificate: 36[45] days left", texts(".federation header")[0])
 
         for name, row in zip(CELLS, range(1, 5), strict=True):
@@ -200,7 +200,7 @@ def test_privacy_is_counted_while_the_run_goes_on(server: Server) -> None:
     assert spent[-1] == json.loads((run / "summary.json").read_text())["privacy"]["client"]["epsilon"]
     (run / "summary.json").unlink()  # as if it went on
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines[:3]))
-    assert f"<b>ε = {spent[1]:.3g}</b> <span class='soft'>δ = 0.001, after round 2; no guarantee: fedncm" in (
+    assert f"<b>ε = {spent[1]:.3g}</b> <span class='soft'>δ = 0.001, after round 2; not of fedncm" in (
         Gallery([server.folder]).panels([])
     )
 

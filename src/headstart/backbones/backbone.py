@@ -48,6 +48,8 @@ class Backbone:
     under: Callable[[Model], Backbone] | None = None
     """Of a model that reads prompts: itself under the prompt and the label words of another task, on the same
     network."""
+    finite: Literal["checked", "forced"] = "checked"
+    """What becomes of features that are NaN or infinity: an error, or zeros in their place."""
 
     @property
     def pixel_range(self) -> tuple[float, float] | None:

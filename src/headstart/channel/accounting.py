@@ -59,6 +59,14 @@ def spent(
     return min(everybody, _sampled(multiplier, delta, rounds, int(sampled or 0), int(clients or 0)))
 
 
+def doubled(epsilon: float, delta: float) -> float:
+    """The ε at δ of a Gaussian mechanism that promises ``epsilon`` at ``delta``, for what moves its sum twice as far.
+
+    Where a client's update may be there or not, one of its examples that is replaced moves the sum by twice the clip.
+    """
+    return spent(noise_multiplier(epsilon, delta) / (2 * (1 + 2 * _MARGIN)), delta) if epsilon else 0.0
+
+
 @cache
 def noise_multiplier(
     epsilon: float, delta: float, rounds: int = 1, sampled: int | None = None, clients: int | None = None

@@ -227,14 +227,16 @@ def _update_channel(
     links: list[Link] = []
     privacy, deviation = stage.privacy, 0.0
     everybody, several = sum(clients.values()), len(clients) > 1
+    if any(block_of(name).partition("@")[0] == "statistics" for name in method.blocks):
+        for key, given, undone in (("privacy", privacy, "hides"), ("max_norm", stage.max_norm, "bounds")):
+            if given is not None:
+                raise HeadstartError(
+                    f"stages.{seed[1]}.norm_statistics: with {key}, clients cannot send running statistics of "
+                    f"batch norm, which nothing {undone}; use 'freeze' or 'batch'"
+                )
     if stage.max_norm is not None:
         links.append(Clip(stage.max_norm))
     if privacy is not None:
-        if any(block_of(name).partition("@")[0] == "statistics" for name in method.blocks):
-            raise HeadstartError(
-                f"stages.{seed[1]}.norm_statistics: with privacy, clients cannot send running statistics of "
-                "batch norm, which nothing hides; use 'freeze' or 'batch'"
-            )
         if privacy.noise == "server":
             by_task = {f"update@{task}": count for task, count in clients.items() if several}
             by_block, asked = {"update": everybody, **by_task}, stage.sampled(everybody)

@@ -7,8 +7,8 @@ is 1.6 times the noise on the accuracy, and counts of classes with few examples 
 
 With privacy the unit is that of the stage. An example adds at most 1 to each of the four figures, its loss as a share
 of the largest that counts; where the unit is a client, it tells means over its examples instead of sums. Either way one
-unit moves the four by at most 2 in Euclidean norm, with rounding a little more. One Gaussian mechanism covers all tests
-of the stage.
+unit moves the four by at most 2 in Euclidean norm, with rounding a little more; so does an example in a client's means
+that is replaced. One Gaussian mechanism covers all tests of the stage.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from headstart.channel.accounting import noise_multiplier
 from headstart.config.stage import ClosedForm, Privacy, Rounds
 from headstart.core.message import Array, Message
 from headstart.core.metrics import Metrics, Tally, class_metrics, class_shapes, target_metrics, target_shapes
-from headstart.core.seeds import Seed, generator_of
+from headstart.core.seeds import Seed, generator_of, hiding
 from headstart.core.statistics import Floats
 from headstart.core.target import Target
 from headstart.errors import HeadstartError, MessageError
@@ -78,7 +78,10 @@ class FiguresChannel:
     def encode(self, examples: int, right: int, losses: Floats, tally: Tally, survivors: int = 1) -> Message:
         """What a node tells; losses: of the examples whose class the head knows; tally: of all, by class and by
         confidence; survivors: of a secure sum, at least so many clients share the noise."""
-        loss = float(np.minimum(losses, _LARGEST_LOSS).sum() / _LARGEST_LOSS) if self.privacy else float(losses.sum())
+        loss = float(losses.sum())
+        if self.privacy is not None:  # a loss that is no number, of a model that is none, counts as the largest
+            bounded = np.where(np.isfinite(losses), np.clip(losses, 0.0, _LARGEST_LOSS), _LARGEST_LOSS)
+            loss = float(bounded.sum() / _LARGEST_LOSS)
         figures = np.array([examples, right, len(losses), loss], np.float64)
         if self.privacy is not None and self.unit == "client":
             figures /= max(examples, 1)
@@ -116,7 +119,8 @@ class FiguresChannel:
         server's noise where it adds it."""
         figures = total["figures"]
         if self.privacy is not None and self.privacy.noise == "server":
-            figures = figures + self.deviation * generator_of(self.seed, _TEST, done, task).standard_normal(4)
+            seed = hiding(self.seed, [figures])
+            figures = figures + self.deviation * generator_of(seed, _TEST, done, task).standard_normal(4)
         examples, right, known, loss = figures.tolist()
         scale = _LARGEST_LOSS if self.privacy else 1.0
         accuracy = min(max(right / examples, 0.0), 1.0) if examples > 0 and self.target != "regression" else None
@@ -133,8 +137,10 @@ class FiguresChannel:
         if self.privacy is None or self.privacy.test_epsilon is None:
             return None
         privacy = self.privacy
+        example = {"example_epsilon": privacy.test_epsilon} if self.unit == "client" else {}  # its part in a mean
         return {
-            "epsilon": privacy.test_epsilon, "delta": privacy.delta, "unit": self.unit, "noise": privacy.noise
+            "epsilon": privacy.test_epsilon, "delta": privacy.delta, "unit": self.unit, "noise": privacy.noise,
+            **example,
         }  # fmt: skip
 
 

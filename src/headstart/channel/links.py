@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from headstart.channel.accounting import noise_multiplier, sensitivity, spent
+from headstart.channel.accounting import doubled, noise_multiplier, sensitivity, spent
 from headstart.channel.shared_noise import SharedNoise
 from headstart.config.stage import Privacy
 from headstart.core.message import Array, Message
 from headstart.core.params import clipped, norm
 from headstart.core.reply import Sender
-from headstart.core.seeds import Seed, generator_of
+from headstart.core.seeds import Seed, generator_of, hiding
 from headstart.core.statistics import Floats
 from headstart.core.update import Blocks, Total, block_of
 from headstart.errors import MessageError
@@ -127,6 +127,8 @@ class _ClientLevel(Link):
     lossy = True
     released = "a model after every round"
     """What anybody sees that the guarantee is about."""
+    replaces = False
+    """Whether neighbours differ by an update that is another one, and not by one that is there or not."""
 
     def __init__(self, privacy: Privacy, rounds: int, sampled: tuple[int, int] | None, seed: Seed) -> None:
         """sampled: of how many clients a round draws how many, where nobody knows whom; None: all count in full."""
@@ -150,18 +152,23 @@ class _ClientLevel(Link):
 
     def noised(self, arrays: Mapping[str, Array], *key: int) -> dict[str, Floats]:
         """With noise on every number; key: the round, and the client where it is a client's noise."""
-        rng = generator_of(self.seed, _NOISE, *key)
+        rng = generator_of(hiding(self.seed, arrays.values()), _NOISE, *key)
         return {
             name: np.asarray(rng.normal(array.astype(np.float64), self.deviation)) for name, array in arrays.items()
         }
 
+    def epsilon(self, rounds: int) -> float:
+        """ε after so many rounds."""
+        return spent(self.multiplier, self.privacy.delta, rounds, *self.sampled) if rounds else 0.0
+
     def spent(self, rounds: int) -> dict[str, Any]:
-        """The guarantee of so many rounds."""
-        privacy = self.privacy
+        """The guarantee of so many rounds, for a client, and for one of its examples, which another one replaces."""
+        privacy, epsilon = self.privacy, self.epsilon(rounds)
         return {
-            "epsilon": spent(self.multiplier, privacy.delta, rounds, *self.sampled) if rounds else 0.0,
+            "epsilon": epsilon,
             "delta": privacy.delta,
             "unit": "client",
+            "example_epsilon": epsilon if self.replaces else doubled(epsilon, privacy.delta),
             "noise": privacy.noise,
             "noise_multiplier": self.multiplier,
             "clip": privacy.clip,
@@ -192,6 +199,11 @@ class ServerNoise(_ClientLevel):
         self.asked, self.clients, self.blocks = asked, clients, blocks
 
     @property
+    def replaces(self) -> bool:  # type: ignore[override]
+        """Where a round draws some of the clients."""
+        return self.asked < self.clients["update"]
+
+    @property
     def deviation(self) -> float:
         """Of the noise on each number of the sum."""
         return self.multiplier * sensitivity(self.privacy.clip, self.asked, self.clients["update"])
@@ -220,6 +232,7 @@ class ClientNoise(_ClientLevel):
     """
 
     released = "every client's update in every round"
+    replaces = True
 
     @property
     def deviation(self) -> float:
@@ -274,9 +287,9 @@ class SumNoise(_ClientLevel):
         """A public number of clients."""
         return Total(total.sums, {"update": float(self.asked)} if total.sums else {})
 
-    def spent(self, rounds: int) -> dict[str, Any]:
-        """The guarantee of so many rounds."""
-        return super().spent(0) | {"epsilon": self.shared.spent(rounds)}
+    def epsilon(self, rounds: int) -> float:
+        """ε after so many rounds."""
+        return self.shared.spent(rounds)
 
 
 class HideTask(Link):

@@ -23,7 +23,7 @@ from headstart.channel.shared_noise import SharedNoise
 from headstart.config.stage import CountNoise, Privacy
 from headstart.core.directions import sent_directions
 from headstart.core.reply import Reply, Sender, StatisticsResult
-from headstart.core.seeds import Seed
+from headstart.core.seeds import Seed, hiding
 from headstart.core.statistics import ClientStatistics, Floats, Ints, Summary, message_nbytes, read_statistics
 from headstart.core.update import Blocks, StatisticsTotal
 from headstart.solvers.cohort import Cohort
@@ -200,7 +200,9 @@ class StatisticsChannel:
             return total
         statistics = total.merged()
         statistics = statistics if self.summary.by_row else statistics.pooled()
-        noisy = self.noise.add(statistics, generators_of(self.seed, self.task, round=round))
+        parts = (statistics.counts, statistics.sums, statistics.moments, statistics.sketch)
+        seed = hiding(self.seed, [part for part in parts if part is not None])
+        noisy = self.noise.add(statistics, generators_of(seed, self.task, round=round))
         return StatisticsTotal(self.summary, (replace(noisy, noise_floor=self.noise.floor(self.summary.dim, 1)),))
 
     def spent(self, rounds: int) -> dict[str, Any] | None:

@@ -227,6 +227,10 @@ class OptimiserKeys(StageKeys):
         rounds: int = getattr(self, "rounds")  # noqa: B009 (of a subclass)
         return rounds
 
+    def turn(self, round: int, n_clients: int) -> int:
+        """In each round (from 0) a client replies once."""
+        return round
+
     def seen(self, size: int) -> int:
         """Examples that a step looks at, of a client with so many."""
         return size if self.batch_size == "full" else min(self.batch_size, size)

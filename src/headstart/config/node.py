@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,8 @@ class NodeLimits(Table):
     """Whether figures of tests on this node's data may leave it."""
     epsilon: EpsilonLimits = EpsilonLimits()
     """With a limit, stages that do not promise its unit are refused: their ε is infinite."""
+    delta: float = Field(default=1e-4, gt=0, lt=1)
+    """Where there is a limit on ε, the largest δ of all answers together: an ε says nothing without its δ."""
     trust_server: bool = False
     """Whether a limit on ε counts noise that the server promises to add, or refuses it."""
     other_participants: bool = False
@@ -71,23 +74,43 @@ class NodeLimits(Table):
         ]
         return recipe.model_copy(update={"stages": tuple(stages)})
 
-    def check_spending(self, stage: ClosedForm | Rounds, spent: Any, before: dict[str, float]) -> None:
-        """Refuse an answer after which more than the largest ε would be spent.
+    def check_statistics(self, stage: ClosedForm | Rounds) -> None:
+        """Refuse sums around centres that move: an example that changes its centre is the difference of two sums."""
+        if stage.trains or stage.protected or self.min_examples == 1 or stage.rows_per_class == 1:
+            return
+        raise HeadstartError(
+            f"node.toml: limits.min_examples is {self.min_examples}, and sums of {stage.method} with several centres "
+            "can differ by single examples from one iteration to the next; set secure = true or privacy in the stage, "
+            "or limits.min_examples = 1"
+        )
 
-        spent: what the stage has promised once it is answered; before: ε of all other stages, by unit.
+    def check_spending(self, stage: ClosedForm | Rounds, spent: Any, before: Sequence[Any]) -> None:
+        """Refuse an answer after which more than the largest ε or δ would be spent.
+
+        spent: what the stage has promised once it is answered; before: the promises of all other stages.
         """
+        promises, limited = [*before, spent], False
         for unit, most in (("example", self.epsilon.example), ("client", self.epsilon.client)):
             if most is None:
                 continue
-            after = before[unit] + self.cost(spent, unit)
+            limited, after = True, sum(self.cost(each, unit) for each in promises)
             if after > most * (1 + 1e-9):
                 raise HeadstartError(
                     f"node.toml: limits.epsilon.{unit} is {most:g}; with {stage.method} the node would have spent "
                     f"{after:.3g}"
                 )
+        after = sum(float(each["delta"]) for each in promises if each)
+        if limited and after > self.delta * (1 + 1e-9):
+            raise HeadstartError(
+                f"node.toml: limits.delta is {self.delta:g}; with {stage.method} the δ of all promises would be "
+                f"{after:.3g}"
+            )
 
     def cost(self, spent: Any, unit: str) -> float:
-        """The ε of a promise for a unit: who hides a client hides each of its examples, and not the other way round."""
+        """The ε of a promise for a unit: who hides a client hides each of its examples, at a price of its own, and not
+        the other way round."""
         if not spent or (spent["noise"] == "server" and not self.trust_server):
             return float("inf")
-        return float(spent["epsilon"]) if spent["unit"] in (unit, "client") else float("inf")
+        if spent["unit"] == unit:
+            return float(spent["epsilon"])
+        return float(spent.get("example_epsilon", "inf")) if spent["unit"] == "client" else float("inf")

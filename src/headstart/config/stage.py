@@ -108,6 +108,10 @@ class ClosedFormStage(SamplingKeys):
         every = -(-n_clients // self.sampled(n_clients))
         return every if self.rounds is None else min(self.rounds, every)
 
+    def turn(self, round: int, n_clients: int) -> int:
+        """The pass over so many clients that a round (from 0) belongs to: in each a client replies once."""
+        return min(round // self.rounds_per_pass(n_clients), self.passes - 1)
+
     def rounds_for(self, n_clients: int) -> int:
         """Rounds of all passes over so many clients."""
         return self.passes * self.rounds_per_pass(n_clients)

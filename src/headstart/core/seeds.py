@@ -6,8 +6,9 @@ something in a deployment comes from here instead.
 
 from __future__ import annotations
 
+import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -101,6 +102,20 @@ def generator_of(seed: Seed, *purpose: int) -> Generator:
     if isinstance(seed, Secret):
         return seed.generator(*purpose)
     return np.random.default_rng([*seed, *purpose])
+
+
+def hiding(seed: Seed, values: Iterable[npt.NDArray[Any]]) -> Seed:
+    """The seed of the noise that hides these values: of a secret, other values get other noise.
+
+    The same noise on two totals, as of a round that is played again with other clients, would cancel in their
+    difference; other noise on the same total would average away.
+    """
+    if not isinstance(seed, Secret):
+        return seed
+    digest = hashlib.sha256()
+    for array in values:
+        digest.update(f"{array.dtype.str}{array.shape}".encode() + np.ascontiguousarray(array).tobytes())
+    return extended(seed, int.from_bytes(digest.digest(), "big"))
 
 
 def extended(seed: Seed, *purpose: int) -> Seed:

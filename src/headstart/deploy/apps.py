@@ -120,6 +120,7 @@ def answer(message: Message, context: Context) -> Message:
     from headstart.config.node import NodeLimits
     from headstart.data import Federation
     from headstart.engine.node import Node
+    from headstart.engine.node_errors import untold
     from headstart.engine.respond import refuse, respond, run_of
 
     config = context.node_config
@@ -129,7 +130,8 @@ def answer(message: Message, context: Context) -> Message:
         if "recipe" in config and _recipe(Path(str(config["recipe"])).read_text(encoding="utf-8")) != recipe:
             raise HeadstartError("the server runs another recipe than the one that this node agreed to")
         name = str(config["name"])
-        federation = Federation.silo(recipe, str(config["data"]), name, str(config.get("task") or ""))
+        with untold():
+            federation = Federation.silo(recipe, str(config["data"]), name, str(config.get("task") or ""))
         limits = NodeLimits.load(Path(str(config["limits"]))) if "limits" in config else NodeLimits()
         folder = Path(str(config["state"])) / run_of(message)
         node = Node(recipe, federation, folder, True, _identity(config, name), limits)

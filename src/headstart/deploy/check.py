@@ -18,8 +18,10 @@ from typing import Any
 import numpy as np
 
 from headstart.backbones.cache import cache_root
+from headstart.channel.accounting import doubled
 from headstart.config.node import NodeLimits
 from headstart.config.recipe import Recipe
+from headstart.config.stage import ClosedForm, Privacy, Rounds
 from headstart.data import Federation
 from headstart.deploy.attend import check_version
 from headstart.deploy.guard import check_flower
@@ -123,19 +125,26 @@ class NodeCheck:
         for number, stage in enumerate(self.recipe.stages):
             guarantee: dict[str, Any] | None = None
             if stage.privacy is not None:
-                unit = "client" if stage.trains else "example"
-                guarantee = {"unit": unit, "epsilon": stage.privacy.epsilon, "noise": stage.privacy.noise}
+                guarantee = self._guarantee(stage, stage.privacy)
             facts = {"recipe": self.digest, "stage": number, "of": "answer", "privacy": guarantee, "run": ""}
             known.pop(key := guarantee_key(facts), None)
-            before = {
-                unit: sum(self.limits.cost(each, unit) for each in known.values()) for unit in ("example", "client")
-            }
-            self.limits.check_spending(stage, guarantee, before)
+            self.limits.check_statistics(stage)
+            self.limits.check_spending(stage, guarantee, list(known.values()))
             known[key] = guarantee
         if self.limits.evaluation:
             yield "ok", "limits", "node.toml allows all of the recipe"
         else:
             yield "warning", "limits", "limits.evaluation is false: figures of tests are without this node's"
+
+    def _guarantee(self, stage: ClosedForm | Rounds, privacy: Privacy) -> dict[str, Any]:
+        """What a stage will have promised by its end."""
+        about = {"epsilon": privacy.epsilon, "delta": privacy.delta, "noise": privacy.noise}
+        if not stage.trains:
+            return {**about, "unit": "example"}
+        clients = len(self.kit.nodes)
+        replaces = privacy.noise == "client" or (privacy.noise == "server" and stage.sampled(clients) < clients)
+        example = privacy.epsilon if replaces else doubled(privacy.epsilon, privacy.delta)
+        return {**about, "unit": "client", "example_epsilon": example}
 
     def _sums(self) -> Findings:
         """Whether a secure sum can be opened, and without whom."""

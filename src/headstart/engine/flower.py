@@ -24,7 +24,8 @@ from headstart.core.reply import AnyReply, Failure, GroupReply, Reply
 from headstart.engine.client_states import ClientStates
 from headstart.engine.flower_messages import count_of, noise_keys, read_reply, reason_of
 from headstart.engine.grid import Nodes
-from headstart.engine.node_stage import WRITTEN, StateLostError
+from headstart.engine.node_errors import StateLostError
+from headstart.engine.node_stage import WRITTEN
 from headstart.engine.server import Bools, Request, check_sum
 from headstart.engine.server_log import Content
 from headstart.engine.setup import StageSetup, digest

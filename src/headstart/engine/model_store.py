@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -67,10 +67,11 @@ class ModelStore:
         owners: Mapping[str, Ints | None] | None = None,
         others: Sequence[Model] = (),
         states: Path | None = None,
+        finite: Literal["checked", "forced"] = "checked",
     ) -> None:
         """owners: by split, who holds each example, where that is known; others: the same network for further tasks,
         each under a prompt of its own; states: of a stage that is loaded again and again, a folder for what its frozen
-        blocks make of the examples."""
+        blocks make of the examples; finite: as `Backbone` has it."""
         self._data, self._owners, self._states = dataset, owners or {}, states
         if dataset is not None and (dataset.kind == "features") != (model.backbone == "features"):
             kind = "already features" if dataset.kind == "features" else f"{dataset.kind}s, not features"
@@ -90,7 +91,7 @@ class ModelStore:
             from headstart.backbones import load_backbones
             from headstart.modules import LocalModel
 
-            first, *rest = load_backbones((model, *others))
+            first, *rest = (replace(backbone, finite=finite) for backbone in load_backbones((model, *others)))
             self.model = LocalModel(first, others=rest)
             if dataset is not None and dataset.kind == "image" and model.pixel_range is None:
                 for warning in darkness(dataset.train):

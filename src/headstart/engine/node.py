@@ -2,18 +2,18 @@
 keeps on disk. Nothing depends on the process that replied before.
 
 A deployed node does not trust the server to request only what the recipe says. Within a run it is one client, replies
-to every round of a stage once, and evaluates one model after every round. The record of that is on its disk before a
-reply leaves: the same request gets the same reply again, another one for the same round is refused. Where noise or
-secure aggregation protects a stage, this holds over all runs of its recipe: a new run gets no new replies. All that
-leaves is in the node's ledger, and within the limits of its owner.
+to every round of a stage once (in a closed form, to every pass), and evaluates one model after every round. A request
+is on its disk before the node computes, and the reply before it leaves: the same request gets the same reply again,
+another one for the same round is refused, whether the first was answered or failed. Where noise or secure aggregation
+protects a stage, this holds over all runs of its recipe, and a request that fails does not say why. All that leaves is
+in the node's ledger, and within the limits of its owner.
 """
 
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,12 +26,13 @@ from headstart.config.stage import ClosedForm, Rounds
 from headstart.core.files import write_atomically, write_json
 from headstart.core.message import Message, Scalar
 from headstart.core.reply import Reply
-from headstart.core.statistics import Ints
 from headstart.data import Federation
-from headstart.engine.client_states import ClientStates
+from headstart.engine.node_errors import StateLostError, untold
 from headstart.engine.node_ledger import NodeLedger, guarantee_key
-from headstart.engine.node_stage import WRITTEN, NodeRequest, NodeStage, StateLostError
-from headstart.engine.setup import StageSetup, digest
+from headstart.engine.node_records import AGREE_ANEW, NodeRecords
+from headstart.engine.node_stage import WRITTEN, NodeRequest
+from headstart.engine.node_stages import NodeStages
+from headstart.engine.setup import digest
 from headstart.errors import HeadstartError, MessageError
 from headstart.solvers.cohort import Cohort
 
@@ -59,7 +60,8 @@ class Node:
         self.recipe, self.federation, self.folder, self.deployed = recipe, federation, folder, deployed
         self.recipe_digest = digest(recipe.to_toml().encode())
         self.identity, self.limits, self.ledger = identity, limits or NodeLimits(), NodeLedger(folder.parent)
-        self._stage: tuple[str, NodeStage] | None = None
+        self.records = NodeRecords(recipe, self.recipe_digest, self.ledger.home, folder)
+        self.stages = NodeStages(recipe, federation, folder, deployed, self.records, self.limits)
 
     def node_info(self) -> dict[str, Any]:
         """What the server must know before the first stage."""
@@ -87,15 +89,8 @@ class Node:
 
     def remember(self, setup: bytes) -> str:
         """Keep what a stage starts from; returns its digest."""
-        name = digest(setup)
-        path = self._setup(name)
         with self._locked():
-            if not path.is_file():
-                write_atomically(path, lambda file: file.write_bytes(setup))
-        return name
-
-    def _setup(self, name: str) -> Path:
-        return self.folder / f"setup-{name[:32]}.safetensors"
+            return self.stages.remember(setup)
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
@@ -127,7 +122,7 @@ class Node:
     def answer(self, request: NodeRequest) -> Reply:
         """The client's reply; its new state is on disk when this returns."""
         with self._as(request.client):
-            stage = self.stage_of(request)
+            stage = self.stages.of(request)
             if stage.stage.secure:
                 raise HeadstartError("the stage has secure aggregation; nothing is sent that is not masked")
             reply = self.reply_once(request)
@@ -144,67 +139,69 @@ class Node:
 
         Where that is more than the node's owner allows, the request is refused.
         """
-        stage = self.stage_of(request)
+        stage = self.stages.of(request)
         round = request.done - 1 if test else int(request.message.scalars["round"])
         privacy = stage.figures.guarantee if test else stage.runtime.channel.spent(round + 1)
         facts = {"stage": stage.setup.number, "method": stage.stage.method, "round": round}
         facts |= {"of": "test" if test else "answer", "privacy": privacy}
         if self.deployed:
             key = guarantee_key({**facts, "run": self.folder.name, "recipe": self.recipe_digest})
-            self.limits.check_spending(stage.stage, privacy, self.ledger.spent(self.limits, key))
+            self.limits.check_spending(stage.stage, privacy, self.ledger.other_guarantees(key))
         return facts
 
     def reply_once(self, request: NodeRequest) -> Reply:
-        """The reply to a request; on a deployed node, the one reply of the client to this round."""
+        """The reply to a request; on a deployed node, the one reply of the client to this round, or to this pass."""
         if not self.deployed:
-            return self._client_update(request)
-        stage, number = self.stage_of(request), request.message.scalars.get("round")
-        if type(number) is not int or not 0 <= number < stage.rounds:
-            raise HeadstartError(f"the stage has {stage.rounds} rounds, from 0; the request is for round {number!r}")
+            return self._client_update(request, self._complete(request))
+        setup = self.stages.setup_of(request)
+        settings, number = self.recipe.stages[setup.number], request.message.scalars.get("round")
+        rounds = settings.rounds_for(setup.clients)
+        if type(number) is not int or not 0 <= number < rounds:
+            raise HeadstartError(f"the stage has {rounds} rounds, from 0; the request is for round {number!r}")
+        if not self.federation.sizes.sum():
+            raise HeadstartError("there are no training examples here")
+        self._refuse_single_labels(settings)
+        self.limits.check_statistics(settings)
         self.guarantee(request)
-        path = self.record("answered", stage.setup.number)
-        record = Message.from_bytes(path.read_bytes()) if path.is_file() else Message(scalars={"round": -1})
-        if record.scalars.get("question") != request.digest:
-            last, once = int(record.scalars["round"]), stage.method.one_shot
-            if number <= last or (once and last >= 0):
-                what = "this stage" if once else f"round {last}"
-                anew = "; a new run needs another recipe, to which nodes agree" if stage.stage.protected else ""
-                raise HeadstartError(
-                    f"the node has replied to {what} before, and replies to no other request for it{anew}"
-                )
-            reply = self._client_update(request)
-            facts: dict[str, Scalar] = {"question": request.digest, "round": number, "task": reply.task}
-            facts |= {"passes": int(reply.forward_passes[0]), "kept": bool(reply.state)}
-            record = Message({"answer": np.frombuffer(reply.message.to_bytes(), np.uint8)}, facts)
-            write_atomically(path, lambda file: file.write_bytes(record.to_bytes()), private=True)
-        answer, passes = Message.from_bytes(record.arrays["answer"].tobytes()), int(record.scalars["passes"])
+        record, turn = self.records.read("answered", setup.number), settings.turn(number, setup.clients)
+        fresh = record.scalars.get("question") != request.digest
+        if fresh and turn <= (last := int(record.scalars.get("round", -1))):
+            what = f"round {last}" if settings.trains else f"pass {last}" if settings.passes > 1 else "this stage"
+            anew = AGREE_ANEW if settings.protected else ""
+            raise HeadstartError(f"the node has replied to {what} before, and replies to no other request for it{anew}")
+        if fresh or "answer" not in record.arrays:
+            message = self._complete(request)
+            if fresh:
+                record = Message(scalars={"question": request.digest, "round": turn})
+                self.records.write("answered", setup.number, record)
+            with self.untold(settings):
+                reply = self._client_update(request, message)
+            facts: dict[str, Scalar] = {"passes": int(reply.forward_passes[0]), "kept": bool(reply.state)}
+            answer = np.frombuffer(reply.message.to_bytes(), np.uint8)
+            record = Message({"answer": answer}, {**record.scalars, **facts, "task": reply.task})
+            self.records.write("answered", setup.number, record)
+        sent, passes = Message.from_bytes(record.arrays["answer"].tobytes()), int(record.scalars["passes"])
         state = WRITTEN if record.scalars["kept"] else {}
-        sizes = np.array([answer.nbytes]), np.array([passes])
-        return Reply(np.array([request.client]), answer, *sizes, state, int(record.scalars["task"]))
+        sizes = np.array([sent.nbytes]), np.array([passes])
+        return Reply(np.array([request.client]), sent, *sizes, state, int(record.scalars["task"]))
 
-    def record(self, what: str, number: int) -> Path:
-        """The file of the last request of a stage and its reply, with the survivors once a secure sum is open; or
-        of the last test. Of a run; of all runs of the recipe where the stage is protected."""
-        if self.deployed and self.recipe.stages[number].protected:
-            return self.ledger.home / f"{what}-{self.recipe_digest[:32]}-{number}.safetensors"
-        return self.folder / f"{what}-{number}.safetensors"
+    def untold(self, stage: ClosedForm | Rounds) -> AbstractContextManager[None]:
+        """Where a deployed node reads examples and computes with them."""
+        return untold(stage.protected) if self.deployed else nullcontext()
 
-    def _client_update(self, request: NodeRequest) -> Reply:
-        stage = self.stage_of(request)
+    def _client_update(self, request: NodeRequest, message: Message) -> Reply:
+        """The client's reply, and its new state on the disk; message: with all of a log that it holds a part of."""
+        stage = self.stages.of(request)
         number, here = np.array([request.client]), 0 if self.deployed else request.client
         rows, _ = self.federation.rows_of(np.array([here]))
-        if not len(rows):
-            raise HeadstartError("there are no training examples here")
         first = 0 if self.deployed else self.federation.class_starts[stage.setup.task]
         train = self.federation.dataset.train
         labels = train.labels[rows] - first
-        states = self._states(request)
+        states = self.stages.states_of(request)
         read = partial(states.read, clients=np.array([here]))
         owners = np.full(len(rows), request.client)
-        self._refuse_single_labels(stage.stage)
         new, task = np.array([request.new]), stage.setup.task
         cohort = Cohort(number, stage.source, rows, labels, owners, new, read, task, targets=train.targets)
-        message = self._caught_up(stage, request) if stage.method.replays else request.message
         (reply,) = stage.runtime.answer(cohort, message)
         if reply.state:
             states.write(here, reply.state)
@@ -224,7 +221,7 @@ class Node:
         A server that may send any model learns sums of the test examples, class by class.
         """
         with self._as(request.client):
-            if self.stage_of(request).stage.secure:
+            if self.stages.of(request).stage.secure:
                 raise HeadstartError("the stage has secure aggregation; metrics of tests are masked, too")
             figures = self.tested(request)
             self.enter("test", **self.guarantee(request, test=True), **sent(request.digest, figures))
@@ -235,7 +232,7 @@ class Node:
 
         survivors: how many clients of a secure sum share its noise at least.
         """
-        stage = self.stage_of(request)
+        stage = self.stages.of(request)
         if not stage.stage.tests_on_nodes:
             raise HeadstartError(
                 "with privacy a node tests no models: its metrics would be exact; set privacy.test_epsilon, or give "
@@ -245,31 +242,33 @@ class Node:
             return self._evaluate(request, survivors)
         if not self.limits.evaluation:
             raise HeadstartError("node.toml: limits.evaluation is false; this node tests no models")
-        rounds, every = stage.rounds, stage.stage.evaluate_every
+        number, every = stage.setup.number, stage.stage.evaluate_every
+        rounds = stage.stage.rounds_for(stage.setup.clients)
         if request.done not in (rounds, *range(0, rounds, every)):
             raise HeadstartError(
                 f"the stage has {rounds} rounds, and tests after every {every}; the request is for a test after "
                 f"{request.done}"
             )
         self.guarantee(request, test=True)
-        path = self.record("tested", stage.setup.number)
-        record = Message.from_bytes(path.read_bytes()) if path.is_file() else Message(scalars={"done": -1})
-        # The noise depends on these: a server that changed them would get less of it.
-        about: dict[str, Scalar] = {"setup": request.setup, "survivors": survivors} if stage.stage.privacy else {}
+        record = self.records.read("tested", number)
+        # The noise depends on it: a server that changed it would get less of it.
+        about: dict[str, Scalar] = {"survivors": survivors} if stage.stage.privacy else {}
         if any(record.scalars.get(name, value) != value for name, value in about.items()):
-            raise HeadstartError("the setup of this stage is not the one with which the node tested a model before")
-        if request.done > int(record.scalars["done"]):
-            figures = self._evaluate(request, survivors).arrays
-            record = Message(figures, {"done": request.done, "question": request.digest, **about})
-            write_atomically(path, lambda file: file.write_bytes(record.to_bytes()), private=True)
+            raise HeadstartError("the node has tested a model of this stage before, for a sum of more or fewer clients")
+        if request.done > (last := int(record.scalars.get("done", -1))):
+            record = Message(scalars={"done": request.done, "question": request.digest, **about})
+            self.records.write("tested", number, record)
         elif record.scalars["question"] != request.digest:
-            last = record.scalars["done"]
             raise HeadstartError(f"the node has tested another model after round {last} of this stage")
-        return Message(record.arrays)
+        if not record.arrays:
+            with self.untold(stage.stage):
+                record = Message(self._evaluate(request, survivors).arrays, record.scalars)
+            self.records.write("tested", number, record)
+        return Message({name: record.arrays[name] for name in stage.figures.shapes})
 
     def _evaluate(self, request: NodeRequest, survivors: int) -> Message:
-        read = partial(self._states(request).read, clients=np.array([0 if self.deployed else request.client]))
-        return self.stage_of(request).evaluate(request.message, read, self.federation.dataset, survivors)
+        read = partial(self.stages.states_of(request).read, clients=np.array([0 if self.deployed else request.client]))
+        return self.stages.of(request).evaluate(request.message, read, self.federation.dataset, survivors)
 
     def _refuse_single_labels(self, stage: ClosedForm | Rounds) -> None:
         """A client sends sums of the features with each label, and how many examples two labels share: where one has an
@@ -280,63 +279,11 @@ class Node:
                 "or privacy in the stage"
             )
 
-    def stage_of(self, request: NodeRequest) -> NodeStage:
-        """The stage of a request; the one before it is unloaded."""
-        key = request.session + request.setup
-        if self._stage is None or self._stage[0] != key:
-            setup = self.setup_of(request)
-            self._stage = None  # a backbone less in memory while the next one is loaded
-            limited = self.limits.applied(self.recipe) if self.deployed else self.recipe
-            states = self._states_of(request.setup) if self.deployed else None
-            self._stage = key, NodeStage.load(self.recipe, limited, self.federation, setup, self.deployed, states)
-        return self._stage[1]
-
-    def _states_of(self, setup: str) -> Path:
-        """Where a stage keeps what its frozen blocks make of the examples, for the process of the next message; what
-        other stages and runs have kept goes."""
-        folder = self.folder / f"states-{setup[:32]}"
-        for other in self.ledger.home.glob("*/states-*"):
-            if other != folder:
-                shutil.rmtree(other, ignore_errors=True)
-        return folder
-
-    def setup_of(self, request: NodeRequest) -> StageSetup:
-        """The setup of the stage, as the server sent it."""
-        path = self._setup(request.setup)
-        if not path.is_file():
-            raise StateLostError("the node no longer has what the stage starts from")
-        setup = StageSetup.from_message(Message.from_bytes(path.read_bytes()))
-        if type(setup.number) is not int or not 0 <= setup.number < len(self.recipe.stages):
-            raise MessageError(f"the recipe has {len(self.recipe.stages)} stages, from 0, and none {setup.number!r}")
-        tasks = [name for name, *_ in setup.tasks]
-        if self.deployed and (tuple(tasks), tasks[setup.task : setup.task + 1]) != (
-            self.recipe.task_names, [*self.federation.tasks],
-        ):  # fmt: skip
-            raise HeadstartError(f"the node's task is {self.federation.tasks[0]!r}, and the request is for another")
-        return setup
-
-    def _states(self, request: NodeRequest) -> ClientStates:
-        """The client's states, of this stage and of those that it continues."""
-        states = None
-        count = 1 if self.deployed else self.federation.n_clients
-        here = 0 if self.deployed else request.client
-        for number, slot, shapes in reversed(request.states):
-            slots: Ints = np.full(count, -1)
-            slots[here] = slot
-            folder = self.folder / f"clients-{number}"
-            if slot >= 0 and not ClientStates.is_there(folder, shapes):
-                raise StateLostError("the node no longer has the client's state")
-            from_head = self.recipe.stages[number].head_init == "previous"
-
-            def inherits(name: str, from_head: bool = from_head) -> bool:
-                return from_head or not name.startswith("personal.head.")
-
-            states = ClientStates(folder, count, shapes, slots, states, inherits)
-        assert states is not None
-        return states
-
-    def _caught_up(self, stage: NodeStage, request: NodeRequest) -> Message:
-        """The log from the start of the stage on: a process that was not there before needs all of it."""
+    def _complete(self, request: NodeRequest) -> Message:
+        """The message of a request; of a log all from its start on, for a process that was not there before."""
+        stage = self.stages.of(request)
+        if not stage.method.replays:
+            return request.message
         from headstart.methods.fedmezo import joined
 
         path = self.folder / f"log-{stage.setup.number}-{request.client}.safetensors"

@@ -12,7 +12,6 @@ from typing import Any
 
 from filelock import FileLock
 
-from headstart.config.node import NodeLimits
 from headstart.core.chain import Chain, Entry
 from headstart.core.files import temporaries
 
@@ -41,10 +40,9 @@ class NodeLedger(Chain):
         """The last privacy guarantee of each stage that was answered or tested; None where there was none."""
         return {guarantee_key(entry): entry["privacy"] for entry in self.entries() if "privacy" in entry}
 
-    def spent(self, limits: NodeLimits, other_than: GuaranteeKey) -> dict[str, float]:
-        """ε by unit of all guarantees but one."""
-        guarantees = [each for key, each in self.guarantees().items() if key != other_than]
-        return {unit: sum(limits.cost(each, unit) for each in guarantees) for unit in ("example", "client")}
+    def other_guarantees(self, than: GuaranteeKey) -> list[Any]:
+        """All guarantees but one."""
+        return [each for key, each in self.guarantees().items() if key != than]
 
 
 def guarantee_key(entry: Entry) -> GuaranteeKey:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from scipy.special import log_softmax
@@ -21,7 +21,8 @@ from headstart.engine.client import ClientRuntime
 from headstart.engine.flower_messages import request_digest
 from headstart.engine.model_store import ModelStore
 from headstart.engine.setup import StageSetup, plan_of
-from headstart.errors import HeadstartError, MessageError
+from headstart.errors import MessageError
+from headstart.heads import LinearHead
 
 StatesInUse = Sequence[tuple[int, int, Mapping[str, tuple[int, ...]]]]
 """Of this stage, and of those that it continues: the stage's number, the slot that holds the client's state, -1 for
@@ -29,10 +30,6 @@ none, and the names and shapes of it."""
 
 WRITTEN: ClientState = {"": np.zeros(0, np.float32)}
 """In the place of a state that a node has written to its own disk."""
-
-
-class StateLostError(MessageError):
-    """The node does not have what it was sent, or kept, before."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,11 +70,6 @@ class NodeStage:
         """The method of the stage."""
         return self.runtime.method
 
-    @property
-    def rounds(self) -> int:
-        """Rounds of the stage, as the recipe has them."""
-        return self.stage.rounds_for(self.setup.clients)
-
     @classmethod
     def load(
         cls,
@@ -91,8 +83,10 @@ class NodeStage:
         """A stage by its setup; limited: the recipe within the limits of the node's owner; states: a folder for what
         frozen blocks make of the examples."""
         owners = {"train": federation.owners, "test": federation.test_owners}
-        store = ModelStore(recipe.model_of(setup.task), federation.dataset, owners=owners, states=states)
         target, stage = federation.dataset.target, recipe.stages[setup.number]
+        # With privacy, one example that weights of the server's choice make infinite must not stop all others.
+        finite: Literal["checked", "forced"] = "forced" if stage.privacy and deployed else "checked"
+        store = ModelStore(recipe.model_of(setup.task), federation.dataset, owners=owners, states=states, finite=finite)
         method, channel = setup.method(limited, store, None if deployed else (), target)
         figures = FiguresChannel.of(stage, setup.clients, None, setup.tasks[setup.task][1], target)
         changes = plan_of(stage, frozenset(setup.personal), store.fixed_head).changes_features
@@ -107,8 +101,8 @@ class NodeStage:
         own = {name: values[0] for name, values in self.method.personal_params(read, self.setup.task).items()}
         head = self.method.load(model, self.setup.task, own)
         classes = len(dataset.classes)
-        if self.deployed and len(head.bias) != classes:  # more would sort examples as finely as anybody likes
-            raise HeadstartError(f"the model to be tested has {len(head.bias)} classes, and not {classes}")
+        if self.deployed:
+            self._check_head(head, classes)
         if dataset.test.targets is not None:
             scores = head.scores(self.store.features("test") if len(dataset.test) else np.zeros((0, self.store.dim)))
             return self.figures.encode_targets(tally_targets(scores, dataset.test.targets, dataset.target))
@@ -123,8 +117,18 @@ class NodeStage:
             tally = tally_classes(np.zeros((len(losses), 1)), np.zeros(len(losses), np.int64))
             tally["classes"][2], tally["bins"][:] = 0, 0
             return self.figures.encode(len(losses), 0, losses, tally, survivors)
-        scores, labels = head.scores(features), dataset.test.labels
+        with np.errstate(over="ignore", invalid="ignore"):  # of a model that has diverged
+            scores = head.scores(features)
+        labels = dataset.test.labels
         known = np.isfinite(scores[np.arange(len(labels)), labels])
         losses = -log_softmax(scores[known], axis=1)[np.arange(int(known.sum())), labels[known]]
         right = int(np.count_nonzero(scores.argmax(axis=1) == labels))
         return self.figures.encode(len(labels), right, losses, tally_classes(scores, labels), survivors)
+
+    @staticmethod
+    def _check_head(head: LinearHead, classes: int) -> None:
+        """Refuse a model that would sort examples as finely as anybody likes, or fail with some of them."""
+        if len(head.bias) != classes * head.centres:
+            raise MessageError(f"the model to be tested has {len(head.bias)} classes, and not {classes}")
+        if not (np.isfinite(head.weight).all() and (np.isfinite(head.bias) | np.isneginf(head.bias)).all()):
+            raise MessageError("the head of the model to be tested holds NaN or infinity")

@@ -11,13 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from headstart.channel.fixed import check_values
 from headstart.channel.secure import Identity, SecureClient
 from headstart.channel.shared_noise import KEY_BYTES, SharedNoise
 from headstart.core.files import write_atomically
 from headstart.core.message import Array, Message
 from headstart.core.seeds import Secret
 from headstart.engine.node import sent
-from headstart.engine.node_stage import NodeRequest, StateLostError
+from headstart.engine.node_errors import StateLostError
+from headstart.engine.node_stage import NodeRequest
 from headstart.engine.setup import digest
 from headstart.errors import HeadstartError, MessageError
 
@@ -49,7 +51,7 @@ def next_exchange(node: Node, request: NodeRequest, received: Message, test: boo
     guarantee, question = json.loads(str(saved.scalars["promise"])), str(saved.scalars["question"])
     identity = _identity(node, bytes.fromhex(str(saved.scalars["session"])), request.client)
     client = SecureClient.from_message(saved, identity)
-    if guarantee["stage"] != node.setup_of(request).number:
+    if guarantee["stage"] != node.stages.setup_of(request).number:
         raise MessageError("the sum was begun for another stage")
     answers = {"shares": client.share, "masked": client.mask, "agree": client.agree, "reveal": client.reveal}
     if (step := str(received.scalars.get("step"))) not in answers:
@@ -72,15 +74,19 @@ def _begin(
     """The reply to the first exchange; what is to be added is fixed from here on."""
     session, clients, threshold = _settings(node, request, received)
     identity = _identity(node, session, request.client)
-    facts: dict[str, Any] = {"passes": 0, "kept": False}
+    stage, facts = node.stages.of(request), dict[str, Any](passes=0, kept=False)
     if test:
-        values: Mapping[str, Array] = node.stage_of(request).figures.to_sum(node.tested(request, threshold))
+        figures = node.tested(request, threshold)
+        values: Mapping[str, Array] = stage.figures.to_sum(figures)
     else:
         reply, round = node.reply_once(request), int(request.message.scalars["round"])
-        values = vector = node.stage_of(request).runtime.vector(reply, request.message)
+        with node.untold(stage.stage):
+            values = vector = stage.runtime.vector(reply, request.message)
         if (shared := _shared(node, request, request.digest)) is not None:
             values = shared.noised(vector, request.client, round, clients, threshold)
         facts = {"passes": int(reply.forward_passes[0]), "kept": bool(reply.state)}
+    with node.untold(stage.stage):
+        check_values(values, clients)
     client = SecureClient(session, clients, threshold, identity, values, _context(node, request, test))
     answer, guarantee = client.keys(), node.guarantee(request, test)
     _keep(path, client, {"promise": json.dumps(guarantee), "question": request.digest})
@@ -94,15 +100,14 @@ def _shared(node: Node, request: NodeRequest, question: str) -> SharedNoise | No
 
     With other noise every time, a server that repeats its request could average it away.
     """
-    stage = node.stage_of(request)
+    stage = node.stages.of(request)
     shared = stage.runtime.channel.shared
     if shared is None or not node.deployed:
         return shared
-    path = node.record("noise", stage.setup.number)
-    record = Message.from_bytes(path.read_bytes()) if path.is_file() else Message()
+    record = node.records.read("noise", stage.setup.number)
     if record.scalars.get("question") != question:
         record = Message({"key": np.frombuffer(os.urandom(KEY_BYTES), np.uint8)}, {"question": question})
-        write_atomically(path, lambda file: file.write_bytes(record.to_bytes()), private=True)
+        node.records.write("noise", stage.setup.number, record)
     return replace(shared, seed=Secret(record.arrays["key"].tobytes()))
 
 
@@ -131,7 +136,7 @@ def _context(node: Node, request: NodeRequest, test: bool) -> bytes:
     Where clients are sent the part of a log that they have missed, that is the log from its start on. With several
     tasks, or personal parameters, clients are sent different messages, which are then left out.
     """
-    stage = node.stage_of(request)
+    stage = node.stages.of(request)
     setup, question = stage.setup, request.message.to_bytes()
     if stage.method.replays and not test:
         question = (node.folder / f"log-{setup.number}-{request.client}.safetensors").read_bytes()
@@ -157,7 +162,7 @@ def _settings(node: Node, request: NodeRequest, received: Message) -> tuple[byte
         clients, threshold = (int(received.scalars[name]) for name in ("clients", "threshold"))
     except (KeyError, ValueError) as error:
         raise MessageError(f"the settings of secure aggregation cannot be read: {error!r}") from None
-    stage = node.recipe.stages[node.setup_of(request).number]
+    stage = node.recipe.stages[node.stages.setup_of(request).number]
     if not stage.secure:
         raise HeadstartError("the recipe has no secure aggregation in this stage")
     if threshold != (least := stage.survivors(clients)):
@@ -171,29 +176,30 @@ def _settings(node: Node, request: NodeRequest, received: Message) -> tuple[byte
 def _note_survivors(node: Node, guarantee: Mapping[str, Any], saved: Message, survivors: Array) -> dict[str, Any]:
     """A round is opened for one list of survivors, whatever the sum: two totals would differ by single clients.
 
-    Nor are the same statistics added up again with others, in any run of any recipe.
+    Nor are statistics of the data added up again with others, in any run of any recipe. They need not be the same ones:
+    those of nearly the same features, or of a method that sends more, tell of a node as well.
     """
     if not node.deployed:
         return {}
-    path = node.record("tested" if guarantee["of"] == "test" else "answered", guarantee["stage"])
-    record = Message.from_bytes(path.read_bytes())
+    what, number = "tested" if guarantee["of"] == "test" else "answered", guarantee["stage"]
+    record = node.records.read(what, number)
     if record.scalars["question"] != saved.scalars["question"]:
         raise HeadstartError("the node has replied to another request since")
     clients = saved.scalars["clients"]  # on which the noise depends that they share
     same = record.scalars.get("clients", clients) == clients
     if not same or not np.array_equal(record.arrays.get("survivors", survivors), survivors):
         raise HeadstartError("the sum of this round was opened before, for another list of survivors")
-    facts = {"participants": _participants(node, survivors), "statistics": _statistics(node, guarantee)}
-    if facts["statistics"] and not node.limits.other_participants:
+    of_data = what == "answered" and not node.recipe.stages[number].trains
+    facts = {"participants": _participants(node, survivors), "statistics": of_data}
+    if of_data and not node.limits.other_participants:
         for entry in node.ledger.entries():
-            same = entry.get("statistics") == facts["statistics"]
-            if same and entry["participants"] != facts["participants"]:
+            if entry.get("statistics") and entry["participants"] != facts["participants"]:
                 raise HeadstartError(
-                    "the same statistics were added up before with other participants, and the difference of the two "
-                    "totals would tell of single nodes; limits.other_participants in node.toml allows it"
+                    "statistics of the data were added up before with other participants, and the difference of the "
+                    "two totals would tell of single nodes; limits.other_participants in node.toml allows it"
                 )
     noted = Message({**record.arrays, "survivors": survivors}, {**record.scalars, "clients": clients})
-    write_atomically(path, lambda file: file.write_bytes(noted.to_bytes()), private=True)
+    node.records.write(what, number, noted)
     return facts
 
 
@@ -201,11 +207,3 @@ def _participants(node: Node, survivors: Array) -> list[str]:
     """Whoever is in a sum, by the first digits of the digests of their public keys."""
     peers = check_identity(node.identity).peers
     return sorted(digest(peers[int(number)])[:16] for number in survivors)
-
-
-def _statistics(node: Node, guarantee: Mapping[str, Any]) -> str | None:
-    """The same for all sums of the same statistics; None for updates and tests, each of which is of its own model."""
-    stage = node.recipe.stages[guarantee["stage"]]
-    if stage.trains or guarantee["of"] == "test":
-        return None
-    return digest(json.dumps([stage.method, node.recipe.model.model_dump(mode="json")]).encode())

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Mapping
-from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from headstart.config.recipe import Recipe
 from headstart.core.message import Message
 from headstart.engine.flower_messages import facts_of, package_version, recipe_digest, reply_to
 from headstart.engine.node import Node
-from headstart.engine.node_stage import NodeRequest, StateLostError, StatesInUse
+from headstart.engine.node_errors import StateLostError, without_folders
+from headstart.engine.node_stage import NodeRequest, StatesInUse
 from headstart.errors import HeadstartError, MessageError
 
 if TYPE_CHECKING:  # Flower takes seconds to load
     from flwr.app import Message as FlowerMessage
-
-log = logging.getLogger("headstart")
-
-# From the root of an absolute path to the last slash before the text can no longer be part of it.
-_FOLDERS = re.compile(r"(?<![^\s'\"(\[=:,;<`])~?/(?=[^\s/])(?:[^\n:;,'\"()<>`]*/)?")
 
 
 def respond(message: FlowerMessage, node: Node, name: str) -> FlowerMessage:
@@ -56,21 +50,6 @@ def _reply(node: Node, facts: Mapping[str, Any], parts: Mapping[str, bytes]) -> 
         return {}, node.evaluate(request)
     reply = node.answer(request)
     return {"passes": int(reply.forward_passes[0]), "kept": bool(reply.state)}, reply.message
-
-
-def without_folders(error: Exception, *known: str) -> str:
-    """The text of an error, with the names of files in the place of their paths; all of it goes into the node's log.
-
-    Where a file is tells the server more than it has to know: users, wards, patients. known: paths of the node's own;
-    one that is not known ends where a quotation mark does.
-    """
-    text = str(error)
-    log.warning("refused: %s: %s", type(error).__name__, text)
-    given = (getattr(error, "filename", None), getattr(error, "filename2", None))
-    for path in sorted((path for path in (*known, *given) if isinstance(path, str)), key=len, reverse=True):
-        if PurePath(path).is_absolute():
-            text = text.replace(path, PurePath(path).name)
-    return _FOLDERS.sub("", text)
 
 
 def run_of(message: FlowerMessage) -> str:

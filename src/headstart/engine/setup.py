@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field, replace
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -132,6 +133,32 @@ class StageSetup:
         """Bytes of what earlier stages made."""
         return Message(self.arrays).nbytes if self.arrays else 0
 
+    def check(self, recipe: Recipe, classes: int) -> None:
+        """Refuse on a node what no server sends that follows the recipe, and what would fail with some examples and not
+        with others; classes: of the node's own task."""
+        if self.tasks[self.task][1] != classes:
+            raise MessageError(f"the setup is of {self.tasks[self.task][1]} classes, and the data have {classes}")
+        for task, shapes in enumerate(self.heads):
+            name, count, *_ = self.tasks[task]
+            if shapes is not None and not (_is_head(shapes, count) and 0 < self.temperatures[task] < inf):
+                raise MessageError(f"the setup's head of {name} is none of {count} classes")
+        earlier = recipe.stages[: self.number]
+        trained = {
+            "body": any(stage.plan.body != "frozen" or stage.folds for stage in earlier),
+            "module": any(stage.plan.module != "frozen" for stage in earlier),
+            "head": self.heads[self.task] is not None,
+        }
+        for name, array in self.arrays.items():
+            part, _, rest = name.partition(".")
+            if not trained.get(part):
+                raise MessageError(f"the setup has {name!r}, and no earlier stage makes it")
+            if part == "head" and array.shape != (self.heads[self.task] or {}).get(rest):
+                raise MessageError(f"the setup's {name!r} is of another head than it says")
+            values = np.asarray(array, np.float64)
+            masked = (name == "head.bias") & np.isneginf(values)  # of a class that nobody has
+            if not (np.isfinite(values) | masked).all():
+                raise MessageError(f"the setup's {name!r} holds NaN or infinity")
+
     def to_message(self) -> Message:
         """All of it."""
         facts = {name: value for name, value in vars(self).items() if name != "arrays"}
@@ -192,6 +219,12 @@ class StageSetup:
                 head = replace(given, temperature=self.temperatures[number])
             tasks.append(Task(name, classes, Population(clients, examples), head, values or None, target))
         return tuple(tasks)
+
+
+def _is_head(shapes: Shapes, classes: int) -> bool:
+    """Whether these are the shapes of a head of so many classes, each with one row or more."""
+    rows, width = shapes.get("bias", ()), shapes.get("weight", ())
+    return len(rows) == 1 and width[:1] == rows and len(width) == 2 and rows[0] >= classes and rows[0] % classes == 0
 
 
 def digest(data: bytes) -> str:

@@ -111,10 +111,12 @@ def card(run: Path, readme: str, task: str | None = None, client: str | None = N
 def _privacy(summary: dict[str, Any]) -> str:
     """What privacy the run has spent, in a sentence."""
     spent: dict[str, Any] = dict(summary.get("privacy", {}))
-    uncovered = spent.pop("uncovered", [])
+    spent.pop("uncovered", None)
     if not spent:
         return "No differential privacy was asked for: the model may tell of single examples."
-    units = [f"any one {unit}: ε = {e['epsilon']:.3g}, δ = {e['delta']:.1g}" for unit, e in spent.items()]
-    return f"Differential privacy of {'; of '.join(units)}." + (
-        f" Stages that it does not cover: {', '.join(uncovered)}." if uncovered else ""
-    )
+    units = [
+        f"any one {unit}: ε = {e['epsilon']:.3g}, δ = {e['delta']:.1g}"
+        + (f", but for what {', '.join(e['uncovered'])} tells" if e["uncovered"] else "")
+        for unit, e in spent.items()
+    ]
+    return f"Differential privacy of {'; of '.join(units)}."

@@ -14,12 +14,12 @@ from headstart.core.statistics import ClientStatistics, Features, Floats, Ints, 
 
 
 def split(features: Features, labels: Ints, known: ClientStatistics, centres: int, seed: int) -> Ints:
-    """The first centre [n] of each example; known: one row per class, the number of its first centre."""
+    """The first centre [n] of each example; known: of each class the first row counts, its mean."""
     rng = np.random.Generator(np.random.Philox(key=seed))
     directions = rng.standard_normal((centres, features.shape[1]))
 
     def side(mine: Floats, rows: Floats, numbers: Ints) -> Ints:
-        return np.asarray(numbers[0] + ((mine - rows[0]) @ directions.T).argmax(axis=1))
+        return np.asarray(numbers[0] // centres * centres + ((mine - rows[0]) @ directions.T).argmax(axis=1))
 
     return _by_class(features, labels, known, centres, side)
 

@@ -124,8 +124,6 @@ class Method(ABC, Generic[State]):
 
     state_type: type
     """The class of the server's state, a dataclass."""
-    one_shot: bool = False
-    """Whether a client participates in one round only: its reply does not depend on what the server knows."""
     replays: bool = False
     """Whether the model is a log of steps: a client is sent those it has missed since its last round."""
     blocks: Blocks = MappingProxyType({})

@@ -25,6 +25,7 @@ from headstart.core.statistics import (
     summarise,
 )
 from headstart.core.update import StatisticsTotal
+from headstart.errors import MessageError
 from headstart.heads import LinearHead
 from headstart.heads.calibrate import N_TEMPERATURES, least, losses, temperature_of, temperatures
 from headstart.methods.base import ALONE, Arrays, Method, Received, StageContext
@@ -70,11 +71,6 @@ class ClosedForm(Method[ClosedFormState]):
         self._solved: tuple[tuple[ClientStatistics, ...], LinearHead, Floats] | None = None
 
     @property
-    def one_shot(self) -> bool:  # type: ignore[override]
-        """Unless there is a second pass over the clients."""
-        return bool(self.stage.passes == 1)
-
-    @property
     def summary(self) -> Summary:
         """What clients say of their features."""
         kept = self.stage.keep_statistics
@@ -98,8 +94,7 @@ class ClosedForm(Method[ClosedFormState]):
 
     def pass_of(self, round: int) -> int:
         """The pass over the clients that a round (from 0) belongs to."""
-        length = self.stage.rounds_per_pass(self.context.population.clients)
-        return int(min(round // length, self.stage.passes - 1))
+        return int(self.stage.turn(round, self.context.population.clients))
 
     def _is_calibration(self, round: int) -> bool:
         return self._calibrates and self.pass_of(round) == self.stage.passes - 1
@@ -130,9 +125,24 @@ class ClosedForm(Method[ClosedFormState]):
         return {}
 
     def receive(self, cohort: Cohort, message: Message) -> Received:
-        """The number of the round, and the head where there is one."""
-        scalars = {name: float(value) for name, value in message.scalars.items()}
-        return Received(int(message.scalars["round"]), blocks={"": Params(message.arrays)}, scalars=scalars)
+        """The number of the round, and the head or the centres where there are any."""
+        scalars, round = {name: float(value) for name, value in message.scalars.items()}, int(message.scalars["round"])
+        if message.arrays:
+            self.check_received(message, round)
+        return Received(round, blocks={"": Params(message.arrays)}, scalars=scalars)
+
+    def check_received(self, message: Message, round: int) -> None:
+        """Refuse what could fail with some examples, and not with others."""
+        if not self._is_calibration(round):
+            raise MessageError(f"{self.stage.method} sends clients no arrays in round {round + 1}")
+        classes = self.context.task.n_classes
+        message.array("own", "float64", (classes,))
+        if not (message.array("grid", "float64", (N_TEMPERATURES,)) > 0).all():  # type: ignore[operator]
+            raise MessageError("a temperature of the grid is not above 0")
+        rows = len(message.array("head.weight", "float32", (None, None)))
+        bias = np.asarray(message.arrays.get("head.bias"))
+        if rows != classes * self.stage.rows_per_class or bias.shape != (rows,) or not (bias < np.inf).all():
+            raise MessageError("the head to calibrate is of other classes than the data")
 
     def client_update(self, cohort: Cohort, received: Received) -> StatisticsResult:
         """Statistics of each client's classes, or the losses of its examples."""

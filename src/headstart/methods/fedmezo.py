@@ -85,7 +85,8 @@ class Log:
     @classmethod
     def of(cls, message: Message) -> Log:
         """The log in a message."""
-        return cls(message.arrays["seeds"].astype(np.int64), message.arrays["slopes"].astype(np.float32))
+        slopes = message.array("slopes", "float32", (None, None)).astype(np.float32)
+        return cls(message.array("seeds", "int64", (len(slopes),)).astype(np.int64), slopes)
 
     def message(self, first: int = 0, **scalars: int) -> Message:
         """Its steps from ``first`` on."""

@@ -20,7 +20,9 @@ import numpy.typing as npt
 from pydantic import PositiveInt
 
 from headstart.config.stage import ClosedFormStage
+from headstart.core.message import Message
 from headstart.core.statistics import ClientStatistics, Ints, Summary, shorten
+from headstart.errors import MessageError
 from headstart.heads import LinearHead, ncm_head
 from headstart.heads.centres import nearest, split
 from headstart.methods.base import Received
@@ -67,6 +69,17 @@ class FedNCM(ClosedForm):
         known = self._total(ClosedFormState(parts)).pooled()
         means = known.sums / known.counts[:, None]
         return {"centres": means.astype(np.float32), "numbers": known.labels}
+
+    def check_received(self, message: Message, round: int) -> None:
+        """The centres are of classes that there are, each once."""
+        if self.stage.centres == 1 or "centres" not in message.arrays:
+            super().check_received(message, round)
+            return
+        numbers = message.array("numbers", "int64", (None,))
+        message.array("centres", "float32", (len(numbers), None))
+        places = self.summary.n_classes
+        if not np.isin(numbers, np.arange(places)).all() or len(np.unique(numbers)) < len(numbers):
+            raise MessageError(f"the numbers of the centres are not some of those from 0 to {places - 1}")
 
     def labels(self, cohort: Cohort, received: Received) -> Ints:
         """The number of each example's centre: the first of its class, a random one, then the nearest."""

@@ -47,11 +47,6 @@ class ClosedFormTasks(Method[ClosedFormStates]):
     def __init__(self, make: Callable[[StageContext], ClosedForm], context: StageContext) -> None:
         self.methods = [make(context.alone(number)) for number in range(len(context.tasks))]
 
-    @property
-    def one_shot(self) -> bool:  # type: ignore[override]
-        """As the methods."""
-        return self.methods[0].one_shot
-
     def init(self) -> ClosedFormStates:
         """Nothing received yet of any task."""
         return ClosedFormStates(tuple(method.init() for method in self.methods))

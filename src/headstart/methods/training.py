@@ -15,6 +15,7 @@ from headstart.core.message import Message
 from headstart.core.params import Params, Shapes
 from headstart.core.reply import ClientResult
 from headstart.core.update import Blocks, Total, block
+from headstart.errors import MessageError, listed
 from headstart.heads import LinearHead
 from headstart.methods.base import ALONE, Arrays, Method, Population, Received, StageContext
 from headstart.methods.head_init import head_start
@@ -198,6 +199,7 @@ class Training(Method[TrainingState], Generic[StageT]):
         """The parameters that each client starts from: what it received, what is its own, and what is frozen."""
         from headstart.solvers.network import tensors
 
+        self._check_received(message)
         clients = len(cohort.clients)
         given = self.start | block(message.arrays, "model") | block(message.arrays, "statistics")
         model = Params({n: value.expand(clients, *value.shape) for n, value in tensors(given).items()})
@@ -205,6 +207,16 @@ class Training(Method[TrainingState], Generic[StageT]):
             model = model | tensors(self.personal_params(cohort.state))
         blocks = {name: tensors(block(message.arrays, name)) for name in self.broadcasts}
         return Received(int(message.scalars["round"]), model, blocks)
+
+    def _check_received(self, message: Message) -> None:
+        """Refuse what is no model of the stage: it could fail with some examples, and not with others."""
+        blocks = {"model": self.shared.shapes, "statistics": self._shared_statistics.shapes}
+        blocks |= dict.fromkeys(self.broadcasts, self.shapes)
+        expected = {f"{block}.{name}": shape for block, shapes in blocks.items() for name, shape in shapes.items()}
+        found = {name: array.shape for name, array in message.arrays.items()}
+        if found != {name: tuple(shape) for name, shape in expected.items()}:
+            wrong = sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name))
+            raise MessageError(f"the message is of another model than the stage trains: {listed(wrong, 3)}")
 
     def client_update(self, cohort: Cohort, received: Received) -> ClientResult:
         """Local training; the client sends how far it has moved the model."""

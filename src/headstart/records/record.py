@@ -174,21 +174,24 @@ class Record:
 
 
 def privacy_spent(stages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Guarantees of one unit add up over the stages; a stage without one is not covered by the others'.
+    """Guarantees of one unit add up over the stages; `uncovered`: the stages without one of that unit, and without any.
 
     So do those of tests, for a client; an example is tested or learned from, and has the larger of the two.
     """
-    units: dict[str, dict[str, float]] = {}
-    for unit in dict.fromkeys(stage["privacy"]["unit"] for stage in stages if "privacy" in stage):
+    units: dict[str, dict[str, Any]] = {}
+    promised = [stage["privacy"]["unit"] if "privacy" in stage else "" for stage in stages]
+    for unit in dict.fromkeys(filter(None, promised)):
         both = add if unit == "client" else max
-        units[unit] = {}
+        others = [stage["method"] for stage, given in zip(stages, promised, strict=True) if given != unit]
+        units[unit] = {"uncovered": others}
         for name in ("epsilon", "delta"):
             learned, tested = (
                 sum(stage[what][name] for stage in stages if what in stage and stage[what]["unit"] == unit)
                 for what in ("privacy", "test_privacy")
             )
             units[unit][name] = both(learned, tested)
-    return {**units, "uncovered": [stage["method"] for stage in stages if "privacy" not in stage]} if units else {}
+    none = [stage["method"] for stage, given in zip(stages, promised, strict=True) if not given]
+    return {**units, "uncovered": none} if units else {}
 
 
 def _matrix(rows: list[dict[str, str]], by: str, under: str, names: tuple[str, ...] | None = None) -> Matrix | None:

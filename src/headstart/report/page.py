@@ -290,11 +290,11 @@ def _privacy(records: Sequence[Record]) -> str:
     rows = []
     for record in records:
         if spent := (record.summary or {}).get("privacy"):
-            uncovered = ", ".join(spent["uncovered"]) or "none"
             for unit in [unit for unit in ("example", "client") if unit in spent]:
                 total = spent[unit]
+                uncovered = ", ".join(total["uncovered"]) or "none"
                 rows.append([record.recipe.name, unit, f"{total['epsilon']:.3g}", f"{total['delta']:.1g}", uncovered])
-    columns = ("run", "of any one", "ε", "δ", "stages without noise")
+    columns = ("run", "of any one", "ε", "δ", "stages that it does not cover")
     return "<h2>Privacy spent</h2>" + html_table(columns, rows) if rows else ""
 
 

@@ -42,8 +42,18 @@ class Observers:
     def __call__(self, index: int, state: Any) -> bool:
         """After the round with this number, from 0, or before the first; returns whether it is the last."""
         self.record.done = index + 1
-        for observe in (self.write_round, self.evaluate, self.write_metrics, self.save):
-            observe(state)
+        self.write_round(state)
+        if self.stage.noises_totals and self._is_evaluated:
+            # The noise is part of the state. A round that was played again after somebody saw the model could have
+            # another total, and would be one more release than was accounted for.
+            self.save(state, evaluated=False)
+        return self.finish_round(state)
+
+    def finish_round(self, state: Any) -> bool:
+        """The evaluation of a round, and the checkpoint after it; returns whether it is the last."""
+        self.evaluate(state)
+        self.write_metrics(state)
+        self.save(state)
         return self._is_last
 
     @property
@@ -171,10 +181,11 @@ class Observers:
 
     # ----------------------------------------------------------------------------------------------------- checkpoints
 
-    def save(self, state: Any) -> None:
+    def save(self, state: Any, evaluated: bool = True) -> None:
         """A checkpoint to go on from; the states of rounds that it no longer names are removed after it."""
         stage, record = self.stage, self.record
-        where = stage.run.progress(stage.number, record.done) | {"metrics": record.metrics, "best": record.best}
+        about = {"metrics": record.metrics, "best": record.best, "evaluated": evaluated}
+        where = stage.run.progress(stage.number, record.done) | about
         flights = stage.server.under_way
         under_way = Message() if flights is None else pack(flights)
         saved = StageCheckpoint(pack(state), stage.ledger, stage.states.slots, under_way)

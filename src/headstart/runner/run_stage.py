@@ -48,6 +48,8 @@ def run_stage(run: Run, number: int, saved: Checkpoint | None) -> None:
     server, clients, observers = stage.server, stage.clients, Observers(stage)
     if (stage.settings.personalises or stage.answers_already) and saved is None:
         observers(-1, server.state)
+    if saved is not None and not saved.progress.get("evaluated", True):
+        observers.finish_round(server.state)
     first = stage.rounds if observers.out_of_patience else stage.record.done
     play_rounds(server, clients, stage.costs, stage.draw_seed, observers, first)
     if stage.states.finalise(stage.own):  # from here on, what earlier stages have left with the clients is not needed
@@ -200,6 +202,11 @@ class StageRun:
         remote = self.run.nodes is not None and not self.settings.pooled
         return extended(self.noise, *self.seed) if remote else self.seed
 
+    @property
+    def noises_totals(self) -> bool:
+        """Whether this server hides somebody from whoever sees the models."""
+        return self.remote and self.settings.privacy is not None and self.settings.privacy.noise == "server"
+
     def _states(self, slots: Any) -> ClientStates:
         """What stays with clients: here, or on machines of their own."""
         count, shapes, earlier = self.federation.n_clients, self.runtime.client_state, self.begin.states
@@ -277,7 +284,7 @@ class StageRun:
     @cached_property
     def figures(self) -> list[FiguresChannel]:
         """What nodes of each task tell of tests."""
-        clients, noise = self.federation.n_clients, self.noise
+        clients, noise = self.federation.n_clients, extended(self.noise, *self.seed)
         return [FiguresChannel.of(self.settings, clients, noise, task.n_classes, task.target) for task in self.tasks]
 
     @property

@@ -154,11 +154,11 @@ def _privacy_tiles(record: Record) -> list[str]:
     """What was spent, of every unit; after which round, where the run goes on from there."""
     spent, tiles = record.privacy, []
     last = f", after round {record.metrics[-1]['round']}" if record.summary is None and record.metrics else ""
-    last += f"; no guarantee: {', '.join(spent['uncovered'])}" if spent.get("uncovered") else ""
     for unit in ("example", "client"):
         if unit in spent:
+            others = spent[unit]["uncovered"]
             figure = f"ε = {spent[unit]['epsilon']:.3g}"
-            about = f"δ = {spent[unit]['delta']:.1g}{last}"
+            about = f"δ = {spent[unit]['delta']:.1g}{last}" + (f"; not of {', '.join(others)}" if others else "")
             tiles.append(_tile(f"privacy spent, of any {unit}", figure, about))
     return tiles
 
