@@ -35,7 +35,7 @@ def measure(clients: int) -> dict[str, object]:
     from headstart.data import Dataset, Examples, Federation
     from headstart.data.partition import partition
     from headstart.engine.client_states import ClientStates
-    from headstart.runner.evaluate import evaluate
+    from headstart.runner.evaluation import evaluate
 
     features, labels, test, test_labels = _features()
     found: dict[str, object] = {}

@@ -29,7 +29,7 @@ from headstart.data import Federation
 from headstart.engine.client_states import ClientStates
 from headstart.engine.model_store import ModelStore
 from headstart.runner import run
-from headstart.runner.evaluate import evaluate
+from headstart.runner.evaluation import evaluate
 
 SEEDS = (0, 1, 2)
 METHODS = ("fedncm", "fed3r", "fedcof")

@@ -14,8 +14,9 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
+from headstart.config.catalog import KNOWN
 from headstart.config.recipe import Data
-from headstart.data import KNOWN, Dataset, load_dataset
+from headstart.data import Dataset, load_dataset
 from headstart.data.examples import Examples, decode_image
 from headstart.errors import HeadstartError
 

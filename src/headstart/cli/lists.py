@@ -114,7 +114,7 @@ def backbones() -> None:
 
 def datasets() -> None:
     """The known data sets; HEADSTART_DATA/NAME/SPLIT.parquet comes before the hub."""
-    from headstart.data import KNOWN
+    from headstart.config.catalog import KNOWN
 
     rows = [
         (name, known.task, str(known.classes), known.client or known.domain or "", known.hub or "", known.note)

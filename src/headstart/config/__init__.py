@@ -1,1 +1,1 @@
-"""What a user may write, with every default, once; and what is wrong with it, in sentences."""
+"""What a user may write, with every default, once; and what is wrong with it, in words."""

@@ -1,4 +1,4 @@
-"""What does not validate in a recipe, in sentences: where, what was given, what is accepted, the nearest spelling."""
+"""What does not validate in a recipe, in words: where, what was given, what is accepted, the nearest spelling."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _TYPES: dict[Any, str] = {int: "a whole number", float: "a number", str: "text",
 _BOUNDS = ("greater_than", "greater_than_equal", "less_than", "less_than_equal")
 
 
-def sentences(error: ValidationError) -> list[str]:
-    """One sentence for each place that does not validate."""
+def messages(error: ValidationError) -> list[str]:
+    """One message for each place that does not validate."""
     found: dict[str, str] = {}
     for item in error.errors():
-        place, sentence = _sentence(dict(item))
+        place, message = _message(dict(item))
         if place not in found or item["type"] in _BOUNDS:  # a union of types complains once for each of them
-            found[place] = sentence
+            found[place] = message
     return list(found.values())
 
 
@@ -66,8 +66,8 @@ def _accepted(table: type[BaseModel], key: Any) -> list[str]:
     return list(dict.fromkeys(words))
 
 
-def _sentence(error: dict[str, Any]) -> tuple[str, str]:
-    """Where a pydantic error is, and a sentence: where, what was given, what is accepted."""
+def _message(error: dict[str, Any]) -> tuple[str, str]:
+    """Where a pydantic error is, and a message: where, what was given, what is accepted."""
     table, place = _table_at(tuple(error["loc"]))
     kind, given = error["type"], error["input"]
     # Unions of types append the member that failed ("float", "literal['auto']"); the key is the part that counts.

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from headstart.config.catalog import KNOWN, Known
 from headstart.config.recipe import MEMORY, Data
-from headstart.data.catalog import KNOWN, Known
 from headstart.data.examples import (
     Dataset,
     Examples,

@@ -15,9 +15,9 @@ import datasets
 import numpy as np
 import numpy.typing as npt
 
+from headstart.config.catalog import Known
 from headstart.config.recipe import Data
 from headstart.core.target import Target
-from headstart.data.catalog import Known
 from headstart.data.csv_files import csv_settings
 from headstart.data.examples import Dataset, Examples, Ints, Kind, check_labels, codes, numbered, read_targets
 from headstart.data.folders import (

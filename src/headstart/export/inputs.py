@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from headstart.config.catalog import KNOWN
 from headstart.config.recipe import Data
-from headstart.data import KNOWN
 from headstart.data.csv_files import guess_csv
 from headstart.data.examples import Examples, Kind, only_readable
 from headstart.data.folders import image_files

@@ -31,7 +31,7 @@ from headstart.heads import LinearHead
 from headstart.methods import Population, StageContext, Task, build
 from headstart.methods.closed_form import ClosedForm, ClosedFormState
 from headstart.records import RunDirectory, StageModel
-from headstart.runner.evaluate import evaluate, evaluate_targets
+from headstart.runner.evaluation import evaluate, evaluate_targets
 from headstart.solvers.cohort import Cohort
 
 

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from headstart.config.recipe import read_table
+from headstart.config.toml import read_table
 from headstart.errors import HeadstartError
 from headstart.runner.sweep import Point, expand
 

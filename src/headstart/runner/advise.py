@@ -19,7 +19,8 @@ from headstart.channel.accounting import noise_multiplier
 from headstart.channel.accounting import spent as epsilon_of
 from headstart.channel.channel import channel_of
 from headstart.channel.statistics import StatisticsChannel
-from headstart.config.recipe import Data, Recipe, dealt_by_columns, read_table
+from headstart.config.recipe import Data, Recipe, dealt_by_columns
+from headstart.config.toml import read_table
 from headstart.core.metrics import SHOWN
 from headstart.core.progress import progress
 from headstart.core.statistics import Features, Ints

@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 import numpy as np
 from pydantic import ValidationError
 
-from headstart.config.recipe import Data, Model, Recipe, Task, dealt_by_columns, read_table
+from headstart.config.recipe import Data, Model, Recipe, Task, dealt_by_columns
+from headstart.config.toml import read_table
 from headstart.data import Federation
 from headstart.data.describe import Description, describe
 from headstart.data.examples import Dataset

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from headstart.config.recipe import Recipe, read_table
+from headstart.config.recipe import Recipe
+from headstart.config.toml import read_table
 from headstart.core.files import csv_text, write_text
 from headstart.core.metrics import goodness, primary_metric
 from headstart.errors import HeadstartError

@@ -15,7 +15,8 @@ from headstart.core.texts import exact_match, rouge_l
 from headstart.data import Examples
 from headstart.methods.personalise import PersonaliseStage
 from headstart.records import Checkpoint, StageCheckpoint
-from headstart.runner.evaluate import Evaluation, sampled, similarity
+from headstart.runner.evaluation import Evaluation, similarity
+from headstart.runner.evaluators import sampled
 
 if TYPE_CHECKING:
     from headstart.runner.run_stage import StageRun
@@ -170,8 +171,8 @@ class Observers:
         elif target == "regression":
             what, each = "r2", more.get("r2")
         self.directory.write_clients(stage.number, stage.federation.names, stage.ledger, each, what, more, target)
-        if found.answers is not None:
-            self.directory.write_confusion(stage.number, stage.run.federation.dataset.classes, *found.answers)
+        if found.predictions is not None:
+            self.directory.write_confusion(stage.number, stage.run.federation.dataset.classes, *found.predictions)
 
     def _sizes(self) -> Any:
         """Training examples [K] of every client; not where noise is to hide them."""

@@ -32,7 +32,7 @@ from headstart.errors import HeadstartError
 from headstart.methods import Population, Task
 from headstart.records import Checkpoint, StageModel
 from headstart.runner.costs import paper_cost
-from headstart.runner.evaluate import Evaluator, LocalEvaluator, NodeEvaluator
+from headstart.runner.evaluators import Evaluator, LocalEvaluator, NodeEvaluator
 from headstart.runner.observers import Observers, StageRecord
 
 if TYPE_CHECKING:

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from headstart.heads import LinearHead
-from headstart.runner.evaluate import evaluate, evaluate_each
+from headstart.runner.evaluation import evaluate, evaluate_each
 
 HEAD = LinearHead(np.eye(3, 2, dtype=np.float32), np.array([0, 0, -np.inf], np.float32))
 FEATURES = np.array([[2.0, 0], [0, 1], [3, 0], [0, 5]])
@@ -51,6 +51,6 @@ def test_clients_with_models_of_their_own_count_by_their_training_examples() -> 
     # Of class 0: weights 3 and 3, one right. Of class 1: 1, 1, 1 (two right), and 2/3 each (one right).
     true, right = np.array([6.0, 5.0]), np.array([3.0, 2 + 2 / 3])
     predicted = np.array([3 + 1 + 4 / 3, 3 + 2 + 2 / 3])
-    assert found.more["balanced_accuracy"] == pytest.approx((right / true).mean())
-    assert found.more["macro_f1"] == pytest.approx((2 * right / (true + predicted)).mean())
+    assert found.other_metrics["balanced_accuracy"] == pytest.approx((right / true).mean())
+    assert found.other_metrics["macro_f1"] == pytest.approx((2 * right / (true + predicted)).mean())
     assert found.accuracy == pytest.approx(right.sum() / true.sum())
