@@ -335,7 +335,7 @@ def paces(sentences: str = "16", threads: str = "1", only: str = "") -> None:
         def round_(method: Any = method, cohort: Cohort = cohort, seeds: Any = seeds) -> None:
             seed = next(seeds)
             reply = method.client_update(cohort, Received(0, scalars={"seed": seed}))
-            method.walk.descent.step(seed, reply.blocks["slopes"][""][0], 1e-6)
+            method.replay.descent.step(seed, reply.blocks["slopes"][""][0], 1e-6)
 
         sides: dict[str, list[Ints]] = {"one": [rows], "own": method.probes.groups(cohort, rows)}
         works = {name: partial(_passes, store, groups) for name, groups in sides.items()}
@@ -376,7 +376,7 @@ def _profile(drawn: str, method: Any, passed: float, operations: float) -> None:
             probes._moved((7, 0), name, each, 1e-3, None)
 
     def step() -> None:
-        method.walk.descent.step(7, np.ones(1, np.float32), 1e-9)
+        method.replay.descent.step(7, np.ones(1, np.float32), 1e-9)
 
     sides = {"random bits": draw, "… as numbers": look_up, "… added to the weights": add, "step": step}
     took = alternate(sides, REPEATS, time.process_time)

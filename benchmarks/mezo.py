@@ -20,7 +20,7 @@ from headstart.engine.client_states import ClientStates
 from headstart.engine.model_store import ModelStore
 from headstart.methods.fedmezo import FedMeZOStage
 from headstart.runner import run
-from headstart.solvers.zeroth import BATCHES, PRICE
+from headstart.solvers.zeroth import BATCH_SIZES, PASS_COST
 
 EXAMPLES = 256
 TASKS = ("sst2", "sst5", "trec", "ag_news")
@@ -45,7 +45,7 @@ def prepared(clients: int, examples: int) -> tuple[FedMeZOStage, Federation, Mod
 def batches(store: ModelStore, federation: Federation) -> list[tuple[torch.Tensor, ...]]:
     """The batches of a FedMeZO round, in its order."""
     inputs, rows = store.inputs(), np.arange(len(federation.owners))
-    return list(inputs.batches(inputs.groups(rows, BATCHES["text"], PRICE)))
+    return list(inputs.batches(inputs.groups(rows, BATCH_SIZES["text"], PASS_COST)))
 
 
 def seconds() -> None:

@@ -873,9 +873,9 @@ def test_texts_of_one_batch_and_of_several_have_the_same_slopes(monkeypatch: pyt
     run = Run(EVERYBODY, "bert", train="adapter")
     rows = RNG.permutation(N)
     once = run.method.probes.slopes(run.cohort(0), rows, 3, 0)
-    for most, price in ((3, 1 << 16), (N, 0)):
-        monkeypatch.setitem(zeroth.BATCHES, "text", most)
-        monkeypatch.setattr(zeroth, "PRICE", price)
+    for most, cost in ((3, 1 << 16), (N, 0)):
+        monkeypatch.setitem(zeroth.BATCH_SIZES, "text", most)
+        monkeypatch.setattr(zeroth, "PASS_COST", cost)
         assert 1 < len(run.method.probes.groups(run.cohort(0), rows)) < N
         np.testing.assert_allclose(run.method.probes.slopes(run.cohort(0), rows, 3, 0), once, rtol=1e-2, atol=2e-3)
 

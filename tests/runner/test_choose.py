@@ -116,7 +116,7 @@ def test_signs_are_directions_of_mezo_on_the_pooled_data(tmp_path: Path, monkeyp
     recipe = recipe_of(tmp_path, SHORT, clients=4, **stage)
     run(recipe, tmp_path / "four")
     run(recipe_of(tmp_path, SHORT, clients=1, **stage), tmp_path / "one")
-    monkeypatch.setattr("headstart.solvers.drawn._ROOM", 0)
+    monkeypatch.setattr("headstart.solvers.perturbation._ROOM", 0)
     run(recipe, tmp_path / "anew")
     from safetensors.torch import load_file
 
@@ -156,11 +156,11 @@ def test_directions_are_the_same_kept_or_drawn_anew_whole_or_by_rows(
 ) -> None:
     """Of the vocabulary, rows that are read are perturbed alone; 128 numbers at a time end within a matrix."""
     monkeypatch.setattr("headstart.solvers.directions.AT_ONCE", 128)
-    monkeypatch.setattr("headstart.solvers.drawn._SHARE", 256)
+    monkeypatch.setattr("headstart.solvers.perturbation._SHARE", 256)
     keys: dict[str, Any] = {"perturbation": perturbation, "num_directions": 2, "momentum": 0.5}
     recipe = recipe_of(tmp_path, SHORT, **keys)
     run(recipe, tmp_path / "kept")
-    monkeypatch.setattr("headstart.solvers.drawn._ROOM", 0)
+    monkeypatch.setattr("headstart.solvers.perturbation._ROOM", 0)
     run(recipe, tmp_path / "anew")
     monkeypatch.setattr("headstart.solvers.zeroth.rows_read", lambda layer, inputs: None)
     run(recipe, tmp_path / "whole")

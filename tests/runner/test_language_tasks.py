@@ -21,7 +21,7 @@ from headstart.errors import HeadstartError, RecipeError
 from headstart.export import Model, export
 from headstart.export.completions import completions
 from headstart.export.replay import replay
-from headstart.methods.fedmezo import NOBODY
+from headstart.methods.fedmezo import NO_STEP
 from headstart.records import RunDirectory
 from headstart.runner import run
 from headstart.runner.dry_run import dry_run
@@ -136,7 +136,7 @@ def test_a_task_of_which_nobody_is_drawn_takes_no_step(tmp_path: Path) -> None:
     table = choosing(tmp_path) | {"stages": [MEZO | KINDS["lora"] | {"rounds": 6, "clients_per_round": 1}]}
     run(Recipe.parse(table), tmp_path / "run")
     log = RunDirectory.reopen(tmp_path / "run", Recipe.parse(table)).load_log(0)
-    moved = np.stack([log.arrays[f"parts/{part}/seeds"] != NOBODY for part in range(2)])
+    moved = np.stack([log.arrays[f"parts/{part}/seeds"] != NO_STEP for part in range(2)])
     assert (moved.sum(axis=0) == 1).all()
     assert moved.any(axis=1).all()
     losses = [[line["tasks"][name]["loss"] for line in lines(tmp_path / "run")] for name in ("short", "long")]

@@ -13,7 +13,7 @@ from Crypto.Cipher import AES
 from Crypto.Util import Counter
 
 from headstart.solvers.directions import DISTRIBUTIONS
-from headstart.solvers.drawn import Drawn, looked_up
+from headstart.solvers.perturbation import Perturbation, looked_up
 
 KINDS = tuple(DISTRIBUTIONS)
 GOLDEN: dict[tuple[str, int, int, str], list[float]] = {
@@ -123,28 +123,28 @@ def test_rows_are_those_of_the_whole(kind: str, width: int) -> None:
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_what_is_added_is_the_whole(kind: str, room: int, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """By several threads or one, kept or not, some at a time; 1,301 numbers end within a code and a block."""
-    monkeypatch.setattr("headstart.solvers.drawn._ROOM", room)
-    monkeypatch.setattr("headstart.solvers.drawn._SHARE", 256)
+    monkeypatch.setattr("headstart.solvers.perturbation._ROOM", room)
+    monkeypatch.setattr("headstart.solvers.perturbation._SHARE", 256)
     monkeypatch.setattr("headstart.solvers.directions.AT_ONCE", 128)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     parameters = {"x": torch.arange(1301.0), "y": torch.zeros(5)}
-    drawn = Drawn(parameters, SimpleNamespace(perturbation=kind, num_directions=2))
+    perturbation = Perturbation(parameters, SimpleNamespace(perturbation=kind, num_directions=2))
     for seed, number, name, factor in [(3, 0, "x", 0.3), (3, 1, "x", -2.0), (3, 0, "y", 1.0), (4, 0, "x", 0.3)]:
         values = parameters[name]
         whole = DISTRIBUTIONS[kind].direction(seed, number, name, len(values))
         expected = values.numpy() + whole * np.float32(factor)
         found = torch.full_like(values, torch.nan)
-        drawn.add(seed, number, name, factor, values, found)
+        perturbation.add(seed, number, name, factor, values, found)
         np.testing.assert_array_equal(found.numpy(), expected)
         in_place = values.clone()
-        drawn.add(seed, number, name, factor, in_place, in_place)
+        perturbation.add(seed, number, name, factor, in_place, in_place)
         assert torch.equal(in_place, found)
 
 
 def added() -> torch.Tensor:
     values = torch.zeros(2 << 17)
-    drawn = Drawn({"x": values}, SimpleNamespace(perturbation="gaussian", num_directions=1))
-    drawn.add(1, 0, "x", 1.0, values, values)
+    perturbation = Perturbation({"x": values}, SimpleNamespace(perturbation="gaussian", num_directions=1))
+    perturbation.add(1, 0, "x", 1.0, values, values)
     return values
 
 

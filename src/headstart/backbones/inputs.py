@@ -76,15 +76,15 @@ class Inputs:
         lengths = [len(value) for row in rows for value in self._prepare([int(row)]).values()]
         return np.argsort(np.array(lengths, np.int64), kind="stable")
 
-    def groups(self, rows: Ints, most: int, price: int) -> list[Ints]:
+    def groups(self, rows: Ints, most: int, pass_cost: int) -> list[Ints]:
         """Positions in ``rows`` as batches of so many at most. Texts are with others of like length; a batch more is
-        worth it where it saves so many tokens of padding."""
+        worth it where it saves ``pass_cost`` tokens of padding."""
         order = np.arange(len(rows))
         if self._views[0].kind != "text":  # images are all of one length, and to ask for it would decode them
             return np.split(order, range(most, len(order), most))
         order = self.by_length(rows)
         lengths = [len(value) for row in rows[order] for value in self._prepare([int(row)]).values()]
-        return np.split(order, _cuts(np.array(lengths, np.int64), most, price))
+        return np.split(order, _cuts(np.array(lengths, np.int64), most, pass_cost))
 
     def _view(self, row: int) -> Backbone:
         """The backbone as it reads this example."""
@@ -131,14 +131,14 @@ class Inputs:
         return {row: new[row] if row in new else self._prepared[row] for row in rows}
 
 
-def _cuts(lengths: Ints, most: int, price: int) -> list[int]:
+def _cuts(lengths: Ints, most: int, pass_cost: int) -> list[int]:
     """Where to cut ascending lengths [n] into groups of so many at most, so that they take the least: each is padded to
-    its longest, and has a price."""
+    its longest, and costs ``pass_cost`` more."""
     count = len(lengths)
     least, stop = np.zeros(count + 1, np.int64), np.zeros(count, np.int64)
     for first in reversed(range(count)):
         stops = np.arange(min(first + most, count), first, -1)  # the largest of those that take as much
-        taken = lengths[stops - 1] * (stops - first) + price + least[stops]
+        taken = lengths[stops - 1] * (stops - first) + pass_cost + least[stops]
         best = int(taken.argmin())
         least[first], stop[first] = taken[best], stops[best]
     cuts, at = [], 0

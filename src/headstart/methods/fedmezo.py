@@ -44,7 +44,7 @@ if TYPE_CHECKING:  # methods are known before torch is loaded
 # A slope that would need a loss to change by so much over the probe is no slope.
 _ABSURD = 200.0
 _TINY = 1e-12
-NOBODY = -1
+NO_STEP = -1
 """In the place of a seed: a round without a reply, in which nothing moves."""
 
 
@@ -79,7 +79,7 @@ class Log:
     """The state of the server, and the model: seeds [T] and mean slopes [T, P]."""
 
     seeds: Ints
-    """Of each step, what its directions are drawn from; `NOBODY` where none was taken."""
+    """Of each step, what its directions are drawn from; `NO_STEP` where none was taken."""
     slopes: npt.NDArray[np.float32]
 
     @classmethod
@@ -92,35 +92,35 @@ class Log:
         """Its steps from ``first`` on."""
         return Message({"seeds": self.seeds[first:], "slopes": self.slopes[first:]}, {**scalars, "first": first})
 
-    def and_then(self, seed: int, slopes: npt.NDArray[np.float64]) -> Log:
+    def appended(self, seed: int, slopes: npt.NDArray[np.float64]) -> Log:
         """The log after a step more; slopes: [P]."""
         return Log(np.append(self.seeds, seed), np.vstack([self.slopes, slopes.astype(np.float32)]))
 
 
 @dataclass
-class _Pace:
+class _StepSize:
     """How far the steps of a log go, from what the log has said so far."""
 
     stage: FedMeZOStage
-    bends: list[float] = field(default_factory=list)
-    """Of the rounds that measured how the loss bends, the mean of the squares over directions."""
+    squared_curvatures: list[float] = field(default_factory=list)
+    """Of the rounds that measured curvatures, in units of 2/ε: the mean of their squares over directions."""
     square: float = 0.0
     """A running mean of the squares of slopes."""
 
     @property
     def unit(self) -> float:
         """What the stage's learning rate is a multiple of: 1, or P / h, h the measured curvature."""
-        if not self.bends:
+        if not self.squared_curvatures:
             return 1.0
         # The root mean square is no less than the mean, tr H, in which directions that bend down cancel others; and
         # what is rounded in a loss can only make it larger.
-        curvature = 2 / self.stage.epsilon * math.sqrt(np.mean(self.bends))
+        curvature = 2 / self.stage.epsilon * math.sqrt(np.mean(self.squared_curvatures))
         return self.stage.num_directions / max(curvature, _TINY)
 
     def rate(self, number: int, slopes: npt.NDArray[np.float32]) -> float:
-        """The rate of step ``number`` (from 0), which has these slopes [P]; 0 where they measure how the loss bends."""
+        """The rate of step ``number`` (from 0), which has these slopes [P]; 0 where they measure the curvature."""
         if number < self.stage.probe_rounds:
-            self.bends.append(_mean_square(slopes))
+            self.squared_curvatures.append(_mean_square(slopes))
             return 0.0
         rate = learning_rate(self.stage, number) * self.unit
         if self.stage.beta2 is None:
@@ -130,34 +130,34 @@ class _Pace:
         return rate / max(math.sqrt(self.square / (1 - beta**steps)), _TINY)
 
 
-class Walk:
-    """Parameters on their way along a log, how many of its steps they have taken, and, where the stage may end with an
-    earlier round, where they started from."""
+class Replay:
+    """Parameters that take the steps of a log, how many they have taken, and, where the stage may end with an earlier
+    round, where they started from."""
 
     def __init__(self, stage: FedMeZOStage, network: Network, descent: Descent) -> None:
         self.stage, self.network, self.descent = stage, network, descent
         self._start = self.values() if stage.keep == "best" else None
-        self._taken, self._pace = 0, _Pace(stage)
+        self._taken, self._step_size = 0, _StepSize(stage)
         """Steps of the log that have been taken, and how far the next one goes."""
 
     def values(self) -> dict[str, Tensor]:
         """The parameters as they are now, in memory of their own."""
         return {name: parameter.detach().clone() for name, parameter in self.descent.parameters.items()}
 
-    def follow(self, first: int, log: Log) -> None:
+    def apply(self, first: int, log: Log) -> None:
         """Take the steps of a log that starts at step ``first``, from where the parameters are, or from the start where
         they have taken more."""
         if (last := first + len(log.seeds)) < self._taken:
             if self._start is None:
                 raise MessageError(f"the log ends after step {last}, and the weights have taken {self._taken}")
             self.network.load(self._start)
-            self.descent.rest()
-            self._taken, self._pace = 0, _Pace(self.stage)
+            self.descent.reset()
+            self._taken, self._step_size = 0, _StepSize(self.stage)
         if first > self._taken:
             raise MessageError(f"the log starts at step {first}, and the weights have taken {self._taken}")
         for number in range(self._taken, last):
             seed, slopes = int(log.seeds[number - first]), log.slopes[number - first]
-            if seed != NOBODY and (rate := self._pace.rate(number, slopes)):
+            if seed != NO_STEP and (rate := self._step_size.rate(number, slopes)):
                 self.descent.step(seed, slopes, rate, self.stage.weight_decay, self.stage.momentum)
             self._taken = number + 1
 
@@ -174,25 +174,25 @@ class FedMeZO(Method[Log]):
 
     def __init__(self, stage: FedMeZOStage, context: StageContext) -> None:
         from headstart.solvers.network import Network, tensors
-        from headstart.solvers.zeroth import ZerothOrder
+        from headstart.solvers.zeroth import ZerothOrderProbe
 
         self.stage, self.context, self.plan = stage, context, context.plan
         self.weighting = stage.weighting
         self.blocks = {"slopes": (stage.num_directions,)}
         head = tensors(head_start(stage, context))
         self.network = Network(context.model, head, stage, self.plan, context.number)
-        self.probes = ZerothOrder(self.network, stage.epsilon)
+        self.probes = ZerothOrderProbe(self.network, stage.epsilon)
 
     @cached_property
-    def walk(self) -> Walk:
+    def replay(self) -> Replay:
         """All that is trained, from where the stage found it: nobody moves it before the first step."""
-        return self.walk_of(self.network.trained)
+        return self.replay_of(self.network.trained)
 
-    def walk_of(self, names: Iterable[str]) -> Walk:
+    def replay_of(self, names: Iterable[str]) -> Replay:
         """Some of what is trained, from where it is now."""
         from headstart.solvers.zeroth import Descent
 
-        return Walk(self.stage, self.network, Descent(self.network, self.probes.drawn, names))
+        return Replay(self.stage, self.network, Descent(self.network, self.probes.perturbation, names))
 
     # ------------------------------------------------------------------------------------------------ on the server
 
@@ -216,7 +216,7 @@ class FedMeZO(Method[Log]):
 
     def server_update(self, state: Log, total: Total, round: int) -> Log:
         """The mean slopes enter the log."""
-        return state.and_then(self.seed_of(round), total.mean("slopes")[""])
+        return state.appended(self.seed_of(round), total.mean("slopes")[""])
 
     def model(self, state: Log, task: int = 0) -> Message:
         """The whole log."""
@@ -225,11 +225,11 @@ class FedMeZO(Method[Log]):
     def selected(self, state: Log) -> dict[str, float]:
         """The rate that the curvatures gave."""
         measured = [_mean_square(slopes) for slopes in state.slopes[: self.stage.probe_rounds]]
-        return {"lr": self.stage.lr * _Pace(self.stage, measured).unit} if measured else {}
+        return {"lr": self.stage.lr * _StepSize(self.stage, measured).unit} if measured else {}
 
     def load(self, message: Message, task: int = 0, personal: Arrays | None = None) -> LinearHead:
         """Take the steps of the log; the head after them."""
-        self.walk.follow(0, Log.of(message))
+        self.replay.apply(0, Log.of(message))
         return self.head()
 
     def head(self) -> LinearHead:
@@ -243,7 +243,7 @@ class FedMeZO(Method[Log]):
 
     def receive(self, cohort: Cohort, message: Message) -> Received:
         """Catch up with the log; all clients have the same weights."""
-        self.walk.follow(int(message.scalars["first"]), Log.of(message))
+        self.replay.apply(int(message.scalars["first"]), Log.of(message))
         return Received(int(message.scalars["round"]), scalars=message.scalars)
 
     def client_update(self, cohort: Cohort, received: Received) -> ClientResult:
@@ -252,7 +252,7 @@ class FedMeZO(Method[Log]):
         place = np.searchsorted(cohort.clients, cohort.owners[rows])
         seen, seed = np.bincount(place, minlength=count), int(received.scalars["seed"])
         measures = received.round < self.stage.probe_rounds
-        along = self.probes.bends if measures else self.probes.slopes
+        along = self.probes.curvatures if measures else self.probes.slopes
         directions = range(self.stage.num_directions)
         found = [np.bincount(place, along(cohort, rows, seed, number), count) / seen for number in directions]
         slopes = np.stack(found, axis=1).astype(np.float32)

@@ -25,16 +25,16 @@ from headstart.core.params import Params
 from headstart.core.statistics import Ints
 from headstart.errors import HeadstartError
 from headstart.solvers.cohort import Cohort
-from headstart.solvers.drawn import Drawn
 from headstart.solvers.network import Network
 from headstart.solvers.objective import LocalResult, Objective, learning_rate
+from headstart.solvers.perturbation import Perturbation
 
 # Examples in a forward pass at most: as many as stay small beside the weights, since the direction is drawn anew for
 # each pass. Of completions, every token is weighed against the whole vocabulary.
-BATCHES = {"image": 32, "text": 256, "completions": 16, "features": 8192}
+BATCH_SIZES = {"image": 32, "text": 256, "completions": 16, "features": 8192}
 # Tokens of padding that a forward pass more has to save. Drawing a direction anew takes a CPU as long as 60 tokens of
 # SmolLM2 do, and a GPU as long as many thousands.
-PRICE, _PRICE_BESIDE_GPU = 128, 1 << 16
+PASS_COST, _PASS_COST_BESIDE_GPU = 128, 1 << 16
 
 
 class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -52,12 +52,12 @@ class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return operation(*args, **(kwargs or {}))
 
 
-class ZerothOrder:
-    """A network that is probed and moved along directions."""
+class ZerothOrderProbe:
+    """Measures slopes and curvatures of a network's loss along directions."""
 
     def __init__(self, network: Network, epsilon: float) -> None:
         self.network, self.epsilon = network, epsilon
-        self.drawn = Drawn(network.trained, network.stage)
+        self.perturbation = Perturbation(network.trained, network.stage)
         self._names = {id(parameter): name for name, parameter in network.trained.items()}
         self._spare = defaultdict[int, list[Tensor]](list)
         """Memory of perturbed parameters, by its size, for the next layer: new memory costs as much as the addition."""
@@ -84,7 +84,7 @@ class ZerothOrder:
         """(L(θ + εz) − L(θ − εz)) / 2ε of each example [n]; rows: [n] positions in the cohort's examples."""
         return self._combined(cohort, rows, (seed, number), {1: 1, -1: -1}) / (2 * self.epsilon)
 
-    def bends(self, cohort: Cohort, rows: Ints, seed: int, number: int) -> npt.NDArray[np.float64]:
+    def curvatures(self, cohort: Cohort, rows: Ints, seed: int, number: int) -> npt.NDArray[np.float64]:
         """(L(θ + εz) − 2 L(θ) + L(θ − εz)) / 2ε of each example [n]: times 2/ε, the curvature along z."""
         return self._combined(cohort, rows, (seed, number), {1: 1, -1: 1, 0: -2}) / (2 * self.epsilon)
 
@@ -108,11 +108,11 @@ class ZerothOrder:
     def groups(self, cohort: Cohort, rows: Ints) -> list[Ints]:
         """The rows of each forward pass."""
         kind = self.network.backbone.kind if self.network.backbone else "features"
-        most = BATCHES["completions" if self.network.generates else kind]
+        most = BATCH_SIZES["completions" if self.network.generates else kind]
         if isinstance(cohort.source, np.ndarray):
             return np.split(rows, range(most, len(rows), most))
-        price = PRICE if self.network.device.type == "cpu" else _PRICE_BESIDE_GPU
-        return [rows[group] for group in cohort.inputs.groups(cohort.rows[rows], most, price)]
+        pass_cost = PASS_COST if self.network.device.type == "cpu" else _PASS_COST_BESIDE_GPU
+        return [rows[group] for group in cohort.inputs.groups(cohort.rows[rows], most, pass_cost)]
 
     def _moved(
         self, which: tuple[int, int], name: str, parameter: Tensor, epsilon: float, rows: Tensor | None
@@ -122,11 +122,11 @@ class ZerothOrder:
         found = spare.pop() if spare else torch.empty(parameter.numel(), device=parameter.device)
         values = parameter.data.reshape(-1)
         if rows is not None:
-            some = self.drawn.rows(*which, name, parameter, epsilon, rows)
+            some = self.perturbation.rows(*which, name, parameter, epsilon, rows)
             width = some.shape[1]
             found.view(-1, width).index_copy_(0, rows, some.add_(values.view(-1, width)[rows]))
         else:
-            self.drawn.add(*which, name, epsilon, values, found)
+            self.perturbation.add(*which, name, epsilon, values, found)
         return found.view(parameter.shape)
 
     def _own(self, module: nn.Module) -> list[tuple[nn.Parameter, str]]:
@@ -192,9 +192,9 @@ def _batches(cohort: Cohort, groups: list[Ints]) -> Iterator[tuple[Tensor, ...]]
 class Descent:
     """Steps of some of a network's parameters along directions, with momentum."""
 
-    def __init__(self, network: Network, drawn: Drawn, names: Iterable[str]) -> None:
+    def __init__(self, network: Network, perturbation: Perturbation, names: Iterable[str]) -> None:
         self.parameters = {name: network.trained[name] for name in names}
-        self._model, self._drawn = network.model, drawn
+        self._model, self._perturbation = network.model, perturbation
         self._velocity: dict[str, Tensor] = {}
 
     @torch.no_grad()
@@ -209,7 +209,7 @@ class Descent:
 
             def add(values: Tensor, sign: int, name: str = name) -> None:
                 for number, factor in enumerate(factors):
-                    self._drawn.add(seed, number, name, sign * factor, values, values)
+                    self._perturbation.add(seed, number, name, sign * factor, values, values)
 
             if momentum:
                 velocity = self._velocity.setdefault(name, torch.zeros(parameter.numel(), device=parameter.device))
@@ -218,7 +218,7 @@ class Descent:
             else:
                 self._model.change(parameter, partial(add, sign=-1))
 
-    def rest(self) -> None:
+    def reset(self) -> None:
         """Forget the velocity of earlier steps."""
         self._velocity.clear()
 
@@ -228,8 +228,8 @@ class ZerothSolver:
 
     def __init__(self, network: Network, stage: Any, seed: tuple[int, ...]) -> None:
         self.network, self.stage, self.seed = network, stage, seed
-        self.probes = ZerothOrder(network, stage.epsilon)
-        self.descent = Descent(network, self.probes.drawn, network.trained)
+        self.probes = ZerothOrderProbe(network, stage.epsilon)
+        self.descent = Descent(network, self.probes.perturbation, network.trained)
 
     def __call__(self, start: Params, cohort: Cohort, round: int, objective: Objective) -> LocalResult:
         """start: parameters [1, …]; the cohort is one client."""

@@ -26,7 +26,7 @@ Parts = Callable[[int, int], Iterator[tuple[int, Codes]]]
 """The codes of a direction's numbers between two places, some at a time, with where they begin."""
 
 
-class Drawn:
+class Perturbation:
     """The directions of a seed for some parameters, by number and name.
 
     What is drawn is added at once, a part that stays in a core's cache at a time: no direction is numbers in memory.
@@ -63,15 +63,15 @@ class Drawn:
     def _parts(self, seed: int, number: int, name: str, size: int) -> Parts:
         """Codes that are drawn when they are asked for, or that are kept."""
 
-        def drawn(start: int, stop: int) -> Iterator[tuple[int, Codes]]:
+        def draw(start: int, stop: int) -> Iterator[tuple[int, Codes]]:
             return self._distribution.codes(seed, number, name, start, stop)
 
         if not self._has_room:
-            return drawn
+            return draw
         if seed != self._seed:
             self._seed, self._kept = seed, {}
         if (number, name) not in self._kept:
-            self._kept[number, name] = np.concatenate([codes for _, codes in drawn(0, size)])
+            self._kept[number, name] = np.concatenate([codes for _, codes in draw(0, size)])
         kept, per_code = self._kept[number, name], self._distribution.per_code
 
         def again(start: int, stop: int) -> Iterator[tuple[int, Codes]]:
