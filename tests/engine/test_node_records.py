@@ -53,7 +53,7 @@ def test_a_request_that_fails_uses_up_its_round_and_does_not_say_why(tmp_path: P
         assert silo.ask("answer", Wire(short, {"round": 0}))[0] == UNTOLD
         assert "replied to round 0 before" in silo.ask("answer", model())[0]["error"]
     assert "error" not in silo.ask("answer", model(round=1))[0]
-    assert [entry["kind"] for entry in NodeLedger(silo.folder / "state").entries()] == ["answer"]
+    assert [entry["kind"] for entry in NodeLedger(silo.folder / "state").entries()] == [*3 * ["failed"], "answer"]
 
 
 @pytest.mark.parametrize("extra", [{"privacy": HIDDEN}, {"secure": True}], ids=["privacy", "secure"])

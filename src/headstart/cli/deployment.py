@@ -300,11 +300,13 @@ def ledger(state: Annotated[Path, typer.Argument(help="The node's state folder."
         facts = ", ".join(f"{name} {value}" for name, value in entry.items() if name not in (*known, "method"))
         cells = entry["time"], entry["run"][:8], entry["recipe"][:16], stage, str(entry.get("round", "")), entry["kind"]
         left.add_row(*cells, entry.get("question", "")[:8], f"{entry.get('bytes', 0):,}", facts)
-    spent = Table("recipe", "stage", "what", "run", "unit", "epsilon", "delta", "noise by", title="privacy spent")
+    columns = ("recipe", "stage", "what", "run", "unit", "epsilon", "of an example", "delta", "noise by")
+    spent = Table(*columns, title="privacy spent")
     for (recipe, number, what, run), privacy in found.guarantees().items():
-        guarantee = (
-            [str(privacy[name]) for name in ("unit", "epsilon", "delta", "noise")] if privacy else ["no guarantee"]
-        )
+        guarantee = ["no guarantee"]
+        if privacy:
+            numbers = privacy["epsilon"], privacy.get("example_epsilon", privacy["epsilon"]), privacy["delta"]
+            guarantee = [privacy["unit"], *(f"{number:.4g}" for number in numbers), privacy["noise"]]
         spent.add_row(recipe[:16], str(number), what, (run or "all")[:8], *guarantee)
     console().print(left, spent)
     _tell_chain(found, entries)

@@ -27,7 +27,7 @@ from headstart.core.files import write_atomically, write_json
 from headstart.core.message import Message, Scalar
 from headstart.core.reply import Reply
 from headstart.data import Federation
-from headstart.engine.node_errors import StateLostError, untold
+from headstart.engine.node_errors import StateLostError, UntoldError, untold
 from headstart.engine.node_ledger import NodeLedger, guarantee_key
 from headstart.engine.node_records import AGREE_ANEW, NodeRecords
 from headstart.engine.node_stage import WRITTEN, NodeRequest
@@ -103,8 +103,9 @@ class Node:
             yield
 
     @contextmanager
-    def _as(self, client: int) -> Iterator[None]:
-        """One message at a time, and always for the client of the node's first request."""
+    def _as(self, request: NodeRequest) -> Iterator[None]:
+        """One message at a time, and always for the client of the node's first request; a failure is in the ledger."""
+        client = request.client
         if self.identity is not None and self.identity.number != client:
             raise HeadstartError(
                 f"the node is number {self.identity.number} of its list of peers, and the request is to client {client}"
@@ -117,11 +118,15 @@ class Node:
                 write_json(path, client)
             if self.deployed and (own := json.loads(path.read_text(encoding="utf-8"))) != client:
                 raise HeadstartError(f"the node is client {own} of this run, and the request is to client {client}")
-            yield
+            try:
+                yield
+            except UntoldError:
+                self.enter("failed", stage=self.stages.setup_of(request).number, question=request.digest)
+                raise
 
     def answer(self, request: NodeRequest) -> Reply:
         """The client's reply; its new state is on disk when this returns."""
-        with self._as(request.client):
+        with self._as(request):
             stage = self.stages.of(request)
             if stage.stage.secure:
                 raise HeadstartError("the stage has secure aggregation; nothing is sent that is not masked")
@@ -212,7 +217,7 @@ class Node:
         """The next exchange of a secure sum; what the client must not lose is on disk before a reply leaves."""
         from headstart.engine.node_sums import next_exchange
 
-        with self._as(request.client):
+        with self._as(request):
             return next_exchange(self, request, received, test)
 
     def evaluate(self, request: NodeRequest) -> Message:
@@ -220,7 +225,7 @@ class Node:
 
         A server that may send any model learns sums of the test examples, class by class.
         """
-        with self._as(request.client):
+        with self._as(request):
             if self.stages.of(request).stage.secure:
                 raise HeadstartError("the stage has secure aggregation; metrics of tests are masked, too")
             figures = self.tested(request)

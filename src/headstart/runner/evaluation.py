@@ -231,11 +231,6 @@ def forgetting_ratio(before: float, after: float) -> float:
     return (before - after) / before if before else 0.0
 
 
-def heterogeneity_drop(alike: float, unlike: float) -> float:
-    """Share of the accuracy that is lost when clients hold unlike classes (the FedYolo paper)."""
-    return (alike - unlike) / alike if alike else 0.0
-
-
 def _predicted(scores: npt.NDArray[np.float32], labels: Ints) -> tuple[Ints, npt.NDArray[np.float32]]:
     """Predicted classes [n], and the cross-entropy of the examples of classes that are not masked."""
     known = np.isfinite(scores[np.arange(len(labels)), labels])
