@@ -339,6 +339,13 @@ def test_combiners_on_arrays_of_any_shape() -> None:
     np.testing.assert_array_equal(median(values), np.sort(values, axis=0)[3])
     np.testing.assert_allclose(trimmed_mean(values, 0.3), trim_mean(values, 0.3), rtol=1e-12)
     assert median(np.array([3.0, 1.0, 2.0])).shape == ()
+    ranks = np.arange(100.0)
+    for percent in range(1, 50):  # as many as the share says, where its product is a little less in floating point
+        inside = np.full(100, np.nan)
+        inside[percent : 100 - percent] = ranks[percent : 100 - percent]
+        assert trimmed_mean(
+            np.where(np.isnan(inside), np.sign(ranks - 50) * 1e6, ranks), percent / 100
+        ) == pytest.approx(49.5)
 
 
 # --------------------------------------------------------------------------------------------------------- DP-FedAvg

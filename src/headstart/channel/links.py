@@ -28,6 +28,8 @@ from headstart.errors import MessageError
 _DIVERGED = 1e4
 # Nor is one that, added up over the rounds, leads out of float32, which messages travel in.
 _LARGEST = 1e30
+# 0.29 of 100 is a little less than 29 in floating point.
+_ROUNDED = 1e-9
 # What sets the generator of the noise apart from those that shuffle and draw.
 _NOISE = 0xD1FF
 
@@ -326,5 +328,5 @@ def median(values: Floats) -> Floats:
 def trimmed_mean(values: Floats, trim: float) -> Floats:
     """Of each coordinate of values [n, ...]: without the share ``trim`` at each end, and one at least where n >= 3."""
     count = len(values)
-    cut = max(int(trim * count), 1 if count >= 3 else 0)
+    cut = max(int(trim * count + _ROUNDED), 1 if count >= 3 else 0)
     return np.asarray(np.sort(values, axis=0)[cut : count - cut].mean(axis=0))
