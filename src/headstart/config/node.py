@@ -40,7 +40,7 @@ class NodeLimits(Table):
     trust_server: bool = False
     """Whether a limit on ε counts noise that the server promises to add, or refuses it."""
     other_participants: bool = False
-    """Whether the same statistics may be added up again with other participants: two such sums differ by single
+    """Whether statistics of the data may be added up again with other participants: two such sums differ by single
     nodes."""
 
     @classmethod

@@ -215,7 +215,8 @@ LIMITS = """\
 min_examples = 2            # classes with fewer are left out, where neither noise nor secure aggregation hides them
 evaluation = true           # whether figures of tests on this node's data may leave
 trust_server = false        # whether limits on epsilon count noise that the server promises to add
-other_participants = false  # whether the same statistics may be added up again with other participants
+other_participants = false  # whether statistics of the data may be added up again with other participants
+delta = 1e-4                # with a limit on epsilon, the most that the delta of all answers add up to
 # methods = ["fedncm"]      # no other method may run
 # recipes = ["0123456789abcdef"]  # nor another recipe; `headstart node ledger` shows their digests
 
