@@ -30,7 +30,8 @@ def measure(clients: int) -> dict[str, object]:
     from tests.helpers import Bench, context_of, play
     from threadpoolctl import threadpool_limits
 
-    from headstart.config.recipe import Dirichlet, Recipe
+    from headstart.config.partition import Dirichlet
+    from headstart.config.recipe import Recipe
     from headstart.core.ledger import Ledger, peak_memory
     from headstart.data import Dataset, Examples, Federation
     from headstart.data.partition import partition

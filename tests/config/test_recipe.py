@@ -3,7 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from headstart.config.recipe import PARTITIONS, Dirichlet, Recipe
+from headstart.config.partition import PARTITIONS, Dirichlet
+from headstart.config.recipe import Recipe
 from headstart.config.stage import STAGES
 from headstart.errors import RecipeError
 from headstart.methods.fedcof import FedCOFStage

@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from headstart.config.recipe import IID, Classes, Dirichlet, DirichletByClass, Domains, Natural, Shards
+from headstart.config.partition import IID, Classes, Dirichlet, DirichletByClass, Domains, Natural, Shards
 from headstart.data.examples import Examples
 from headstart.data.partition import follow, partition
 from headstart.errors import HeadstartError

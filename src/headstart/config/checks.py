@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from headstart.config.recipe import PARTITIONS, WITHOUT_CLASSES, Dirichlet, by_classes
+from headstart.config.partition import PARTITIONS, WITHOUT_CLASSES, Dirichlet, by_classes
 from headstart.config.stage_checks import RecipeContext, stage_errors
 
 

@@ -11,7 +11,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from headstart.config.recipe import PARTITIONS, Clients, Data, Model, Recipe, Task
+from headstart.config.partition import PARTITIONS
+from headstart.config.recipe import Clients, Data, Model, Recipe, Task
 from headstart.config.stage import STAGES, CountNoise, Named, Privacy, load_plugins
 from headstart.core.files import write_text
 from headstart.errors import HeadstartError, nearest

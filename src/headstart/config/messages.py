@@ -6,7 +6,8 @@ from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from headstart.config.recipe import PARTITIONS, Data, Model, Recipe, Task
+from headstart.config.partition import PARTITIONS
+from headstart.config.recipe import Data, Model, Recipe, Task
 from headstart.config.stage import STAGES, CountNoise, Named, Privacy
 from headstart.errors import nearest
 

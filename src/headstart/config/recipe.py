@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import tomli_w
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
 
+from headstart.config.partition import Dirichlet, Partition
 from headstart.config.stage import STAGES, Stage, Table, load_plugins, of_family
 from headstart.config.toml import flattened, read_table
 from headstart.core.aggregation import aggregations
@@ -19,99 +20,6 @@ ONE_TASK = "default"
 """The name of the task where a recipe has one."""
 MEMORY = "memory"
 """The data set of a recipe whose data are given in Python, where it has no name."""
-
-# ---------------------------------------------------------------------------------------------- who holds which example
-
-
-class _Partition(Table):
-    test: Literal["shared", "follow"] = "shared"
-    """Whether clients share one test split, or each gets a part of it that follows its training classes."""
-
-
-class IID(_Partition):
-    """Examples dealt at random, sizes equal to within one."""
-
-    kind: Literal["iid"]
-    """How examples are dealt out to clients."""
-    clients: PositiveInt = 100
-    """How many clients hold the examples."""
-
-
-class Dirichlet(_Partition):
-    """Equal sizes, class shares per client from Dirichlet(alpha), clients filled in turn (FedNCM, FedCOF)."""
-
-    kind: Literal["dirichlet"] = "dirichlet"
-    """How examples are dealt out to clients."""
-    clients: PositiveInt = 100
-    """How many clients hold the examples."""
-    alpha: PositiveFloat = 0.1
-    """How alike clients are: near 0, a client has examples of few classes; above 100, all have the same shares."""
-    leftovers: Literal["report", "assign"] = "report"
-    """What becomes of the examples that do not fill a client evenly: reported as unused (papers), or dealt out."""
-
-
-class DirichletByClass(_Partition):
-    """Each class cut among the clients by Dirichlet(alpha) shares (Yurochkin et al.); sizes vary."""
-
-    kind: Literal["dirichlet-by-class"]
-    """How examples are dealt out to clients."""
-    clients: PositiveInt = 100
-    """How many clients hold the examples."""
-    alpha: PositiveFloat = 0.1
-    """How alike clients are: near 0, a client has examples of few classes; above 100, all have the same shares."""
-    min_examples: PositiveInt = 1
-    """Shares are drawn again until every client has so many."""
-
-
-class Shards(_Partition):
-    """So many single-class shards per client (FedBABU, LG-FedAvg, FedRep)."""
-
-    kind: Literal["shards"]
-    """How examples are dealt out to clients."""
-    clients: PositiveInt = 100
-    """How many clients hold the examples."""
-    shards_per_client: PositiveInt = 2
-    """Shards of one class each that a client holds."""
-
-
-class Classes(_Partition):
-    """So many distinct classes per client, the same number of examples of each (FedYolo)."""
-
-    kind: Literal["classes"]
-    """How examples are dealt out to clients."""
-    clients: PositiveInt = 20
-    """How many clients hold the examples."""
-    classes_per_client: PositiveInt = 2
-    """Distinct classes that a client holds."""
-    examples_per_client: PositiveInt | None = None
-    """Rounded down to a multiple of the classes; None: as many as every client can have."""
-
-
-class Natural(_Partition):
-    """The clients that the data name."""
-
-    kind: Literal["natural"]
-    """How examples are dealt out to clients."""
-    clients: PositiveInt | None = None
-    """Keep so many of them, drawn at random; None keeps all."""
-    min_examples: PositiveInt = 1
-    """Clients with fewer training examples are left out."""
-    max_examples: PositiveInt | None = None
-    """Of a client with more training examples, so many are kept at random; None keeps all."""
-
-
-class Domains(_Partition):
-    """Each domain of the data is held by its own clients."""
-
-    kind: Literal["domains"]
-    """How examples are dealt out to clients."""
-    clients_per_domain: PositiveInt = 1
-    """Among how many clients each domain is split at random."""
-
-
-Partition = Annotated[
-    IID | Dirichlet | DirichletByClass | Shards | Classes | Natural | Domains, Field(discriminator="kind")
-]
 
 
 class Data(Table):
@@ -363,24 +271,6 @@ class Recipe(Table):
         if self.tasks and name not in self.task_names:
             raise HeadstartError(f"task {name!r}: {nearest(name, self.task_names)}")
         return self.task_names.index(name) if self.tasks else 0
-
-
-PARTITIONS: dict[str, type[_Partition]] = {
-    "iid": IID,
-    "dirichlet": Dirichlet,
-    "dirichlet-by-class": DirichletByClass,
-    "shards": Shards,
-    "classes": Classes,
-    "natural": Natural,
-    "domains": Domains,
-}
-WITHOUT_CLASSES = ("iid", "natural", "domains")
-"""Partitions that do not ask for the class of an example."""
-
-
-def by_classes(kind: str) -> str:
-    """What is wrong with a partition of targets that are no classes."""
-    return f"kind: {kind!r} deals examples out by their classes, and these have none; use {', '.join(WITHOUT_CLASSES)}"
 
 
 def _on_features(table: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from headstart.config.recipe import ONE_TASK, WITHOUT_CLASSES, Data, Domains, Natural, Recipe, by_classes
+from headstart.config.partition import WITHOUT_CLASSES, Domains, Natural, by_classes
+from headstart.config.recipe import ONE_TASK, Data, Recipe
 from headstart.data.examples import Dataset, Examples, Ints, Joined, Kind
 from headstart.data.load import load_dataset, load_silo
 from headstart.data.partition import UNUSED, follow, partition

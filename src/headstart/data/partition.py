@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from headstart.config.recipe import IID, Classes, Dirichlet, DirichletByClass, Domains, Natural, Partition, Shards
+from headstart.config.partition import IID, Classes, Dirichlet, DirichletByClass, Domains, Natural, Partition, Shards
 from headstart.data.examples import Examples, Ints, random_rank
 from headstart.errors import HeadstartError
 
