@@ -127,8 +127,8 @@ def test_a_model_that_cannot_be_trained_does_not_bring_out_the_noise_alone(tmp_p
         "the node has replied to round 0 before, and replies to no other request for it; "
     )
     assert not nothing.arrays
-    for changed in ({"new": False}, {"states": [[0, 0, {}]]}):
-        assert "no other request" in silo.ask("answer", model(), **changed)[0]["error"]
+    assert "no other request" in silo.ask("answer", model(), new=False)[0]["error"]
+    assert "no longer has the client's state" in silo.ask("answer", model(), states=[[0, 0, {}]])[0]["error"]
     assert "begun this stage from another setup" in silo.ask("answer", model(), setup=silo.setup(clients=6))[0]["error"]
 
 

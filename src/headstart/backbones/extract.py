@@ -181,6 +181,7 @@ def _blocks(
 def _finite(features: npt.NDArray[np.float32], backbone: Backbone, what: str) -> npt.NDArray[np.float32]:
     if not np.isfinite(features).all():
         if backbone.finite == "forced":
+            log.warning(f"{backbone.name} gives NaN or infinity on {what}: zeros stand for these features")
             return np.where(np.isfinite(features).all(axis=1, keepdims=True), features, np.float32(0))
         raise HeadstartError(f"{backbone.name} gives NaN or infinity on {what}; check its weights and preprocessing")
     return features

@@ -102,7 +102,7 @@ class UpdateChannel:
         for row, client in enumerate(cohort.clients.tolist()):
             sender = Sender(client, round, cohort.task)
             arrays = {name: np.asarray(values[row]) for name, values in stacks.items()}
-            meant = Message(arrays, scalars_of(result.scalars, row))
+            meant = Message(arrays, scalars_of(result.scalars, row) if arrays else {})
             sent, error = meant, {name: values[row] for name, values in errors.items()}
             for link in self.links:
                 if link.feeds_back:
@@ -172,8 +172,9 @@ class UpdateChannel:
         return message
 
     def _weight(self, message: Message) -> float:
-        """How much a client counts in a mean; with privacy it does not say how many examples it has."""
-        if self.private:
+        """How much a client counts in a mean; with privacy, or where nothing is added up, it does not say how many
+        examples it has."""
+        if self.private or not message.arrays:
             return 1.0
         examples = message.whole_number("examples", _MOST_EXAMPLES)
         return float(examples) if self.method.weighting == "examples" else 1.0

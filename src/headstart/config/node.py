@@ -74,6 +74,11 @@ class NodeLimits(Table):
         ]
         return recipe.model_copy(update={"stages": tuple(stages)})
 
+    def check_stage(self, stage: ClosedForm | Rounds) -> None:
+        """Refuse a stage that promises nothing where there is a limit on ε, before any example is read for it."""
+        if stage.privacy is None:
+            self.check_spending(stage, None, [])
+
     def check_statistics(self, stage: ClosedForm | Rounds) -> None:
         """Refuse sums around centres that move: an example that changes its centre is the difference of two sums."""
         if stage.trains or stage.protected or self.min_examples == 1 or stage.rows_per_class == 1:

@@ -60,7 +60,7 @@ class ClientStates:
             folder.mkdir(parents=True, exist_ok=True)
             sync_folder(folder.parent)
         for file, record in self._records.items():
-            self._files[file] = os.open(folder / file, os.O_RDWR | os.O_CREAT | BINARY, 0o666)
+            self._files[file] = os.open(folder / file, os.O_RDWR | os.O_CREAT | BINARY, 0o600)
             os.ftruncate(self._files[file], 2 * n_clients * record)
         if self._files:
             sync_folder(folder)

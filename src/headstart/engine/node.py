@@ -12,7 +12,7 @@ in the node's ledger, and within the limits of its owner.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -72,7 +72,7 @@ class Node:
         train = self.federation.dataset.train
         dim = train.dim if train.kind == "features" else 1
         examples = int(self.federation.sizes.sum())
-        if any(stage.privacy and stage.privacy.from_server for stage in self.recipe.stages):  # is not to be known
+        if self._hides_sizes:
             examples = min(examples, 1)
         found: dict[str, Any] = {"examples": examples, "dim": dim}
         if self.deployed and self.recipe.tasks:
@@ -86,6 +86,11 @@ class Node:
             with self.ledger.locked():
                 self.enter("join", **found)
         return found
+
+    @property
+    def _hides_sizes(self) -> bool:
+        """Whether the server is not to know how many examples there are."""
+        return self.deployed and any(stage.privacy and stage.privacy.from_server for stage in self.recipe.stages)
 
     def remember(self, setup: bytes) -> str:
         """Keep what a stage starts from; returns its digest."""
@@ -149,10 +154,15 @@ class Node:
         privacy = stage.figures.guarantee if test else stage.runtime.channel.spent(round + 1)
         facts = {"stage": stage.setup.number, "method": stage.stage.method, "round": round}
         facts |= {"of": "test" if test else "answer", "privacy": privacy}
+        self.check_spending(facts)
+        return facts
+
+    def check_spending(self, facts: Mapping[str, Any]) -> None:
+        """Refuse a reply, by what its guarantee says, after which more than the node's owner allows would be spent."""
         if self.deployed:
             key = guarantee_key({**facts, "run": self.folder.name, "recipe": self.recipe_digest})
-            self.limits.check_spending(stage.stage, privacy, self.ledger.other_guarantees(key))
-        return facts
+            stage = self.recipe.stages[facts["stage"]]
+            self.limits.check_spending(stage, facts["privacy"], self.ledger.other_guarantees(key))
 
     def reply_once(self, request: NodeRequest) -> Reply:
         """The reply to a request; on a deployed node, the one reply of the client to this round, or to this pass."""
@@ -174,14 +184,15 @@ class Node:
             what = f"round {last}" if settings.trains else f"pass {last}" if settings.passes > 1 else "this stage"
             anew = AGREE_ANEW if settings.protected else ""
             raise HeadstartError(f"the node has replied to {what} before, and replies to no other request for it{anew}")
+        message = self._complete(request)
         if fresh or "answer" not in record.arrays:
-            message = self._complete(request)
             if fresh:
                 record = Message(scalars={"question": request.digest, "round": turn})
                 self.records.write("answered", setup.number, record)
             with self.untold(settings):
                 reply = self._client_update(request, message)
-            facts: dict[str, Scalar] = {"passes": int(reply.forward_passes[0]), "kept": bool(reply.state)}
+            passes = 0 if self._hides_sizes else int(reply.forward_passes[0])
+            facts: dict[str, Scalar] = {"passes": passes, "kept": bool(reply.state)}
             answer = np.frombuffer(reply.message.to_bytes(), np.uint8)
             record = Message({"answer": answer}, {**record.scalars, **facts, "task": reply.task})
             self.records.write("answered", setup.number, record)

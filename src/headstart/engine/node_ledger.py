@@ -37,8 +37,15 @@ class NodeLedger(Chain):
             yield
 
     def guarantees(self) -> dict[GuaranteeKey, Any]:
-        """The last privacy guarantee of each stage that was answered or tested; None where there was none."""
-        return {guarantee_key(entry): entry["privacy"] for entry in self.entries() if "privacy" in entry}
+        """The largest privacy guarantee of each stage that was answered or tested; None where there was none."""
+        found: dict[GuaranteeKey, Any] = {}
+        for entry in self.entries():
+            if "privacy" not in entry:
+                continue
+            privacy, key = entry["privacy"], guarantee_key(entry)
+            if key not in found or (found[key] and privacy and privacy["epsilon"] >= found[key]["epsilon"]):
+                found[key] = privacy
+        return found
 
     def other_guarantees(self, than: GuaranteeKey) -> list[Any]:
         """All guarantees but one."""

@@ -16,6 +16,7 @@ from headstart.config.stage import ClosedForm, Rounds
 from headstart.core.message import Message
 from headstart.core.metrics import tally_classes, tally_targets
 from headstart.core.reply import ClientState
+from headstart.core.update import Blocks
 from headstart.data import Dataset, Federation
 from headstart.engine.client import ClientRuntime
 from headstart.engine.flower_messages import request_digest
@@ -64,6 +65,8 @@ class NodeStage:
     store: ModelStore
     source: Any
     deployed: bool
+    client_state: Blocks
+    """Names and shapes of what stays with the client."""
 
     @property
     def method(self) -> Any:
@@ -84,14 +87,15 @@ class NodeStage:
         frozen blocks make of the examples."""
         owners = {"train": federation.owners, "test": federation.test_owners}
         target, stage = federation.dataset.target, recipe.stages[setup.number]
-        # With privacy, one example that weights of the server's choice make infinite must not stop all others.
-        finite: Literal["checked", "forced"] = "forced" if stage.privacy and deployed else "checked"
+        # One example that weights of the server's choice make infinite must not stop all others: it would tell of it.
+        finite: Literal["checked", "forced"] = "forced" if deployed else "checked"
         store = ModelStore(recipe.model_of(setup.task), federation.dataset, owners=owners, states=states, finite=finite)
         method, channel = setup.method(limited, store, None if deployed else (), target)
         figures = FiguresChannel.of(stage, setup.clients, None, setup.tasks[setup.task][1], target)
         changes = plan_of(stage, frozenset(setup.personal), store.fixed_head).changes_features
         source: Any = store.inputs() if changes else store.features("train")
-        return cls(stage, setup, ClientRuntime(method, channel), figures, store, source, deployed)
+        runtime = ClientRuntime(method, channel)
+        return cls(stage, setup, runtime, figures, store, source, deployed, runtime.client_state)
 
     def evaluate(self, model: Message, read: Callable[..., Any], dataset: Dataset, survivors: int) -> Message:
         """The server's model, with the client's personal parameters, on the client's test examples.

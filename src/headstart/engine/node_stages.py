@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -9,9 +10,10 @@ import numpy as np
 
 from headstart.config.node import NodeLimits
 from headstart.config.recipe import Recipe
-from headstart.core.files import write_atomically
+from headstart.core.files import write_atomically, write_json
 from headstart.core.message import Message
 from headstart.core.statistics import Ints
+from headstart.core.update import Blocks
 from headstart.data import Federation
 from headstart.engine.client_states import ClientStates
 from headstart.engine.node_errors import StateLostError, untold
@@ -19,6 +21,9 @@ from headstart.engine.node_records import NodeRecords
 from headstart.engine.node_stage import NodeRequest, NodeStage
 from headstart.engine.setup import StageSetup, digest
 from headstart.errors import HeadstartError, MessageError
+
+# Beside a client's states: the names and shapes of them.
+_SHAPES = "shapes.json"
 
 
 class NodeStages:
@@ -54,7 +59,10 @@ class NodeStages:
         if not path.is_file():
             raise StateLostError("the node no longer has what the stage starts from")
         if self._setup is None or self._setup[0] != request.setup:
-            setup = StageSetup.from_message(Message.from_bytes(path.read_bytes()))
+            data = path.read_bytes()
+            if digest(data) != request.setup:
+                raise MessageError("the request does not name what the stage starts from by its digest")
+            setup = StageSetup.from_message(Message.from_bytes(data))
             self._check(setup)
             self._setup = request.setup, setup
         return self._setup[1]
@@ -83,6 +91,7 @@ class NodeStages:
         if not self.deployed:
             return NodeStage.load(self.recipe, self.recipe, self.federation, setup, deployed=False)
         self._refuse_lost_states(request)
+        self.limits.check_stage(self.recipe.stages[setup.number])
         self.records.begin(setup.number, request.setup)
         limited, states = self.limits.applied(self.recipe), self._prefix_states(request.setup)
         with untold(self.recipe.stages[setup.number].protected):
@@ -98,12 +107,33 @@ class NodeStages:
         return folder
 
     def _refuse_lost_states(self, request: NodeRequest) -> None:
-        """Refuse a request that counts on what the node no longer has, or on stages that the recipe does not have."""
+        """Refuse a request that counts on what the node no longer has, or on what no stage of the recipe leaves."""
+        numbers = [number for number, *_ in request.states]
+        here = self.setup_of(request).number
+        if numbers[:1] != [here] or numbers != sorted(set(numbers), reverse=True) or min(numbers) < 0:
+            raise MessageError(f"the request counts on states of stages {numbers}, and is for stage {here}")
         for number, slot, shapes in request.states:
-            if not 0 <= number < len(self.recipe.stages):
-                raise MessageError(f"the recipe has {len(self.recipe.stages)} stages, from 0, and none {number}")
-            if slot >= 0 and not ClientStates.is_there(self.folder / f"clients-{number}", shapes):
+            if slot not in (-1, 0, 1):
+                raise MessageError(f"a client's state is in slot 0 or 1, and the request counts on {slot}")
+            folder = self._states_folder(number)
+            if slot >= 0 and not (ClientStates.is_there(folder, shapes) and (folder / _SHAPES).is_file()):
                 raise StateLostError("the node no longer has the client's state")
+
+    def _states_folder(self, number: int) -> Path:
+        return self.folder / f"clients-{number}"
+
+    def _shapes(self, request: NodeRequest, number: int) -> Blocks:
+        """Names and shapes of what stays with a client of a stage, whatever a server says of it: the method's own, and
+        of an earlier stage those that were noted then."""
+        path = self._states_folder(number) / _SHAPES
+        if number == self.setup_of(request).number:
+            shapes = self.of(request).client_state
+            if shapes and not path.is_file():
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_json(path, dict(shapes))
+            return shapes
+        noted = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        return {name: tuple(shape) for name, shape in noted.items()}
 
     def states_of(self, request: NodeRequest) -> ClientStates:
         """The client's states, of this stage and of those that it continues."""
@@ -111,7 +141,7 @@ class NodeStages:
         states = None
         count = 1 if self.deployed else self.federation.n_clients
         here = 0 if self.deployed else request.client
-        for number, slot, shapes in reversed(request.states):
+        for number, slot, _ in reversed(request.states):
             slots: Ints = np.full(count, -1)
             slots[here] = slot
             from_head = self.recipe.stages[number].head_init == "previous"
@@ -119,6 +149,7 @@ class NodeStages:
             def inherits(name: str, from_head: bool = from_head) -> bool:
                 return from_head or not name.startswith("personal.head.")
 
-            states = ClientStates(self.folder / f"clients-{number}", count, shapes, slots, states, inherits)
+            shapes = self._shapes(request, number)
+            states = ClientStates(self._states_folder(number), count, shapes, slots, states, inherits)
         assert states is not None
         return states

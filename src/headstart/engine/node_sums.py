@@ -53,9 +53,12 @@ def next_exchange(node: Node, request: NodeRequest, received: Message, test: boo
     client = SecureClient.from_message(saved, identity)
     if guarantee["stage"] != node.stages.setup_of(request).number:
         raise MessageError("the sum was begun for another stage")
+    _refuse_superseded(node, guarantee, question)
     answers = {"shares": client.share, "masked": client.mask, "agree": client.agree, "reveal": client.reveal}
     if (step := str(received.scalars.get("step"))) not in answers:
         raise MessageError(f"secure aggregation has no exchange {step!r}")
+    if step == "masked":  # other sums may have been begun, and their values sent, since the first exchange
+        node.check_spending(guarantee)
     answer, privacy, unneeded = answers[step](received), guarantee.pop("privacy"), dict[str, Any]()
     more = {"privacy": privacy} if step == "masked" else {}
     if client.agreed:  # with this reply the total is known
@@ -93,6 +96,15 @@ def _begin(
     del guarantee["privacy"]  # nothing of the values has left yet
     node.enter("keys", **guarantee, **sent(request.digest, answer))
     return facts, answer
+
+
+def _refuse_superseded(node: Node, guarantee: Mapping[str, Any], question: str) -> None:
+    """Refuse a sum of which the node has replied to another request since, or tested another model."""
+    if not node.deployed:
+        return
+    record = node.records.read("tested" if guarantee["of"] == "test" else "answered", guarantee["stage"])
+    if record.scalars["question"] != question:
+        raise HeadstartError("the node has replied to another request since")
 
 
 def _shared(node: Node, request: NodeRequest, question: str) -> SharedNoise | None:
@@ -176,27 +188,28 @@ def _settings(node: Node, request: NodeRequest, received: Message) -> tuple[byte
 def _note_survivors(node: Node, guarantee: Mapping[str, Any], saved: Message, survivors: Array) -> dict[str, Any]:
     """A round is opened for one list of survivors, whatever the sum: two totals would differ by single clients.
 
-    Nor are statistics of the data added up again with others, in any run of any recipe. They need not be the same ones:
-    those of nearly the same features, or of a method that sends more, tell of a node as well.
+    Nor are statistics of the data added up again with others, in any run of any recipe; nor metrics of tests, where no
+    noise is on them. They need not be the same ones: those of nearly the same features, of a method that sends more, or
+    of nearly the same model tell of a node as well.
     """
     if not node.deployed:
         return {}
     what, number = "tested" if guarantee["of"] == "test" else "answered", guarantee["stage"]
     record = node.records.read(what, number)
-    if record.scalars["question"] != saved.scalars["question"]:
-        raise HeadstartError("the node has replied to another request since")
     clients = saved.scalars["clients"]  # on which the noise depends that they share
     same = record.scalars.get("clients", clients) == clients
     if not same or not np.array_equal(record.arrays.get("survivors", survivors), survivors):
         raise HeadstartError("the sum of this round was opened before, for another list of survivors")
-    of_data = what == "answered" and not node.recipe.stages[number].trains
-    facts = {"participants": _participants(node, survivors), "statistics": of_data}
-    if of_data and not node.limits.other_participants:
+    stage = node.recipe.stages[number]
+    kind = "statistics" if what == "answered" and not stage.trains else ""
+    kind = "tests" if what == "tested" and stage.privacy is None else kind
+    facts = {"participants": _participants(node, survivors), "alike": kind}
+    if kind and not node.limits.other_participants:
         for entry in node.ledger.entries():
-            if entry.get("statistics") and entry["participants"] != facts["participants"]:
+            if entry.get("alike") == kind and entry["participants"] != facts["participants"]:
                 raise HeadstartError(
-                    "statistics of the data were added up before with other participants, and the difference of the "
-                    "two totals would tell of single nodes; limits.other_participants in node.toml allows it"
+                    f"{kind} of the data were added up before with other participants, and the difference of the two "
+                    "totals would tell of single nodes; limits.other_participants in node.toml allows it"
                 )
     noted = Message({**record.arrays, "survivors": survivors}, {**record.scalars, "clients": clients})
     node.records.write(what, number, noted)

@@ -19,7 +19,7 @@ from headstart.core.plan import Plan
 from headstart.core.seeds import Seed
 from headstart.core.target import Target
 from headstart.engine.model_store import ModelStore, Module, Version
-from headstart.errors import MessageError
+from headstart.errors import HeadstartError, MessageError
 from headstart.heads import LinearHead
 from headstart.methods import Method, Population, StageContext, Task, build
 
@@ -44,6 +44,11 @@ def method_of(
 ) -> tuple[Method[Any], Channel]:
     """The method and the channel of a stage on a backbone as it is loaded; noise: as in `StageContext`."""
     store.attach(stage, plan, seed)
+    if stage.privacy is not None and not stage.trains and store.backbone is not None and store.backbone.by_batch:
+        raise HeadstartError(
+            f"stages.{seed[1]}.privacy: the backbone normalises by the batch, so that one example changes the features "
+            "of others, which no noise was counted for; use a backbone with running statistics"
+        )
     context = StageContext(tasks, store.dim, seed, plan, store.model, noise)
     method = build(stage, context)
     clients = {task.name: task.population.clients for task in tasks}
@@ -148,6 +153,10 @@ class StageSetup:
             "module": any(stage.plan.module != "frozen" for stage in earlier),
             "head": self.heads[self.task] is not None,
         }
+        if self.norm_statistics not in {"aggregate", *(stage.norm_statistics for stage in earlier)}:
+            raise MessageError(f"no earlier stage leaves norm_statistics {self.norm_statistics!r}")
+        if self.module is not None and not any(_leaves(stage, *self.module) for stage in earlier):
+            raise MessageError(f"no earlier stage leaves a module {self.module[0]!r} with these settings")
         for name, array in self.arrays.items():
             part, _, rest = name.partition(".")
             if not trained.get(part):
@@ -219,6 +228,12 @@ class StageSetup:
                 head = replace(given, temperature=self.temperatures[number])
             tasks.append(Task(name, classes, Population(clients, examples), head, values or None, target))
         return tuple(tasks)
+
+
+def _leaves(stage: ClosedForm | Rounds, kind: str, settings: Mapping[str, Any]) -> bool:
+    """Whether a stage leaves a module of a kind with these settings, which have travelled as JSON."""
+    made = {key: value for key, value in stage.module_settings.items() if value is not None}
+    return stage.train == kind and json.loads(json.dumps(made)) == dict(settings)
 
 
 def _is_head(shapes: Shapes, classes: int) -> bool:
