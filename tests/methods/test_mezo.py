@@ -37,8 +37,9 @@ from headstart.engine.client_states import ClientStates
 from headstart.errors import HeadstartError, MessageError, RecipeError
 from headstart.heads import LinearHead
 from headstart.methods import build
-from headstart.methods.fedmezo import joined
+from headstart.methods.fedmezo import NO_STEP, joined
 from headstart.modules import attach
+from headstart.runner import run as play_recipe
 from headstart.runner.costs import paper_cost
 from headstart.solvers import network as networks
 from headstart.solvers import zeroth
@@ -907,3 +908,26 @@ def test_the_rate_that_was_found_is_told() -> None:
     expected = 0.5 * 2 / np.sqrt(np.mean(np.square(curvatures)))
     assert run.method.selected(run.state) == {"lr": pytest.approx(expected)}
     assert Run(IID, train="head", rounds=1).method.selected(run.state) == {}
+
+
+def test_rounds_without_a_reply_are_no_steps_of_the_running_mean() -> None:
+    """A task that is first heard in round 13 takes the step that it would have taken in round 1: the mean of squares is
+    of one, whatever the number of the round."""
+    run = Run(IID, train="head", lr=0.5, beta2=0.99, rounds=13, epsilon=1e-1)
+    log = replace(run.method.init(), seeds=np.array([7]), slopes=np.array([[0.25]], np.float32))
+    late = replace(log, seeds=np.append(np.full(12, NO_STEP), 7), slopes=np.vstack([np.zeros((12, 1)), log.slopes]))
+    moved = []
+    for each in (log, late):
+        fresh = Run(IID, train="head", lr=0.5, beta2=0.99, rounds=13, epsilon=1e-1).method
+        moved.append(fresh.load(Message({"seeds": each.seeds, "slopes": each.slopes.astype(np.float32)})).weight)
+    np.testing.assert_array_equal(moved[0], moved[1])
+    step = moved[0] - run.method.load(pack(run.method.init())).weight
+    assert np.sqrt(np.mean(np.square(step))) == pytest.approx(0.5, rel=0.5)  # rate · z, whatever the slope
+
+
+def test_a_run_that_finds_its_rate_says_so_in_its_report(tmp_path: Path) -> None:
+    stage = {"method": "fedmezo", "train": "head", "probe_rounds": 2, "lr": 0.3, "rounds": 4, "epsilon": 1e-1}
+    data = {"dataset": "digits", "partition": {"kind": "iid", "clients": 3}}
+    recipe = Recipe.parse({"data": data, "model": {"backbone": "features"}, "stages": [stage]})
+    (done,) = play_recipe(recipe, tmp_path / "run").summary["stages"]
+    assert f"η {done['chosen']['lr']:.3g}" in (tmp_path / "run" / "report.html").read_text()

@@ -106,6 +106,8 @@ class _StepSize:
     """Of the rounds that measured curvatures, in units of 2/ε: the mean of their squares over directions."""
     square: float = 0.0
     """A running mean of the squares of slopes."""
+    steps: int = 0
+    """That the mean is of."""
 
     @property
     def unit(self) -> float:
@@ -125,9 +127,9 @@ class _StepSize:
         rate = learning_rate(self.stage, number) * self.unit
         if self.stage.beta2 is None:
             return rate
-        beta, steps = self.stage.beta2, number + 1 - self.stage.probe_rounds
+        beta, self.steps = self.stage.beta2, self.steps + 1
         self.square = beta * self.square + (1 - beta) * _mean_square(slopes)
-        return rate / max(math.sqrt(self.square / (1 - beta**steps)), _TINY)
+        return rate / max(math.sqrt(self.square / (1 - beta**self.steps)), _TINY)
 
 
 class Replay:

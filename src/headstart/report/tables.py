@@ -18,7 +18,7 @@ from headstart.core.metrics import SHOWN, primary_metric
 from headstart.records.record import Group
 
 # As the papers write them.
-_SYMBOLS = {"ridge": "λ", "shrinkage": "γ", "means_share": "a", "temperature": "T"}
+_SYMBOLS = {"ridge": "λ", "shrinkage": "γ", "means_share": "a", "temperature": "T", "lr": "η"}
 _METRICS = {
     "accuracy": "accuracy, %", "r2": "R²", "perplexity": "perplexity", "mae": "mean absolute error",
     "macro_f1": "macro-F1, %",
@@ -106,7 +106,7 @@ def metric_text(name: str, stage: Mapping[str, Any]) -> str:
 
 def _chosen(stage: dict[str, Any]) -> str:
     """What the server has chosen itself."""
-    return "".join(f" {_SYMBOLS[key]} {value:.3g}" for key, value in stage["chosen"].items())
+    return "".join(f" {_SYMBOLS.get(key, key)} {value:.3g}" for key, value in stage["chosen"].items())
 
 
 def _plain(stage: dict[str, Any], name: str) -> str:
