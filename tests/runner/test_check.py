@@ -397,3 +397,75 @@ def test_a_recipe_for_a_table_with_broken_rows_leaves_them_out(tmp_path: Path, c
     assert "skip_unreadable" not in made(command, Path("b.csv"), tmp_path)["data"]
     (tmp_path / "c.csv").write_text("\n".join(["text,label", *rows[:9], "alone", *rows[9:]]))
     assert made(command, Path("c.csv"), tmp_path)["data"]["skip_unreadable"] is True
+
+
+def table_of(tmp_path: Path, *stages: str, clients: int = 3, model: str = 'backbone = "features"') -> Path:
+    features(tmp_path / "measured.npz")
+    data = f'[data]\ndataset = "measured.npz"\n[data.partition]\nkind = "iid"\nclients = {clients}\n'
+    text = data + f"[model]\n{model}\n" + "".join(f"[[stages]]\n{stage}\n" for stage in stages)
+    return recipe(tmp_path / "recipe.toml", text)
+
+
+@pytest.mark.parametrize(
+    "stage",
+    [
+        *(f'method = "fedavg"\ntrain = "{train}"' for train in ("lora", "adapter", "vpt", "norms", "prefix", "all")),
+        *(f'method = "{method}"' for method in ("slora", "fedsa-lora", "fedyolo", "fedex-lora", "flexlora")),
+        'method = "personalise"\nupdate = "lora"',
+    ],
+)
+def test_features_have_nothing_below_the_head_to_train(tmp_path: Path, stage: str) -> None:
+    (problem,) = check(table_of(tmp_path, stage)).problems
+    assert "the data are features, there is no backbone to train; use 'head'" in problem
+
+
+def test_what_data_and_clients_do_not_have_is_told_at_once(tmp_path: Path) -> None:
+    local = 'method = "fedavg"\ntrain = "head"\nrounds = 1\n'
+    path = table_of(
+        tmp_path,
+        'method = "fedncm"\neval_split = "validation"',
+        local + "secure = true",
+        local + 'keep = "best"',
+        clients=2,
+    )
+    problems = check(path).problems
+    assert [problem.split(":")[0] for problem in problems] == ["stages.0.eval_split", "stages.1.secure", "stages.2"]
+    assert "2 clients are in a sum, which hides none of them; it takes 3 or more" in problems[1]
+    with pytest.raises(HeadstartError, match="3 problems"):
+        run(path)
+
+
+def test_keys_without_an_effect_are_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """They may be left from a value that is tried out beside others, so that the run goes on."""
+    keys = "secure_group = 4\nsecure_threshold = 0.9\ntop_k = 0.1\ntrim = 0.2\nstaleness = 1.0\nhidden = 7\n"
+    keys += "clients_per_round = 40\n"
+    path = table_of(tmp_path, 'method = "fedavg"\ntrain = "head"\nrounds = 1\n' + keys)
+    assert check(path).problems == []
+    said = [record.getMessage() for record in caplog.records]
+    assert [line.split(":")[0].removeprefix("stages.0.") for line in said] == [
+        "secure_group", "secure_threshold", "top_k", "trim", "hidden", "staleness", "clients_per_round"
+    ]  # fmt: skip
+    assert said[0] == "stages.0.secure_group: it has no effect without secure = true"
+    assert said[-1] == "stages.0.clients_per_round: 40, and there are 3 clients: all take part in every round"
+
+
+def test_a_module_that_finds_no_place_in_the_backbone_is_told_of_before_the_run(tmp_path: Path) -> None:
+    for split, number in (("train", 6), ("test", 2)):
+        for place in range(number):
+            path = tmp_path / "images" / split / str(place % 2) / f"{place}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(np.full((32, 32, 3), 20 * place, np.uint8)).save(path)
+    text = '[data]\ndataset = "images"\n[data.partition]\nkind = "iid"\nclients = 2\n[model]\nbackbone = "conv4"\n'
+    stages = '[[stages]]\nmethod = "fedncm"\n[[stages]]\nmethod = "fedavg"\ntrain = "lora"\nrounds = 1\n'
+    (problem,) = check(recipe(tmp_path / "recipe.toml", text + 'weights = "random"\n' + stages)).problems
+    assert problem.startswith("stages.1.train: conv4 has no transformer blocks for a lora")
+
+
+def test_rules_of_aggregation_that_a_file_registers_can_be_checked(tmp_path: Path, command: Command) -> None:
+    plugin = tmp_path / "mine.py"
+    plugin.write_text(
+        "import headstart\n\nheadstart.register_aggregation('checked-mine', lambda updates, weights: updates)\n"
+    )
+    path = table_of(tmp_path, 'method = "fedavg"\ntrain = "head"\nrounds = 1\ncombine = "checked-mine"')
+    for name in ("check", "plan"):
+        assert command(name, path, "--import", plugin, cwd=tmp_path).returncode == 0

@@ -236,3 +236,16 @@ def test_values_are_chosen_on_the_validation_split_and_not_on_the_test(no_report
     kept = {key: value[splits != 1] for key, value in data.items()}
     with pytest.raises(HeadstartError, match="has no accuracy on a validation split"):
         headstart.compare(recipe, data=kept, choose=["lr"])
+
+
+def test_what_cannot_be_chosen_is_said_before_anything_is_run(tmp_path: Path) -> None:
+    trained = {"method": "fedavg", "train": "head", "rounds": 1, "lr": [0.1, 0.01]}
+    recipe = {
+        "data": {"dataset": "digits"},
+        "model": {"backbone": "features"},
+        "stages": [{"method": "fedncm"}, trained],
+    }
+    for key in ("lr", "stages.1.lr"):  # as tables name it, or in full
+        with pytest.raises(HeadstartError, match="have no validation split to choose by"):
+            headstart.compare(recipe, tmp_path / "all", choose=[key])
+    assert not list(tmp_path.glob("all/*/metrics.jsonl"))

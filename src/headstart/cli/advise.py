@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from headstart.cli.shared import check_new_file, show_table
+from headstart.cli.shared import Imports, check_new_file, show_table
 from headstart.errors import HeadstartError
 
 _UNITS = {"": 1.0, "b": 1.0, "kb": 1e3, "mb": 1e6, "gb": 1e9}
@@ -27,6 +27,7 @@ def advise(
         int | None, typer.Option(min=1, help="Of the sample: 20,000 features, 2,000 images or texts by default.")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Also write the recipe to a new file.")] = None,
+    imports: Imports = None,
 ) -> None:
     """Which head to compute, and which stage to train after it: candidates measured on a sample, and a recipe."""
     import tomli_w

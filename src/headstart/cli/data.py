@@ -9,13 +9,13 @@ from typing import Annotated
 
 import typer
 
-from headstart.cli.shared import RecipeFile, Settings, check_new_file, show_table
+from headstart.cli.shared import Imports, RecipeFile, Settings, check_new_file, show_table
 from headstart.errors import HeadstartError
 
 _SHOWN = 50  # classes in the table
 
 
-def check(recipe: RecipeFile, settings: Settings = None) -> None:
+def check(recipe: RecipeFile, settings: Settings = None, imports: Imports = None) -> None:
     """Every mistake of a recipe, its paths, data and backbone in one pass, and a report on the data.
 
     Exit status 0: it can be run; 2: it cannot.

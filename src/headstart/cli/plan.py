@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headstart.cli.shared import RecipeFile, Settings, show_table
+from headstart.cli.shared import Imports, RecipeFile, Settings, show_table
 from headstart.errors import HeadstartError
 
 if TYPE_CHECKING:
@@ -25,18 +25,20 @@ def plan(
         int | None, typer.Option(help="How many clients there will be; those of the recipe's data by default.")
     ] = None,
     uplink: Annotated[
-        str | None, typer.Option(help="Of a client: 500kbps, 1Mbps; that of the recipe's [clients], or 10Mbps.")
+        str | None, typer.Option(help="Of a client: 500kbps, 1Mbps; that of the recipe's clients table, or 10Mbps.")
     ] = None,
-    downlink: Annotated[str | None, typer.Option(help="Of a client; that of [clients], or 50Mbps.")] = None,
+    downlink: Annotated[str | None, typer.Option(help="Of a client; that of the clients table, or 50Mbps.")] = None,
     availability: Annotated[
-        float | None, typer.Option(help="Share of the day that a client can be asked in; that of [clients], or 1.")
+        float | None,
+        typer.Option(help="Share of the day that a client can be asked in; that of the table, or 1."),
     ] = None,
     flops: Annotated[
-        str | None, typer.Option(help="Of a client, in a second: 1T; those of [clients], or 10GFLOPS.")
+        str | None, typer.Option(help="Of a client, in a second: 1T; those of its clients table, or 10GFLOPS.")
     ] = None,
     server_link: Annotated[str, typer.Option(help="Of the server, each way.")] = "1Gbps",
     server_memory: Annotated[str | None, typer.Option(help="Of the server: 64GB; this machine's by default.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
+    imports: Imports = None,
 ) -> None:
     """What a recipe will cost before it runs: bytes, passes, memory, disk, days, and what breaks first."""
     from headstart.config.recipe import Recipe

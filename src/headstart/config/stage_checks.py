@@ -59,7 +59,7 @@ def _key_errors(number: int, stage: Mapping[str, Any], context: RecipeContext) -
     if isinstance(start, int) and start >= number:
         problems.append(f".start: {start} is not an earlier stage; the first stage has number 0")
     key, train = _trained(stage)
-    if train in ("body", "all") and not context.has_body and not stage.get("compute"):
+    if train not in (None, "head") and not context.has_body and not stage.get("compute"):
         problems.append(f".{key}: the data are features, there is no backbone to train; use 'head'")
     if kind is not None:
         problems += _method_errors(stage, kind, train, tasks)

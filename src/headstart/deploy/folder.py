@@ -69,6 +69,8 @@ def check_server(folder: Path, recipe: Recipe, host: str, port: int) -> None:
         raise HeadstartError(
             f"{', '.join(unnamed)}: name the classes, since nodes that hold their own data number them by it"
         )
+    if recipe.clients is not None:
+        raise HeadstartError("clients: nodes have their own speed; leave the table out, or simulate in one process")
     if address_of(host) is None and not all(_LABEL.fullmatch(label) for label in host.split(".")):
         raise HeadstartError(f"host {host!r}: give the server's DNS name or IPv4 address, without a port")
     if not 1 <= port <= 65535:

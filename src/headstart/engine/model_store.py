@@ -287,7 +287,10 @@ class ModelStore:
             if stage.personalises:
                 raise HeadstartError(f"stages.{seed[1]}.update: no earlier stage left a {kind} on the backbone")
             made = {key: value for key, value in settings.items() if value is not None}
-            self._attach(Module(kind, made, ()), seed[0] * 1000 + seed[1])
+            try:
+                self._attach(Module(kind, made, ()), seed[0] * 1000 + seed[1])
+            except HeadstartError as error:
+                raise HeadstartError(f"stages.{seed[1]}.train: {error}") from None
         flips = stage.augment == "flip" and self.model.backbone and self.model.backbone.kind == "image"
         if not flips and (kind in MODULES or kind == "norms"):
             self._cache_prefix(stage)
@@ -350,14 +353,19 @@ class ModelStore:
         """A backbone that a stage has made."""
         self._versions[number] = version
 
+    def reset(self) -> None:
+        """The backbone without any module."""
+        if self.model is not None:
+            self.model.detach()
+        self.module = None
+
     def load(self, number: int) -> None:
         """Put what a stage made, or the pre-trained weights, into the backbone; nothing to do where they are there."""
         if number == self.loaded:
             return
         assert self.model is not None
         version = self._versions[number]
-        self.model.detach()
-        self.module = None
+        self.reset()
         if version.weights != self.weights:
             arrays = self._versions[version.weights].arrays
             assert arrays is not None

@@ -11,11 +11,14 @@ import numpy as np
 from pydantic import ValidationError
 
 from headstart.config.recipe import Data, Model, Recipe, Task, dealt_by_columns
+from headstart.config.stage import MODULES
 from headstart.config.toml import read_table
 from headstart.data import Federation
 from headstart.data.describe import Description, describe
 from headstart.data.examples import Dataset
 from headstart.data.load import absent, is_absent
+from headstart.engine.model_store import ModelStore
+from headstart.engine.setup import plan_of
 from headstart.errors import HeadstartError, RecipeError
 from headstart.runner.run_recipe import check_federation
 
@@ -60,12 +63,12 @@ def check(path: Path | str, settings: Sequence[str] = ()) -> Checked:
     datasets = [federation.dataset for federation, _ in checked.federations.values()]
     if model is not None:
         models = (model,) if recipe is None else recipe.models
-        checked.problems += _of_backbone(models, datasets)
+        checked.problems += _of_backbone(models, datasets, recipe)
     if recipe is not None and recipe.data is not None and checked.federations:
         try:
             check_federation(recipe, next(iter(checked.federations.values()))[0])
-        except HeadstartError as error:
-            checked.problems.append(str(error))
+        except RecipeError as error:
+            checked.problems += error.problems
     return checked
 
 
@@ -90,8 +93,9 @@ def _part(kind: type[Part], table: Any) -> Part | None:
         return None
 
 
-def _of_backbone(models: Sequence[Model], datasets: Sequence[Dataset]) -> Iterator[str]:
-    """What is wrong with the backbone: it does not load, or reads something else than the data are.
+def _of_backbone(models: Sequence[Model], datasets: Sequence[Dataset], recipe: Recipe | None) -> Iterator[str]:
+    """What is wrong with the backbone: it does not load, reads something else than the data are, or has no place for
+    the module of a stage.
 
     models: that of each task, where each has its own prompt.
     """
@@ -100,13 +104,20 @@ def _of_backbone(models: Sequence[Model], datasets: Sequence[Dataset]) -> Iterat
         if kinds - {"features"}:
             yield f"model.backbone: the data are {kinds.pop()}s, not features; see headstart backbones"
         return
-    from headstart.backbones import load_backbones
-
     try:
-        backbone = load_backbones(models)[0]
+        store = ModelStore(model, None, others=models[1:])
     except HeadstartError as error:
         yield str(error)
         return
+    backbone = store.backbone
+    assert backbone is not None
+    for number, stage in enumerate(recipe.stages if recipe else ()):
+        if stage.train in MODULES and not stage.personalises:
+            try:
+                store.attach(stage, plan_of(stage, frozenset(), store.fixed_head), (0, number))
+            except HeadstartError as error:
+                yield str(error)
+            store.reset()
     for kind in sorted(kinds - {backbone.kind}):
         fix = 'set it to "features"' if kind == "features" else "see headstart backbones"
         data = kind.removesuffix("s")

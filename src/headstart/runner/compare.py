@@ -15,6 +15,7 @@ from headstart.config.recipe import Recipe
 from headstart.config.toml import read_table
 from headstart.core.files import csv_text, write_text
 from headstart.core.metrics import goodness, primary_metric
+from headstart.data import Federation
 from headstart.errors import HeadstartError
 from headstart.records import Record
 from headstart.report import (
@@ -60,7 +61,9 @@ def compare(
     points, where = expand(tables), Path(out) if out is not None else None
     if where is not None:
         refuse_other_tables(points, where)
-    _refuse_choice(points, choose)
+    choose = _named(points, choose)
+    if data is None:
+        _refuse_unvalidated([point for point in points if set(choose) & point.values.keys()])
     summaries = sweep(points, where, on_run, data)
     found = Comparison(*_chosen(points, summaries, choose), tuple(choose)) if choose else Comparison(points, summaries)
     if where is not None:
@@ -68,12 +71,23 @@ def compare(
     return found
 
 
-def _refuse_choice(points: Sequence[Point], choose: Sequence[str]) -> None:
-    """Refuse to choose what the recipes do not list."""
+def _named(points: Sequence[Point], choose: Sequence[str]) -> list[str]:
+    """The keys to choose by the names that tables have for them; what the recipes do not list is refused."""
     listed = dict.fromkeys(key for point in points for key in point.values if key not in (SEED, "recipe"))
-    if unknown := [key for key in choose if key not in listed]:
+    named = [next((key for key in listed if each == key or each.endswith(f".{key}")), each) for each in choose]
+    if unknown := [key for key in named if key not in listed]:
         there = ", ".join(listed) or "nothing but seeds"
         raise HeadstartError(f"choose: no recipe lists values of {', '.join(unknown)}; they list {there}")
+    return named
+
+
+def _refuse_unvalidated(points: Sequence[Point]) -> None:
+    """Refuse to choose where there is nothing to choose by, before anything is run."""
+    for point in {str(point.recipe.data): point for point in points}.values():
+        if Federation.of(point.recipe).dataset.validation is None:
+            raise HeadstartError(
+                f"choose: the data of {point.folder} have no validation split to choose by; give them one"
+            )
 
 
 def _chosen(
