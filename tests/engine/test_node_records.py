@@ -209,6 +209,9 @@ def test_a_round_whose_model_was_seen_is_not_played_again(silos: Path, tmp_path:
     (stage_done,) = result.summary["stages"]
     assert stage_done["dropped"] == []
     assert len((tmp_path / "out" / "metrics.jsonl").read_text().splitlines()) == stage_done["rounds"]
+    tests = [kind for name, kind, _ in grid.said if kind == "evaluate" and name == "a"]
+    assert len(tests) == stage_done["rounds"]
+    assert stage_done["loss"] is not None  # nodes were asked about the round that it was, and not about the first
     if method == "fedncm":  # the same model was tested again, and so the same figures came
         same = Wire.from_bytes(next(grid.folder("a").glob("tested-*")).read_bytes())
         assert same.to_bytes() == tested.to_bytes()

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from headstart.config.recipe import Recipe
 from headstart.data import Federation
-from headstart.engine.client_states import collect
+from headstart.engine.client_states import ClientStates, collect
 from headstart.errors import HeadstartError, RecipeError
 from headstart.heads import LinearHead
 from headstart.heads.estimators import Fed3R, FedCOF, FedNCM
@@ -1254,3 +1254,21 @@ def test_a_head_cannot_be_computed_on_bodies_of_the_clients_own() -> None:
         with pytest.raises(HeadstartError, match=r"stages\.1\.compute: .* a backbone of its own; fine-tune instead"):
             run(images(CONV | first, compute))
     run(images(CONV | {"method": "fedper"}, compute))
+
+
+@pytest.mark.parametrize("damage", ["gone", "empty", "half"])
+def test_client_states_that_were_cut_short_are_not_read_as_zeros(tmp_path: Path, damage: str) -> None:
+    shapes = {"personal.head.weight": (2, 3)}
+    states = ClientStates(tmp_path / "clients", 4, shapes)
+    states.write(1, {"personal.head.weight": np.ones((2, 3), np.float32)})
+    states.commit()
+    path = tmp_path / "clients" / "personal.bin"
+    whole = path.read_bytes()
+    path.unlink()
+    if damage != "gone":
+        path.write_bytes(whole[: 0 if damage == "empty" else len(whole) // 2])
+    with pytest.raises(HeadstartError, match=rf"personal\.bin has .* bytes and not {len(whole)}"):
+        ClientStates(tmp_path / "clients", 4, shapes, states.slots)
+    path.write_bytes(whole)
+    read = ClientStates(tmp_path / "clients", 4, shapes, states.slots).read("personal.head.weight", None, np.array([1]))
+    assert (read == 1).all()

@@ -97,8 +97,8 @@ class Failure:
 
     clients: Ints
     why: str
-    state_lost: bool = False
-    """Whether they have lost their state, or what they were sent before."""
+    state_lost: tuple[int, ...] = ()
+    """Those that have lost their state, or what they were sent before."""
 
 
 AnyReply = Reply | GroupReply | Failure

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from headstart.core.files import BINARY, read_into, sync_folder, write_at
 from headstart.core.statistics import Ints
+from headstart.errors import HeadstartError
 
 Values = npt.NDArray[np.float32]
 Arrays = Mapping[str, Values]
@@ -61,9 +62,20 @@ class ClientStates:
             sync_folder(folder.parent)
         for file, record in self._records.items():
             self._files[file] = os.open(folder / file, os.O_RDWR | os.O_CREAT | BINARY, 0o600)
-            os.ftruncate(self._files[file], 2 * n_clients * record)
+            self._make_room(folder / file, 2 * n_clients * record)
         if self._files:
             sync_folder(folder)
+
+    def _make_room(self, path: Path, size: int) -> None:
+        """A file of this size; one that somebody counts on is never another."""
+        found = os.fstat(self._files[path.name]).st_size
+        if (self.slots >= 0).any() and found != size:
+            raise HeadstartError(
+                f"{path} has {found} bytes and not {size}: what clients keep is lost or damaged; start the run again, "
+                "or bring the file back"
+            )
+        if found != size:
+            os.ftruncate(self._files[path.name], size)
 
     @staticmethod
     def is_there(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> bool:

@@ -63,7 +63,7 @@ class FlowerClients:
     _encoded_setups: dict[tuple[int, bool], tuple[bytes, str]] = field(default_factory=dict)
     _has_setup: set[int] = field(default_factory=set)
     """Clients whose node has the setup of the stage, as this process knows."""
-    _rounds_done: int = 0
+    rounds_done: int = 0
     """Rounds behind the model, the one under way included."""
     _absences: Mapping[int, str] = field(default_factory=dict)
 
@@ -92,12 +92,13 @@ class FlowerClients:
     def send(self, request: Request) -> Iterator[AnyReply]:
         """To all at once; what has come is passed on in the order of the clients, so that sums do not depend on
         speed."""
-        self._rounds_done = request.round + 1
+        self.rounds_done = request.round + 1
         if request.threshold:
+            exchange = _Exchange.of(request)
             try:
-                yield self._aggregate(request, "secure", self.shapes(request.round), self.shared())
+                yield self._aggregate(request, "secure", exchange, self.shapes(request.round), self.shared())
             except HeadstartError as error:
-                yield Failure(request.clients, str(error))
+                yield Failure(request.clients, str(error), tuple(sorted(exchange.state_lost)))
             return
         requests = {}
         for client, message, new in zip(request.clients.tolist(), request.messages, request.new, strict=True):
@@ -115,14 +116,17 @@ class FlowerClients:
         return self.stage.deadline is not None and (self.stage.min_replies or 1) >= clients
 
     def _aggregate(
-        self, request: Request, kind: str, shapes: Mapping[str, tuple[int, ...]], shared: SharedNoise | None = None
+        self,
+        request: Request,
+        kind: str,
+        exchange: _Exchange,
+        shapes: Mapping[str, tuple[int, ...]],
+        shared: SharedNoise | None = None,
     ) -> GroupReply:
         """The protocol of `channel.secure`, exchange by exchange; a client that does not reply has dropped out."""
         from headstart.channel.secure import SecureSum
 
         numbers = request.clients.tolist()
-        parts = len(survivor_levels(len(numbers), request.threshold))
-        exchange = _Exchange(dict.fromkeys(numbers, 0), dict.fromkeys(numbers, 0), dict.fromkeys(numbers, 0), parts)
         whole = shared is not None or (kind == "secure-test" and self.stage.privacy is not None)
         integers = tuple(shapes) if whole else ()
         server = SecureSum(uuid.uuid4().bytes, numbers, request.threshold, shapes, integers)
@@ -225,10 +229,10 @@ class FlowerClients:
         """The test metrics of the available clients of a task, by secure aggregation."""
         clients = np.array([client for client in self._evaluators() if self.tasks[client] == task], np.int64)
         new, threshold = np.ones(len(clients), np.bool_), self.stage.survivors(len(clients))
-        request = Request(self._rounds_done, clients, [model] * len(clients), np.full(len(clients), -1), new, threshold)
+        request = Request(self.rounds_done, clients, [model] * len(clients), np.full(len(clients), -1), new, threshold)
         try:
-            check_sum(self.stage, self._rounds_done, len(clients))
-            reply = self._aggregate(request, "secure-test", self.figures[task].shapes)
+            check_sum(self.stage, self.rounds_done, len(clients))
+            reply = self._aggregate(request, "secure-test", _Exchange.of(request), self.figures[task].shapes)
         except HeadstartError as error:
             log.warning("the model is not evaluated: %s", error)
             return Tested()
@@ -238,14 +242,14 @@ class FlowerClients:
     def metrics_of(self, task: int, total: Tally) -> tuple[float | None, float | None, Metrics]:
         """Accuracy, loss and the other metrics of the summed counts of a task's clients."""
         figures = self.figures[task]
-        return figures.finish(total, self._rounds_done, task) if total else (None, None, figures.metrics({}))
+        return figures.finish(total, self.rounds_done, task) if total else (None, None, figures.metrics({}))
 
     def _send(
         self, requests: Mapping[int, Content], about: Mapping[str, Any] | None = None, retry: bool = False
     ) -> Iterator[tuple[int, FlowerMessage | str]]:
         """Send requests to nodes; about: what the server's log notes beside the stage and the round; retry: whether
         nodes that leave are waited for."""
-        about = {"stage": self.number, "round": self._rounds_done - 1, **(about or {})}
+        about = {"stage": self.number, "round": self.rounds_done - 1, **(about or {})}
         return self.nodes.send(requests, self.stage.deadline, about, retry)
 
     def _request(
@@ -260,7 +264,7 @@ class FlowerClients:
         in_use = [(number, int(states.slots[client]), states.shapes) for number, states in chain]
         facts = {"kind": kind, "client": client, "setup": name, "states": in_use, "new": new}
         if kind in ("evaluate", "secure-test"):
-            facts["done"] = self._rounds_done
+            facts["done"] = self.rounds_done
         return facts, {"message": message.to_bytes()} | (
             {"setup": setup} if with_setup and client not in self._has_setup else {}
         )
@@ -286,7 +290,7 @@ class FlowerClients:
             passes = count_of(facts)
             message = Message.from_bytes(data)
         except MessageError as error:
-            return Failure(who, str(error), isinstance(error, StateLostError))
+            return Failure(who, str(error), (client,) if isinstance(error, StateLostError) else ())
         state = WRITTEN if facts.get("kept") else {}
         sizes = np.array([len(data)]), np.array([passes])
         return Reply(who, message, *sizes, state, int(self.tasks[client]), seconds)
@@ -316,3 +320,10 @@ class _Exchange:
     state_lost: set[int] = field(default_factory=set)
     noise: dict[int, dict[int, bytes]] = field(default_factory=dict)
     """Keys of the parts of each client's noise that the sum does not need."""
+
+    @classmethod
+    def of(cls, request: Request) -> _Exchange:
+        """Nothing exchanged yet."""
+        numbers = request.clients.tolist()
+        up, down, passes = (dict.fromkeys(numbers, 0) for _ in range(3))
+        return cls(up, down, passes, len(survivor_levels(len(numbers), request.threshold)))

@@ -28,7 +28,7 @@ def count_of(facts: Mapping[str, Any], name: str = "passes") -> int:
 
 def reason_of(facts: Mapping[str, Any]) -> str:
     """Why a node refused or failed: a short line of printable characters, whoever wrote it."""
-    text = " ".join(str(facts["error"])[:LONGEST_REASON].split())
+    text = " ".join(str(facts.get("error", "no reason given"))[:LONGEST_REASON].split())
     return "".join(character if character.isprintable() else "?" for character in text)
 
 
@@ -36,7 +36,7 @@ def noise_keys(facts: Mapping[str, Any], parts: int) -> dict[int, bytes]:
     """The keys of the parts of a client's noise that a sum does not need, by number, below so many."""
     try:
         found = {int(number): bytes.fromhex(key) for number, key in dict(facts.get("noise", {})).items()}
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise MessageError("the keys of its noise are none") from None
     if any(len(key) != 32 or not 0 < number < parts for number, key in found.items()):
         raise MessageError("the keys of its noise are of other parts than there are, or not of 32 bytes")
@@ -73,12 +73,17 @@ def facts_of(message: FlowerMessage) -> tuple[dict[str, Any], dict[str, bytes]]:
     """The facts and the parts of a message of ours."""
     try:
         record = dict(message.content.config_records[RECORD])
-        facts = json.loads(str(record.pop("facts")))
+        facts = json.loads(str(record.pop("facts")), parse_constant=_refused)
     except (KeyError, ValueError, RecursionError) as error:
         raise MessageError(f"not a message of headstart: {error!r}") from None
     if not isinstance(facts, dict) or not all(isinstance(part, bytes) for part in record.values()):
         raise MessageError("not a message of headstart: its parts are of other kinds")
     return facts, record  # type: ignore[return-value]
+
+
+def _refused(constant: str) -> float:
+    """NaN and infinity are not JSON, whatever Python's reader takes."""
+    raise ValueError(f"{constant} is no number")
 
 
 def request_digest(facts: Mapping[str, Any], message: bytes) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 from filelock import FileLock
 
 from headstart.core.chain import Chain, Entry
-from headstart.core.files import temporaries
+from headstart.core.files import make_folder, temporaries
 
 GuaranteeKey = tuple[str, int, str, str | None]
 
@@ -28,10 +28,10 @@ class NodeLedger(Chain):
     @contextmanager
     def locked(self, *folders: Path) -> Iterator[None]:
         """One message at a time; temporary files of a process that was killed are removed from the folders."""
-        self.home.mkdir(parents=True, exist_ok=True)
+        make_folder(self.home)
         with FileLock(self.home / "node.lock"):
             for folder in (self.home, *folders):
-                folder.mkdir(exist_ok=True)
+                make_folder(folder)
                 for path in temporaries(folder):
                     path.unlink()
             yield

@@ -83,9 +83,8 @@ class Costs:
         """Charge what a reply costs, whether it counts or not."""
         ledger = self.ledger
         match reply:
-            case Failure():
-                if reply.state_lost:  # next time they are treated as new
-                    ledger.last_round[reply.clients] = -1
+            case Failure():  # next time they are treated as new
+                ledger.last_round[list(reply.state_lost)] = -1
             case GroupReply():
                 ledger.last_round[reply.clients] = round
                 ledger.last_round[list(reply.state_lost)] = -1
@@ -99,7 +98,8 @@ class Costs:
 
 
 def play_round(server: Server, clients: Transport, costs: Costs, round: int, drawn: Ints) -> Iterator[int]:
-    """Send, add up, step; yields how many clients have replied. One whose message is refused is excluded."""
+    """Send, add up, step; yields how many clients have replied. One whose message is refused is excluded; one that has
+    lost its state is asked again, as a new one."""
     ledger = costs.ledger
     before = ledger.bytes_up[drawn], ledger.bytes_down[drawn]
 
@@ -107,18 +107,24 @@ def play_round(server: Server, clients: Transport, costs: Costs, round: int, dra
         ledger.drop(round, [server.federation.names[client] for client in who], why)
 
     server.begin(round, len(drawn))
-    for request in server.requests(round, drawn, ledger.last_round):
-        for reply in costs.timed(server, request, clients.send(request)):
-            costs.charge(round, reply)
-            try:
-                server.add(reply)
-                clients.commit(reply)
-            except MessageError as refusal:
-                drop(reply.clients, str(refusal))
-            if isinstance(reply, GroupReply):
-                for client, why in reply.dropped.items():
-                    drop(np.array([client]), why)
-            yield len(reply.clients)
+    asked, lost = drawn, list[int]()
+    while len(asked):
+        for request in server.requests(round, asked, ledger.last_round):
+            for reply in costs.timed(server, request, clients.send(request)):
+                costs.charge(round, reply)
+                if isinstance(reply, Failure) and reply.state_lost and asked is drawn:
+                    lost += reply.clients.tolist()
+                    continue
+                try:
+                    server.add(reply)
+                    clients.commit(reply)
+                except MessageError as refusal:
+                    drop(reply.clients, str(refusal))
+                if isinstance(reply, GroupReply):
+                    for client, why in reply.dropped.items():
+                        drop(np.array([client]), why)
+                yield len(reply.clients)
+        asked, lost = np.array(sorted(lost), np.int64), []
     server.step(round)
     moved = ledger.bytes_up[drawn] - before[0], ledger.bytes_down[drawn] - before[1]
     ledger.latest = list(zip(drawn.tolist(), *(each.tolist() for each in moved), strict=True))

@@ -250,7 +250,7 @@ class StageRun:
 
         return FlowerClients(
             self.run.nodes, self.settings, self.number, self._members, self.setups, self.states, self._earlier(),
-            self.channel.vector_shapes, self.figures, lambda: self.channel.shared,
+            self.channel.vector_shapes, self.figures, lambda: self.channel.shared, rounds_done=max(self.record.done, 0),
         )  # fmt: skip
 
     @property
