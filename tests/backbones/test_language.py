@@ -10,10 +10,12 @@ import torch
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from headstart.backbones import Backbone, load_backbone
+from headstart.backbones import Backbone, Inputs, load_backbone, run_body
 from headstart.backbones.language import continuation
 from headstart.config.recipe import Model, Recipe
+from headstart.data import Examples
 from headstart.errors import HeadstartError, RecipeError
+from headstart.modules import prefix_of
 
 VOCABULARY = ["<s>", "<pad>", "</s>", "<unk>", "the", "cat", "sat", "dog", "ran", "good", "bad", "very", ":", "film"]
 SIZES: dict[str, Any] = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 12}
@@ -34,6 +36,7 @@ CONFIGS: dict[str, Any] = {
 PROMPT = "film : {text} :"
 TEXTS = ["the cat sat", "the dog", "", "the cat ran the dog sat the cat"]
 SHORT, LONG = ("good", "bad"), ("good", "very bad", "very very good")
+ONE_TO_FOUR = ("good", "very bad", "very very good", "the very bad film")
 
 
 def folder_of(place: Path, name: str = "llama", ends: bool = False) -> Path:
@@ -124,6 +127,34 @@ def test_a_prompt_that_is_read_once_gives_what_a_cache_of_keys_and_values_gives(
         logits = torch.cat([read.logits[:, -1:].expand(len(answers), -1, -1), logits], 1).log_softmax(-1)
         wanted = [sum(float(row[n, t]) for n, t in enumerate(each)) for row, each in zip(logits, answers, strict=True)]
         np.testing.assert_allclose(ours, wanted, rtol=0, atol=1e-5)
+
+
+class Table:
+    def __init__(self, texts: list[str]) -> None:
+        self.texts = texts
+
+    def __getitem__(self, rows: list[int]) -> dict[str, list[str]]:
+        return {"text": [self.texts[row] for row in rows]}
+
+
+def through_prefix(backbone: Backbone, texts: list[str], depth: int) -> npt.NDArray[np.float32]:
+    """Scores of all texts in one batch, from the states behind so many blocks, each of which was computed alone."""
+    count = len(texts)
+    examples = Examples("text", Table(texts), ("text",), np.arange(count), np.zeros(count, np.int64))
+    inputs = Inputs(backbone, examples, "test", prefix_of(backbone, depth))
+    with torch.inference_mode():
+        (batch,) = inputs.batches([np.arange(count)])
+        return run_body(backbone.body, batch).numpy()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2"])
+def test_scores_from_cached_states_are_those_of_the_plain_model(name: str, depth: int, tmp_path: Path) -> None:
+    place = folder_of(tmp_path / name, name)
+    texts = [*TEXTS, "very " * 24]  # which with the longest word fills all 32 positions of the GPT-2
+    found = through_prefix(load_backbone(model_of(place, ONE_TO_FOUR)), texts, depth)
+    wanted = [[expected(place, text, word) for word in ONE_TO_FOUR] for text in texts]
+    np.testing.assert_allclose(found, wanted, atol=2e-4)
 
 
 def test_nothing_ends_a_prompt_that_words_are_to_follow(tmp_path: Path) -> None:

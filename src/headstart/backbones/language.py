@@ -25,6 +25,9 @@ from headstart.errors import HeadstartError
 # Log-likelihoods in one pass for all candidates may differ from those one by one by no more than rounding.
 _TOLERANCE = 1e-3
 
+# Of which part of a sequence a token is, where it is of no candidate.
+_PROMPT, _PADDING = -1, -2
+
 
 class _After(nn.Module):
     """A causal language model: the log-likelihood of every candidate after a prompt, in one pass.
@@ -47,11 +50,11 @@ class _After(nn.Module):
     def forward(self, inputs: Tensor, mask: Tensor, *_: Tensor) -> Tensor:
         """Token ids and mask [B, L], padded on the right → [B, C]."""
         lengths, device = mask.sum(dim=1, keepdim=True), inputs.device
-        behind = inputs.shape[1] + torch.arange(len(self.tails), device=device)
-        places = torch.cat([lengths - 1, behind.expand(len(inputs), -1)], 1)
+        behind = lengths + torch.arange(len(self.tails), device=device)
+        places = torch.cat([lengths - 1, behind], 1)
         given = {"input_ids": inputs, "attention_mask": mask}
         if len(self.tails):
-            given = self._packed(inputs, mask, lengths)
+            given = self._packed(inputs, lengths, behind)
         owner, place, token = self.read.to(device)
         rows = torch.arange(len(inputs), device=device)[:, None]
         with read_at(self.encoder, (rows, places)), _among(self.encoder, None if len(self.tails) else token) as order:
@@ -59,19 +62,24 @@ class _After(nn.Module):
         found: Tensor = logits.float().log_softmax(dim=-1)[:, place, token if order is None else order]
         return found.new_zeros(len(inputs), self.count).index_add(1, owner, found)
 
-    def _packed(self, inputs: Tensor, mask: Tensor, lengths: Tensor) -> dict[str, Tensor]:
-        """Prompt and candidates as one sequence [B, N], each token's position, and who sees whom [B, 1, N, N]."""
-        count, length = inputs.shape
-        tails, owner, depth = (each.to(inputs.device) for each in (self.tails, self.owner, self.depth))
-        order = torch.arange(length, device=inputs.device)
-        positions = torch.cat([order.expand(count, -1), lengths + depth], 1)
-        sees = torch.zeros(count, positions.shape[1], positions.shape[1], dtype=torch.bool, device=inputs.device)
-        sees[:, :length, :length] = order[:, None] >= order
-        sees[:, length:, :length] = mask[:, None].bool()
-        sees[:, length:, length:] = (owner[:, None] == owner) & (depth[:, None] >= depth)
+    def _packed(self, inputs: Tensor, lengths: Tensor, behind: Tensor) -> dict[str, Tensor]:
+        """Prompt, candidates and padding as one sequence [B, N], each token's position, and who sees whom [B, 1, N, N].
+
+        lengths: of the prompts [B, 1]; behind: the places of the candidates' tokens [B, T]. Padding comes last, so that
+        a row is the same, alone or beside a longer one.
+        """
+        tails, owner, depth = (
+            each.to(inputs.device).expand(len(inputs), -1) for each in (self.tails, self.owner, self.depth)
+        )
+        ids = torch.cat([inputs, torch.zeros_like(tails)], 1).scatter(1, behind, tails)
+        order = torch.arange(ids.shape[1], device=inputs.device).expand_as(ids)
+        prompt = order < lengths
+        positions = (order * prompt).scatter(1, behind, lengths + depth)
+        part = torch.where(prompt, _PROMPT, _PADDING).scatter(1, behind, owner)
+        sees = (part[:, None] == _PROMPT) | (part[:, None] == part[:, :, None])
+        sees &= positions[:, None] <= positions[:, :, None]
         # Zero and a very negative number: some attentions add a mask rather than select by it.
         added = torch.zeros(sees.shape, device=inputs.device).masked_fill(~sees, torch.finfo(torch.float32).min)
-        ids = torch.cat([inputs, tails.expand(count, -1)], 1)
         return {"input_ids": ids, "attention_mask": added[:, None], "position_ids": positions}
 
 
