@@ -15,7 +15,7 @@ from headstart.backbones.language import continuation
 from headstart.config.recipe import Model, Recipe
 from headstart.data import Examples
 from headstart.errors import HeadstartError, RecipeError
-from headstart.modules import prefix_of
+from headstart.modules import attach, prefix_of
 
 VOCABULARY = ["<s>", "<pad>", "</s>", "<unk>", "the", "cat", "sat", "dog", "ran", "good", "bad", "very", ":", "film"]
 SIZES: dict[str, Any] = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 12}
@@ -106,6 +106,67 @@ def test_scores_are_the_log_likelihoods_of_the_words(name: str, words: tuple[str
     np.testing.assert_allclose(scores(backbone, TEXTS, pad=5), found, rtol=1e-5, atol=1e-5)  # and padding does not
     assert backbone.label_words is not None
     np.testing.assert_array_equal(backbone.label_words[0], np.eye(len(words)))
+
+
+WINDOWS: dict[str, Any] = {
+    "mistral": transformers.MistralConfig(**CAUSAL, num_key_value_heads=1, sliding_window=16),
+    "gemma2": transformers.Gemma2Config(**CAUSAL, head_dim=4, num_key_value_heads=1, sliding_window=16),
+    "gemma3": transformers.Gemma3TextConfig(
+        **CAUSAL, head_dim=4, num_key_value_heads=1, sliding_window=16,
+        layer_types=["sliding_attention", "full_attention"],
+    ),
+    "qwen3": transformers.Qwen3Config(
+        **CAUSAL, num_key_value_heads=1, head_dim=4, use_sliding_window=True, sliding_window=16, max_window_layers=0
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_words_behind_a_prompt_that_is_longer_than_the_window(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(CONFIGS, name, WINDOWS[name])
+    place = folder_of(tmp_path / name, name)
+    backbone = load_backbone(model_of(place, ONE_TO_FOUR))
+    # Prompts of 4 to 44 tokens; 14 to 16 with words of up to four are where some words reach over the window.
+    texts = [*TEXTS, "cat the dog ran film " * 8, *("cat the dog ran film " * 2 + "the " * n for n in range(3))]
+    wanted = np.array([[expected(place, text.strip(), word) for word in ONE_TO_FOUR] for text in texts])
+    np.testing.assert_allclose(scores(backbone, texts), wanted, atol=2e-4)
+    np.testing.assert_allclose(through_prefix(backbone, texts, 1), wanted, atol=2e-4)
+    short = load_backbone(model_of(place, ONE_TO_FOUR, max_tokens=13))  # with four tokens, of which three are read
+    np.testing.assert_allclose(scores(short, TEXTS), wanted[: len(TEXTS)], atol=2e-4)
+    fixed = "cat the dog ran film " * 4 + ": {text} :"  # a prompt is never cut, whatever max_tokens is
+    uncut = scores(load_backbone(model_of(place, ONE_TO_FOUR, max_tokens=8, prompt=fixed)), ["the cat"])
+    monkeypatch.setattr("tests.backbones.test_language.PROMPT", fixed)
+    np.testing.assert_allclose(uncut, [[expected(place, "", word) for word in ONE_TO_FOUR]], atol=2e-4)
+    prefix = attach("prefix", backbone, {"tokens": 3}, seed=5)  # keys and values before a mask for each kind
+    assert np.isfinite(scores(backbone, texts)).all()
+    prefix.detach()
+    np.testing.assert_allclose(scores(backbone, texts), wanted, atol=2e-4)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        transformers.GPTNeoConfig(
+            vocab_size=len(VOCABULARY), hidden_size=8, num_layers=2, num_heads=2, window_size=16,
+            attention_types=[[["global", "local"], 1]], max_position_embeddings=64, initializer_range=0.5,
+        ),
+        transformers.Llama4TextConfig(
+            **CAUSAL, intermediate_size_mlp=12, num_key_value_heads=1, head_dim=4, attention_chunk_size=16,
+            num_local_experts=1, num_experts_per_tok=1,
+        ),
+    ],
+)  # fmt: skip
+def test_windows_of_another_kind_are_refused_where_prompts_exceed_them(
+    config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(CONFIGS, "other", config)
+    place = folder_of(tmp_path / "other", "other")
+    with pytest.raises(HeadstartError, match=r"several tokens in one pass; .*, or set model\.max_tokens .* 16 tokens$"):
+        load_backbone(model_of(place, LONG))
+    found = scores(load_backbone(model_of(place, LONG, max_tokens=12)), TEXTS[:3])
+    np.testing.assert_allclose(found, [[expected(place, text, word) for word in LONG] for text in TEXTS[:3]], atol=2e-4)
 
 
 @torch.inference_mode()
