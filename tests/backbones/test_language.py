@@ -32,6 +32,11 @@ CONFIGS: dict[str, Any] = {
         vocab_size=len(VOCABULARY), d_model=8, d_kv=4, d_ff=12, num_layers=2, num_heads=2, pad_token_id=1,
         decoder_start_token_id=1, eos_token_id=2, initializer_factor=1.0,
     ),
+    "bart": transformers.BartConfig(
+        vocab_size=len(VOCABULARY), d_model=8, encoder_layers=2, decoder_layers=2, encoder_attention_heads=2,
+        decoder_attention_heads=2, encoder_ffn_dim=12, decoder_ffn_dim=12, max_position_embeddings=64, pad_token_id=1,
+        bos_token_id=0, eos_token_id=2, decoder_start_token_id=1, forced_eos_token_id=2, init_std=0.5,
+    ),
 }  # fmt: skip
 PROMPT = "film : {text} :"
 TEXTS = ["the cat sat", "the dog", "", "the cat ran the dog sat the cat"]
