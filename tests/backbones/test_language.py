@@ -10,10 +10,12 @@ import torch
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from headstart.backbones import Backbone, load_backbone
+from headstart.backbones import Backbone, Inputs, load_backbone, run_body
 from headstart.backbones.language import continuation
 from headstart.config.recipe import Model, Recipe
+from headstart.data import Examples
 from headstart.errors import HeadstartError, RecipeError
+from headstart.modules import attach, prefix_of
 
 VOCABULARY = ["<s>", "<pad>", "</s>", "<unk>", "the", "cat", "sat", "dog", "ran", "good", "bad", "very", ":", "film"]
 SIZES: dict[str, Any] = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 12}
@@ -30,10 +32,16 @@ CONFIGS: dict[str, Any] = {
         vocab_size=len(VOCABULARY), d_model=8, d_kv=4, d_ff=12, num_layers=2, num_heads=2, pad_token_id=1,
         decoder_start_token_id=1, eos_token_id=2, initializer_factor=1.0,
     ),
+    "bart": transformers.BartConfig(
+        vocab_size=len(VOCABULARY), d_model=8, encoder_layers=2, decoder_layers=2, encoder_attention_heads=2,
+        decoder_attention_heads=2, encoder_ffn_dim=12, decoder_ffn_dim=12, max_position_embeddings=64, pad_token_id=1,
+        bos_token_id=0, eos_token_id=2, decoder_start_token_id=1, forced_eos_token_id=2, init_std=0.5,
+    ),
 }  # fmt: skip
 PROMPT = "film : {text} :"
 TEXTS = ["the cat sat", "the dog", "", "the cat ran the dog sat the cat"]
 SHORT, LONG = ("good", "bad"), ("good", "very bad", "very very good")
+ONE_TO_FOUR = ("good", "very bad", "very very good", "the very bad film")
 
 
 def folder_of(place: Path, name: str = "llama", ends: bool = False) -> Path:
@@ -105,6 +113,67 @@ def test_scores_are_the_log_likelihoods_of_the_words(name: str, words: tuple[str
     np.testing.assert_array_equal(backbone.label_words[0], np.eye(len(words)))
 
 
+WINDOWS: dict[str, Any] = {
+    "mistral": transformers.MistralConfig(**CAUSAL, num_key_value_heads=1, sliding_window=16),
+    "gemma2": transformers.Gemma2Config(**CAUSAL, head_dim=4, num_key_value_heads=1, sliding_window=16),
+    "gemma3": transformers.Gemma3TextConfig(
+        **CAUSAL, head_dim=4, num_key_value_heads=1, sliding_window=16,
+        layer_types=["sliding_attention", "full_attention"],
+    ),
+    "qwen3": transformers.Qwen3Config(
+        **CAUSAL, num_key_value_heads=1, head_dim=4, use_sliding_window=True, sliding_window=16, max_window_layers=0
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_words_behind_a_prompt_that_is_longer_than_the_window(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(CONFIGS, name, WINDOWS[name])
+    place = folder_of(tmp_path / name, name)
+    backbone = load_backbone(model_of(place, ONE_TO_FOUR))
+    # Prompts of 4 to 44 tokens; 14 to 16 with words of up to four are where some words reach over the window.
+    texts = [*TEXTS, "cat the dog ran film " * 8, *("cat the dog ran film " * 2 + "the " * n for n in range(3))]
+    wanted = np.array([[expected(place, text.strip(), word) for word in ONE_TO_FOUR] for text in texts])
+    np.testing.assert_allclose(scores(backbone, texts), wanted, atol=2e-4)
+    np.testing.assert_allclose(through_prefix(backbone, texts, 1), wanted, atol=2e-4)
+    short = load_backbone(model_of(place, ONE_TO_FOUR, max_tokens=13))  # with four tokens, of which three are read
+    np.testing.assert_allclose(scores(short, TEXTS), wanted[: len(TEXTS)], atol=2e-4)
+    fixed = "cat the dog ran film " * 4 + ": {text} :"  # a prompt is never cut, whatever max_tokens is
+    uncut = scores(load_backbone(model_of(place, ONE_TO_FOUR, max_tokens=8, prompt=fixed)), ["the cat"])
+    monkeypatch.setattr("tests.backbones.test_language.PROMPT", fixed)
+    np.testing.assert_allclose(uncut, [[expected(place, "", word) for word in ONE_TO_FOUR]], atol=2e-4)
+    prefix = attach("prefix", backbone, {"tokens": 3}, seed=5)  # keys and values before a mask for each kind
+    assert np.isfinite(scores(backbone, texts)).all()
+    prefix.detach()
+    np.testing.assert_allclose(scores(backbone, texts), wanted, atol=2e-4)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        transformers.GPTNeoConfig(
+            vocab_size=len(VOCABULARY), hidden_size=8, num_layers=2, num_heads=2, window_size=16,
+            attention_types=[[["global", "local"], 1]], max_position_embeddings=64, initializer_range=0.5,
+        ),
+        transformers.Llama4TextConfig(
+            **CAUSAL, intermediate_size_mlp=12, num_key_value_heads=1, head_dim=4, attention_chunk_size=16,
+            num_local_experts=1, num_experts_per_tok=1,
+        ),
+    ],
+)  # fmt: skip
+def test_windows_of_another_kind_are_refused_where_prompts_exceed_them(
+    config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(CONFIGS, "other", config)
+    place = folder_of(tmp_path / "other", "other")
+    with pytest.raises(HeadstartError, match=r"several tokens in one pass; .*, or set model\.max_tokens .* 16 tokens$"):
+        load_backbone(model_of(place, LONG))
+    found = scores(load_backbone(model_of(place, LONG, max_tokens=12)), TEXTS[:3])
+    np.testing.assert_allclose(found, [[expected(place, text, word) for word in LONG] for text in TEXTS[:3]], atol=2e-4)
+
+
 @torch.inference_mode()
 @pytest.mark.parametrize("name", [name for name, config in CONFIGS.items() if not config.is_encoder_decoder])
 def test_a_prompt_that_is_read_once_gives_what_a_cache_of_keys_and_values_gives(name: str, tmp_path: Path) -> None:
@@ -124,6 +193,34 @@ def test_a_prompt_that_is_read_once_gives_what_a_cache_of_keys_and_values_gives(
         logits = torch.cat([read.logits[:, -1:].expand(len(answers), -1, -1), logits], 1).log_softmax(-1)
         wanted = [sum(float(row[n, t]) for n, t in enumerate(each)) for row, each in zip(logits, answers, strict=True)]
         np.testing.assert_allclose(ours, wanted, rtol=0, atol=1e-5)
+
+
+class Table:
+    def __init__(self, texts: list[str]) -> None:
+        self.texts = texts
+
+    def __getitem__(self, rows: list[int]) -> dict[str, list[str]]:
+        return {"text": [self.texts[row] for row in rows]}
+
+
+def through_prefix(backbone: Backbone, texts: list[str], depth: int) -> npt.NDArray[np.float32]:
+    """Scores of all texts in one batch, from the states behind so many blocks, each of which was computed alone."""
+    count = len(texts)
+    examples = Examples("text", Table(texts), ("text",), np.arange(count), np.zeros(count, np.int64))
+    inputs = Inputs(backbone, examples, "test", prefix_of(backbone, depth))
+    with torch.inference_mode():
+        (batch,) = inputs.batches([np.arange(count)])
+        return run_body(backbone.body, batch).numpy()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2"])
+def test_scores_from_cached_states_are_those_of_the_plain_model(name: str, depth: int, tmp_path: Path) -> None:
+    place = folder_of(tmp_path / name, name)
+    texts = [*TEXTS, "very " * 24]  # which with the longest word fills all 32 positions of the GPT-2
+    found = through_prefix(load_backbone(model_of(place, ONE_TO_FOUR)), texts, depth)
+    wanted = [[expected(place, text, word) for word in ONE_TO_FOUR] for text in texts]
+    np.testing.assert_allclose(found, wanted, atol=2e-4)
 
 
 def test_nothing_ends_a_prompt_that_words_are_to_follow(tmp_path: Path) -> None:

@@ -223,6 +223,11 @@ def test_what_looks_like_a_contradiction_and_is_none(stage: dict[str, object]) -
             "stages.0.min_replies: must be a whole number greater than 0 (got 0)",
         ),
         (with_stage(method="fedncm", train="head"), "stages.0.train: unknown key"),
+        (
+            with_stage(method="fedavg", train="all", blocks=2),
+            "stages.0.blocks: with 'all' all blocks train; leave it out, or train 'norms', 'lora' or another module in",
+        ),
+        (with_stage(method="fedmezo", train="body", blocks=0), "stages.0.blocks: with 'body' all blocks train; leave"),
         (on_features("fedncm"), "stages.0: must be a table, {key = value, …} (got 'fedncm')"),
         (
             {**on_features(), "stages": {"method": "fedncm"}},

@@ -11,7 +11,8 @@ from headstart.backbones import Backbone, load_backbone, run_body
 from headstart.config.recipe import Model
 from headstart.errors import HeadstartError
 from headstart.modules import attach
-from tests.backbones import tiny_backbones
+from tests.backbones import test_language, tiny_backbones
+from tests.modules.test_modules import shaken
 
 WORDS = len(tiny_backbones.WORDS)
 SIZES: dict[str, Any] = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 12}
@@ -134,3 +135,86 @@ def test_layers_of_unknown_names_are_found_where_they_attend(tmp_path: Path) -> 
     module = attach("lora", backbone, SETTINGS, seed=1)
     assert layers(module) == {"mix", "out"}
     module.detach()
+
+
+# Of two encoder and two decoder blocks: the projections to queries and values, and the other linear layers.
+ANSWERING = {
+    "mt5": (
+        [
+            *(f"encoder.block.{n}.layer.0.SelfAttention" for n in range(2)),
+            *(f"decoder.block.{n}.layer.{at}" for n in range(2) for at in ("0.SelfAttention", "1.EncDecAttention")),
+        ],
+        ("q", "v"), ("k", "o"),
+        [
+            f"{part}.block.{n}.layer.{last}.DenseReluDense.{name}"
+            for part, last in (("encoder", 1), ("decoder", 2)) for n in range(2) for name in ("wi_0", "wi_1", "wo")
+        ],
+    ),
+    "bart": (
+        [
+            *(f"model.encoder.layers.{n}.self_attn" for n in range(2)),
+            *(f"model.decoder.layers.{n}.{at}" for n in range(2) for at in ("self_attn", "encoder_attn")),
+        ],
+        ("q_proj", "v_proj"), ("k_proj", "out_proj"),
+        [f"model.{part}coder.layers.{n}.{name}" for part in ("en", "de") for n in range(2) for name in ("fc1", "fc2")],
+    ),
+}  # fmt: skip
+
+
+def answering(name: str, place: Path) -> Backbone:
+    return load_backbone(test_language.model_of(test_language.folder_of(place / name, name), test_language.LONG))
+
+
+@pytest.mark.parametrize("name", ANSWERING)
+def test_lora_is_in_the_encoder_and_in_the_decoder(name: str, tmp_path: Path) -> None:
+    attentions, projections, others, dense = ANSWERING[name]
+    backbone = answering(name, tmp_path)
+    usual = {f"{attention}.{each}" for attention in attentions for each in projections}
+    every = usual | {f"{attention}.{each}" for attention in attentions for each in others} | set(dense)
+    crossing = {each for each in usual if "EncDec" in each or "encoder_attn" in each}
+    ends = sorted({".".join(each.split(".")[-2:]) for each in crossing})  # such as EncDecAttention.q
+    for targets, expected in ((None, usual), (projections, usual), ("all-linear", every), (ends, crossing)):
+        module = attach("lora", backbone, SETTINGS | {"targets": targets}, seed=1)
+        assert {each.partition(".lora_")[0] for each in module.parameters} == expected
+        module.detach()
+
+
+@pytest.mark.parametrize("name", ANSWERING)
+def test_adapters_are_behind_the_blocks_of_the_encoder_and_of_the_decoder(name: str, tmp_path: Path) -> None:
+    """Against the plain model, whose blocks' states get h + U gelu(D h) added by hand, one word at a time."""
+    backbone = answering(name, tmp_path)
+    module = shaken(attach("adapter", backbone, {"bottleneck": 3}, seed=1))
+    found = test_language.scores(backbone, test_language.TEXTS)
+    values = {each: parameter.detach() for each, parameter in module.parameters.items()}
+    plain: Any = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / name).eval()
+    stacks = (plain.encoder.block, plain.decoder.block) if name == "mt5" else (
+        plain.model.encoder.layers, plain.model.decoder.layers
+    )  # fmt: skip
+
+    def changed(number: int, output: Any) -> Any:
+        down, before, up, behind = (
+            values[f"{number}.{each}"] for each in ("down.weight", "down.bias", "up.weight", "up.bias")
+        )
+        states = output[0] if isinstance(output, tuple) else output
+        states = states + torch.nn.functional.gelu(states @ down.T + before) @ up.T + behind
+        return (states, *output[1:]) if isinstance(output, tuple) else states
+
+    assert len(values) == 4 * 4
+    for number, block in enumerate([*stacks[0], *stacks[1]]):
+        block.register_forward_hook(lambda _, given, output, number=number: changed(number, output))
+    for text, row in zip(test_language.TEXTS, found, strict=True):
+        prompt = [0, *test_language.numbers(test_language.PROMPT.replace("{text}", text))]
+        for word, score in zip(test_language.LONG, row, strict=True):
+            answer = test_language.numbers(word)
+            with torch.no_grad():
+                given = torch.tensor([[1, *answer[:-1]]])
+                logits = plain(input_ids=torch.tensor([prompt]), decoder_input_ids=given).logits[0].log_softmax(-1)
+            assert float(score) == pytest.approx(sum(float(logits[n, t]) for n, t in enumerate(answer)), abs=2e-4)
+
+
+@pytest.mark.parametrize("kind", ["lora", "adapter"])
+def test_an_encoder_and_a_decoder_have_no_last_blocks(kind: str, tmp_path: Path) -> None:
+    with pytest.raises(
+        HeadstartError, match=r"its last 1 blocks cannot be trained alone; leave blocks out, for all of"
+    ):
+        attach(kind, answering("mt5", tmp_path), SETTINGS | {"bottleneck": 2, "blocks": 1}, seed=1)

@@ -27,10 +27,12 @@ from tests.methods.test_bodies import Plain, backbone_of
 TEXTS = [f"{a} {b} {c}" for a in ("the", "very") for b in ("cat", "dog", "film", "good") for c in ("sat", "ran", "bad")]
 
 
-def recipe_of(folder: Path, words: tuple[str, ...] = SHORT, clients: int = 3, **stage: Any) -> Recipe:
+def recipe_of(
+    folder: Path, words: tuple[str, ...] = SHORT, clients: int = 3, name: str = "llama", **stage: Any
+) -> Recipe:
     """Texts of which those that end in "sat" are of the first class."""
     if not (folder / "model").is_dir():
-        folder_of(folder / "model")
+        folder_of(folder / "model", name)
         rows = [f"{text},{min(('sat', 'ran', 'bad').index(text.split()[2]), len(words) - 1)}" for text in TEXTS]
         write_text(folder / "train.csv", "\n".join(["text,label", *rows, *rows]))
     return Recipe.parse(
@@ -66,14 +68,18 @@ def test_round_0_is_the_model_as_it_comes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("words", [SHORT, LONG])
 @pytest.mark.parametrize(
-    ("train", "blocks", "count"),  # of two blocks: two norms each, and the last one
-    [("all", None, 20), ("norms", None, 5), ("norms", 1, 3), ("norms", 0, 1)],
-)
+    ("name", "train", "blocks", "count"),  # of the llama's two blocks: two norms each, and the last one
+    [
+        ("llama", "all", None, 20), ("llama", "norms", None, 5), ("llama", "norms", 1, 3), ("llama", "norms", 0, 1),
+        # Of the BART's, shifts and biases too: 2 · (4 + 2 + 2 + 2) and 2 · (4 + 2 + 4 + 2 + 2 + 2), and 2 · 2 before.
+        ("bart", "norms", None, 56),
+    ],
+)  # fmt: skip
 def test_fedmezo_is_mezo_on_the_pooled_data(
-    train: str, blocks: int | None, count: int, words: tuple[str, ...], tmp_path: Path
+    name: str, train: str, blocks: int | None, count: int, words: tuple[str, ...], tmp_path: Path
 ) -> None:
     """Whoever holds what: the loop below knows no clients, and perturbs the whole model at once."""
-    recipe = recipe_of(tmp_path, words, clients=4, train=train, blocks=blocks)
+    recipe = recipe_of(tmp_path, words, clients=4, name=name, train=train, blocks=blocks)
     stage: Any = recipe.stages[0]
     run(recipe, tmp_path / "run")
     dataset = Federation.of(recipe).dataset
@@ -108,6 +114,15 @@ def test_fedmezo_is_mezo_on_the_pooled_data(
     for name, parameter in names.items():
         assert torch.allclose(found[name], parameter, atol=2e-4)
         assert (found[name] - start[name]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("stage", [{"train": "norms", "blocks": 0}, {"method": "fedavg", "train": "lora", "blocks": 1}])
+def test_the_last_blocks_of_an_encoder_with_a_decoder_are_refused(stage: dict[str, Any], tmp_path: Path) -> None:
+    sentence = (
+        r"has an encoder and a decoder, and its last \d blocks cannot be trained alone; leave blocks out, for all"
+    )
+    with pytest.raises(HeadstartError, match=sentence):
+        run(recipe_of(tmp_path, LONG, name="bart", **stage), tmp_path / "run")
 
 
 def test_signs_are_directions_of_mezo_on_the_pooled_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -220,9 +220,11 @@ def test_validation_chooses_the_round_of_the_lowest_perplexity(keep: str, tmp_pa
     assert f"validation chooses round {best['round']}, perplexity {best['perplexity']:.2f}" in report
 
 
-def test_fedmezo_on_completions_is_one_run_whoever_holds_them(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["llama", "bart"])
+def test_fedmezo_on_completions_is_one_run_whoever_holds_them(name: str, tmp_path: Path) -> None:
     stage = {"method": "fedmezo", "train": "norms", "batch_size": "full", "lr": 1e-2}
     given = table(tmp_path, **stage)
+    folder_of(tmp_path / "model", name, ends=name == "bart")
     alone = given | {"data": given["data"] | {"partition": {"kind": "iid", "clients": 1}}}
     spread = given | {"data": given["data"] | {"partition": {"kind": "iid", "clients": 4}}}
     for name, each in (("one", alone), ("four", spread)):
@@ -232,6 +234,13 @@ def test_fedmezo_on_completions_is_one_run_whoever_holds_them(tmp_path: Path) ->
     assert one == pytest.approx(four, rel=1e-5)
     assert one != pytest.approx(lines(tmp_path / "one")[0]["loss"], rel=1e-4)
     assert replay(tmp_path / "four", tmp_path / "again") == []
+
+
+def test_the_last_blocks_of_an_encoder_with_a_decoder_are_refused(tmp_path: Path) -> None:
+    given = table(tmp_path, method="fedmezo", train="norms", blocks=0)
+    folder_of(tmp_path / "model", "bart", ends=True)
+    with pytest.raises(HeadstartError, match=r"has an encoder and a decoder, and its last 0 blocks cannot be trained"):
+        run(Recipe.parse(given), tmp_path / "run")
 
 
 def test_what_is_cut_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

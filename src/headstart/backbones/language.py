@@ -25,6 +25,12 @@ from headstart.errors import HeadstartError
 # Log-likelihoods in one pass for all candidates may differ from those one by one by no more than rounding.
 _TOLERANCE = 1e-3
 
+# Of which part of a sequence a token is, where it is of no candidate.
+_PROMPT, _PADDING = -1, -2
+
+# What configurations call how far a token's attention goes back: Mistral's and Gemma's, GPT-Neo's, Llama 4's.
+_WINDOWS = ("sliding_window", "window_size", "attention_chunk_size")
+
 
 class _After(nn.Module):
     """A causal language model: the log-likelihood of every candidate after a prompt, in one pass.
@@ -36,6 +42,10 @@ class _After(nn.Module):
 
     def __init__(self, model: Any, candidates: Sequence[Sequence[int]]) -> None:
         super().__init__()
+        config = model.config.get_text_config()
+        kinds = set(getattr(config, "layer_types", None) or ["sliding_attention"])
+        window = getattr(config, "sliding_window", None) if "sliding_attention" in kinds else None
+        self.window, self.by_kind = (window if window and window > 0 else None), len(kinds) > 1
         self.encoder, self.count = model, len(candidates)
         tails = [(number, depth, token) for number, c in enumerate(candidates) for depth, token in enumerate(c[:-1])]
         self.owner, self.depth, self.tails = torch.tensor(tails, dtype=torch.long).reshape(-1, 3).T
@@ -47,11 +57,11 @@ class _After(nn.Module):
     def forward(self, inputs: Tensor, mask: Tensor, *_: Tensor) -> Tensor:
         """Token ids and mask [B, L], padded on the right → [B, C]."""
         lengths, device = mask.sum(dim=1, keepdim=True), inputs.device
-        behind = inputs.shape[1] + torch.arange(len(self.tails), device=device)
-        places = torch.cat([lengths - 1, behind.expand(len(inputs), -1)], 1)
+        behind = lengths + torch.arange(len(self.tails), device=device)
+        places = torch.cat([lengths - 1, behind], 1)
         given = {"input_ids": inputs, "attention_mask": mask}
         if len(self.tails):
-            given = self._packed(inputs, mask, lengths)
+            given = self._packed(inputs, lengths, behind)
         owner, place, token = self.read.to(device)
         rows = torch.arange(len(inputs), device=device)[:, None]
         with read_at(self.encoder, (rows, places)), _among(self.encoder, None if len(self.tails) else token) as order:
@@ -59,20 +69,35 @@ class _After(nn.Module):
         found: Tensor = logits.float().log_softmax(dim=-1)[:, place, token if order is None else order]
         return found.new_zeros(len(inputs), self.count).index_add(1, owner, found)
 
-    def _packed(self, inputs: Tensor, mask: Tensor, lengths: Tensor) -> dict[str, Tensor]:
-        """Prompt and candidates as one sequence [B, N], each token's position, and who sees whom [B, 1, N, N]."""
-        count, length = inputs.shape
-        tails, owner, depth = (each.to(inputs.device) for each in (self.tails, self.owner, self.depth))
-        order = torch.arange(length, device=inputs.device)
-        positions = torch.cat([order.expand(count, -1), lengths + depth], 1)
-        sees = torch.zeros(count, positions.shape[1], positions.shape[1], dtype=torch.bool, device=inputs.device)
-        sees[:, :length, :length] = order[:, None] >= order
-        sees[:, length:, :length] = mask[:, None].bool()
-        sees[:, length:, length:] = (owner[:, None] == owner) & (depth[:, None] >= depth)
-        # Zero and a very negative number: some attentions add a mask rather than select by it.
-        added = torch.zeros(sees.shape, device=inputs.device).masked_fill(~sees, torch.finfo(torch.float32).min)
-        ids = torch.cat([inputs, tails.expand(count, -1)], 1)
-        return {"input_ids": ids, "attention_mask": added[:, None], "position_ids": positions}
+    def _packed(self, inputs: Tensor, lengths: Tensor, behind: Tensor) -> dict[str, Any]:
+        """Prompt, candidates and padding as one sequence [B, N], each token's position, and who sees whom [B, 1, N, N].
+
+        lengths: of the prompts [B, 1]; behind: the places of the candidates' tokens [B, T]. Padding comes last, so that
+        a row is the same, alone or beside a longer one.
+        """
+        tails, owner, depth = (
+            each.to(inputs.device).expand(len(inputs), -1) for each in (self.tails, self.owner, self.depth)
+        )
+        ids = torch.cat([inputs, torch.zeros_like(tails)], 1).scatter(1, behind, tails)
+        order = torch.arange(ids.shape[1], device=inputs.device).expand_as(ids)
+        prompt = order < lengths
+        positions = (order * prompt).scatter(1, behind, lengths + depth)
+        part = torch.where(prompt, _PROMPT, _PADDING).scatter(1, behind, owner)
+        sees = (part[:, None] == _PROMPT) | (part[:, None] == part[:, :, None])
+        back = positions[:, :, None] - positions[:, None]
+        sees &= back >= 0
+        masks: Any = _added(sees)
+        if self.window is not None and self.window < ids.shape[1]:
+            near = _added(sees & (back < self.window))
+            masks = {"full_attention": masks, "sliding_attention": near} if self.by_kind else near
+        return {"input_ids": ids, "attention_mask": masks, "position_ids": positions}
+
+
+def _added(sees: Tensor) -> Tensor:
+    """Who sees whom [B, N, N] → what is added to the scores of attention [B, 1, N, N]."""
+    # Zero and a very negative number: some attentions add a mask rather than select by it.
+    added = torch.zeros(sees.shape, device=sees.device).masked_fill(~sees, torch.finfo(torch.float32).min)
+    return added[:, None]
 
 
 class _Answer(nn.Module):
@@ -209,7 +234,7 @@ def _choosing(network: Any, tokenizer: Any, name: str, model: Model) -> Backbone
     transform = TextTransform(tokenizer, longest, model.prompt, open=not seq2seq)
     body = (_Answer if seq2seq else _After)(network, candidates)
     if not seq2seq:
-        _check(name, body, transform, candidates)
+        _check(name, body, transform, candidates, model.label_words)
     count = len(candidates)
     head = np.eye(count, dtype=np.float32), np.zeros(count, np.float32)
     key = f"choice {model.prompt} {candidates} {longest} {vocabulary_key(tokenizer)}"
@@ -278,21 +303,30 @@ def continuation(tokenizer: Any, prompt: str, word: str, alone: bool) -> list[in
 
 
 @torch.inference_mode()
-def _check(name: str, body: Any, transform: TextTransform, candidates: Sequence[Sequence[int]]) -> None:
-    """Refuse a model that does not keep candidates apart, or counts positions in a way of its own."""
+def _check(
+    name: str, body: Any, transform: TextTransform, candidates: Sequence[Sequence[int]], words: Sequence[str]
+) -> None:
+    """Refuse a model that does not keep candidates apart, or counts positions or looks back in a way of its own."""
     if max(len(each) for each in candidates) == 1:
         return
-    texts = [transform(text, "a made-up example") for text in ("a", "a a a")]
+    config = body.encoder.config.get_text_config()
+    made_up = "a made-up example"
+    longest = max(transform.max_tokens, len(transform("", made_up))) + max(len(each) for each in candidates) - 1
+    windows = [getattr(config, name, None) for name in _WINDOWS]
+    short = [each for each in windows if isinstance(each, int) and 0 < each < longest]
+    beyond = [" ".join(words[n % len(words)] for n in range(each)) for each in short]
+    texts = [transform(text, made_up) for text in ("a", "a a a", *beyond)]
     try:
         found = body(*transform.collate(texts))
         expected = [[_alone(body.encoder, value[:, 0].tolist(), each) for each in candidates] for value in texts]
         apart = torch.allclose(found, torch.tensor(expected), rtol=_TOLERANCE, atol=_TOLERANCE)
-    except (RuntimeError, ValueError, TypeError, IndexError):  # of the model's own code
+    except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError):  # of the model's own code
         apart = False
     if not apart:
+        fit = f", or set model.max_tokens so low that prompts and words fit into {min(short)} tokens" if short else ""
         raise HeadstartError(
             f"model.label_words: {name} cannot compare words of several tokens in one pass; choose words that are "
-            "single tokens of its vocabulary"
+            f"single tokens of its vocabulary{fit}"
         )
 
 

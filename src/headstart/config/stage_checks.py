@@ -114,6 +114,11 @@ def _method_errors(stage: Mapping[str, Any], kind: type[Any], train: Any, tasks:
     if train == "prefix":
         whole = [key for key in ("blocks", "checkpoint_gradients") if stage.get(key)]
         problems += [f".{key}: a prefix is in the cache of all blocks at once; leave it out" for key in whole]
+    if train in ("all", "body") and stage.get("blocks") is not None:
+        problems.append(
+            f".blocks: with {train!r} all blocks train; leave it out, or train 'norms', 'lora' or another module in "
+            "the last blocks"
+        )
     if stage.get("batch_share") is not None and stage.get("batch_size", "full") != "full":
         problems.append(": set batch_share or batch_size, not both")
     if stage.get("probe_rounds") and "probe_rounds" in kind.model_fields:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from headstart.backbones import Backbone, Prefix, evaluating, run_body, some, unused
 from headstart.errors import HeadstartError
 from headstart.modules.adapter import adapters
-from headstart.modules.blocks import Detachable, blocks_of, linear_in, projections_of, widths
+from headstart.modules.blocks import Detachable, blocks_of, linear_in, projections_of, stacks_of, widths
 from headstart.modules.key_values import key_values
 from headstart.modules.lora import lora
 from headstart.modules.mask import masks
@@ -50,7 +50,6 @@ def attach(kind: str, backbone: Backbone, settings: Mapping[str, Any], seed: int
         raise HeadstartError(f"{backbone.name} has no transformer blocks for a {kind}; set train to 'all' or 'head'")
     depth = depth_of(backbone, settings.get("blocks"), 1)
     targets = _targets(backbone, blocks, depth, settings.get("targets"))
-    blocks = blocks[depth:]
     width = widths(backbone.core.get_submodule(projections_of(backbone.core)[0]))[1]
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -60,11 +59,12 @@ def attach(kind: str, backbone: Backbone, settings: Mapping[str, Any], seed: int
         elif kind == "mask":
             parameters, detach = masks(backbone.body, backbone.core, targets, settings["density"], seed)
         elif kind == "adapter":
-            parameters, detach = adapters(backbone.body, blocks, width, settings["bottleneck"])
+            parameters, detach = adapters(backbone.body, blocks[depth:], width, settings["bottleneck"])
         elif kind == "prefix":
             parameters, detach = _prefix(backbone, settings["tokens"])
         else:
-            parameters, detach = prompts(backbone.body, blocks, width, settings["tokens"])
+            read = stacks_of(backbone.core)[0]  # a decoder's tokens are those that it writes
+            parameters, detach = prompts(backbone.body, read[depth:], width, settings["tokens"])
     try:
         _check(kind, backbone, parameters)
     except BaseException:
@@ -121,7 +121,12 @@ def _prefix(backbone: Backbone, tokens: int) -> Detachable:
 
 def depth_of(backbone: Backbone, wanted: int | None, least: int = 0) -> int:
     """How many of a body's blocks come before the last ``wanted``."""
-    count = len(blocks_of(backbone.core))
+    count, parts = len(blocks_of(backbone.core)), len(stacks_of(backbone.core))
+    if wanted is not None and parts > 1:
+        raise HeadstartError(
+            f"{backbone.name} has an encoder and a decoder, and its last {wanted} blocks cannot be trained alone; "
+            "leave blocks out, for all of both"
+        )
     if wanted is not None and not least <= wanted <= count:
         raise HeadstartError(
             f"{backbone.name} has {count} blocks, and what trains is to be in the last {wanted}; set blocks to a "

@@ -31,7 +31,24 @@ def widths(layer: Any) -> tuple[int, int]:
 
 
 def blocks_of(network: nn.Module) -> list[nn.Module]:
-    """The blocks of a transformer, first to last: the longest list of like modules that have projections in them."""
+    """The blocks of a transformer, first to last; where it has an encoder and a decoder, those of both."""
+    return [block for stack in stacks_of(network) for block in stack]
+
+
+def stacks_of(network: Any) -> list[list[nn.Module]]:
+    """The blocks of each part of a transformer: of its encoder and of its decoder, or all of them where it has but one
+    of the two."""
+    if getattr(getattr(network, "config", None), "is_encoder_decoder", False):
+        for module in network.modules():
+            parts = [getattr(module, name, None) for name in ("encoder", "decoder")]
+            stacks = [_longest(part) for part in parts if isinstance(part, nn.Module)]
+            if len(stacks) == 2 and all(stacks):
+                return stacks
+    return [_longest(network)]
+
+
+def _longest(network: nn.Module) -> list[nn.Module]:
+    """The longest list of like modules that have projections in them."""
     best: list[nn.Module] = []
     for module in network.modules():
         if isinstance(module, nn.ModuleList | nn.Sequential):

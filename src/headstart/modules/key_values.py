@@ -51,7 +51,10 @@ def key_values(body: nn.Module, core: Any, tokens: int) -> Detachable:
     return dict(learned.named_parameters()), put_on(body, "key_values", learned, [handle])
 
 
-def _with_tokens(mask: Tensor, tokens: int) -> Tensor:
-    """An attention mask, [B, T] or added to scores [B, 1, Q, T], with so many more tokens in front, which all see."""
+def _with_tokens(mask: Any, tokens: int) -> Any:
+    """An attention mask, [B, T] or added to scores [B, 1, Q, T], with so many more tokens in front, which all see;
+    where a model has several kinds of attention, one of each."""
+    if isinstance(mask, dict):
+        return {kind: _with_tokens(each, tokens) for kind, each in mask.items()}
     seen = mask.new_ones(()) if mask.dim() == 2 else mask.new_zeros(())
     return torch.cat([seen.expand(*mask.shape[:-1], tokens), mask], dim=-1)
