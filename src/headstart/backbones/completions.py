@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -43,16 +44,43 @@ class CompletionTransform(TextTransform):
             return self.prompt_tokens(value[0]), [*self._plain(value[1]), self.end]
         if not value or value[-1].get("role") != "assistant":
             raise HeadstartError(f"{where}: the last of the messages is not the assistant's; end each chat with one")
-        prompt, whole = self.chat_tokens(value[:-1]), self.chat_tokens(value, opens=False)
-        if whole[: len(prompt)] != prompt:
-            raise HeadstartError(f"{where}: the chat template writes a question anew once it has its answer")
-        return prompt, whole[len(prompt) :]
+        before, text = self._chat(value[:-1]), self._chat(value, opens=False)
+        prompt, whole = self._plain(before), self._plain(text)
+        if whole[: len(prompt)] == prompt:
+            return prompt, self._ended(whole[len(prompt) :])
+        if text.startswith(before):  # the first characters of the answer would be one token with the last before it
+            return prompt, self._ended(self._plain(text[len(before) :]))
+        raise HeadstartError(
+            f"{where}: the chat template writes a question anew once it has its answer; give prompt and completion "
+            "instead of messages"
+        )
+
+    def _ended(self, completion: list[int]) -> list[int]:
+        """A chat's completion without what the template writes behind the token that ends it."""
+        end = self.turn_end if self.turn_end in completion else self.end
+        return completion[: len(completion) - completion[::-1].index(end)] if end in completion else completion
 
     @property
     def end(self) -> int:
         """The token that ends a text."""
         found = [self.tokenizer.eos_token_id, self.tokenizer.sep_token_id]
         return int(next(token for token in found if token is not None))
+
+    @cached_property
+    def turn_end(self) -> int | None:
+        """The special token that the chat template writes behind an answer; None: there is none."""
+        from jinja2 import TemplateError
+
+        answer = "answer"
+        try:
+            text = self._chat(
+                [{"role": "user", "content": "question"}, {"role": "assistant", "content": answer}], False
+            )
+        except (HeadstartError, TemplateError):  # no template, or one that is for other conversations
+            return None
+        added = {number for number, token in self.tokenizer.added_tokens_decoder.items() if token.special}
+        special = added.union(self.tokenizer.all_special_ids) - {self.tokenizer.unk_token_id}
+        return next((token for token in self._plain(text.rpartition(answer)[2]) if token in special), None)
 
     def prompt_tokens(self, prompt: str) -> list[int]:
         """Ids of a prompt that something is to follow."""
@@ -61,10 +89,12 @@ class CompletionTransform(TextTransform):
 
     def chat_tokens(self, messages: Iterable[Mapping[str, str]], opens: bool = True) -> list[int]:
         """Ids of a chat by the model's own template; opens: whether the assistant is to speak next."""
+        return self._plain(self._chat(messages, opens))
+
+    def _chat(self, messages: Iterable[Mapping[str, str]], opens: bool = True) -> str:
         if self.tokenizer.chat_template is None:
             raise HeadstartError("the tokenizer has no chat template; give prompt and completion instead of messages")
-        text = self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=opens)
-        return self._plain(text)
+        return str(self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=opens))
 
     def _plain(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
