@@ -1,5 +1,6 @@
 """Where a chat's completion ends, what a model is asked to go on with, and what it says, by hand and token by token."""
 
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import transformers
 from tokenizers import Tokenizer, models
 
 from headstart.backbones import Backbone, load_backbone
-from headstart.backbones.completions import CompletionTransform
+from headstart.backbones.completions import CompletionTransform, Sampling, complete
 from headstart.config.recipe import Model
 from headstart.errors import HeadstartError
 from tests.backbones.test_language import VOCABULARY, folder_of, numbers
@@ -30,6 +31,18 @@ def with_template(place: Path, template: str, *special: str) -> Path:
     tokenizer.chat_template = template
     tokenizer.save_pretrained(place)
     return place
+
+
+@torch.inference_mode()
+def said(place: Path, prompt: Sequence[int], most: int, ends: Collection[int] = (2,)) -> str:
+    """The likeliest token at every step of the plain model, without a cache, up to one that ends."""
+    model, ids = transformers.AutoModelForCausalLM.from_pretrained(place).eval(), list(prompt)
+    for _ in range(most):
+        token = int(model(torch.tensor([ids])).logits[0, -1].argmax())
+        if token in ends:
+            break
+        ids.append(token)
+    return " ".join(VOCABULARY[number] for number in ids[len(prompt) :] if number > 3)
 
 
 @torch.inference_mode()
@@ -67,3 +80,45 @@ def test_an_answer_whose_beginning_joins_the_token_before_it() -> None:
     forgets = characters("{% for m in messages[-1:] %}{{ m.content }}{% endfor %}")
     with pytest.raises(HeadstartError, match="here: the chat template writes a question anew once it has its answer; "):
         forgets(chat, "here")
+
+
+def test_a_completion_ends_where_the_template_or_the_checkpoint_ends_a_turn(tmp_path: Path) -> None:
+    """Greedily, the model says "bad bad film bad : ran" after "the cat"."""
+    plain, by_template, by_checkpoint = (tmp_path / name for name in ("plain", "template", "checkpoint"))
+    cat = [0, *numbers("the cat")]
+    assert said(folder_of(plain), cat, 6) == "bad bad film bad : ran"
+    assert complete(generator(plain), cat, Sampling(6)) == "bad bad film bad : ran"
+    # "film" and ":" are no ends in the tokenizer's own settings.
+    with_template(folder_of(by_template), TURNS.replace("film", "") + "film{% endif %}{% endfor %}", "film")
+    transformers.GenerationConfig(eos_token_id=[2, numbers(":")[0]]).save_pretrained(folder_of(by_checkpoint))
+    for place, expected in ((by_template, "bad bad"), (by_checkpoint, "bad bad film bad")):
+        pieces: list[str] = []
+        assert complete(generator(place), cat, Sampling(6), pieces.append) == expected
+        assert "".join(pieces).strip() == expected
+    ids, targets = generator(by_template).transform(CHAT, "x").T
+    assert [VOCABULARY[number] for number in ids[targets == 1]] == ["ran", "very", "film"]
+
+
+def test_a_template_for_other_conversations_ends_nothing(tmp_path: Path) -> None:
+    place = with_template(folder_of(tmp_path), "{{ raise_exception('a system message comes first') }}")
+    prompt = [0, *numbers("the cat")]
+    assert complete(generator(place), prompt, Sampling(6)) == said(place, prompt, 6)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"repetition_penalty": 1.5}, {"num_beams": 4}, {"no_repeat_ngram_size": 2}, {"min_new_tokens": 8}]
+)
+def test_the_checkpoints_own_way_to_generate_is_not_taken(settings: dict[str, Any], tmp_path: Path) -> None:
+    place = folder_of(tmp_path / "model")
+    before = [complete(generator(place), [0, 13, 9], Sampling(10, 1.5, seed=seed)) for seed in range(3)]
+    transformers.GenerationConfig(bos_token_id=0, eos_token_id=2, pad_token_id=1, **settings).save_pretrained(place)
+    backbone = generator(place)
+    kept: Any = backbone.core.generation_config
+    for text in ("the cat", "film good"):
+        pieces: list[str] = []
+        prompt = [0, *numbers(text)]
+        expected = said(place, prompt, 10)
+        assert complete(backbone, prompt, Sampling(10), pieces.append) == expected
+        assert "".join(pieces).strip() == expected
+    assert [complete(backbone, [0, 13, 9], Sampling(10, 1.5, seed=seed)) for seed in range(3)] == before
+    assert backbone.core.generation_config is kept

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -127,23 +127,40 @@ def complete(
     backbone: Backbone, prompt: Sequence[int], how: Sampling, heard: Callable[[str], None] | None = None
 ) -> str:
     """What a model goes on with after the tokens of a prompt; heard: is told each piece of it as it comes."""
-    from transformers import TextStreamer
+    from transformers import GenerationConfig, TextStreamer
 
-    transform, core = backbone.transform, backbone.core
+    transform, core = backbone.transform, cast(Any, backbone.core)
     assert isinstance(transform, CompletionTransform)
+    kept = core.generation_config
+    stops = kept.eos_token_id if isinstance(kept.eos_token_id, list) else [kept.eos_token_id]
+    ends = sorted({each for each in (transform.end, transform.turn_end, *stops) if each is not None})
     given: dict[str, Any] = {"do_sample": False}
     if how.temperature:
         given = {"do_sample": True, "temperature": how.temperature, "top_p": how.top_p, "top_k": 0}
+    settings = GenerationConfig(
+        max_new_tokens=how.max_new_tokens, eos_token_id=ends, pad_token_id=transform.end,
+        bos_token_id=kept.bos_token_id, decoder_start_token_id=kept.decoder_start_token_id, **given,
+    )  # fmt: skip
+
+    def without_ends(tokens: torch.Tensor) -> torch.Tensor:
+        return tokens[~torch.isin(tokens, torch.tensor(ends, device=tokens.device))]
+
+    streamer: Any = None
     if heard is not None:
-        streamer: Any = TextStreamer(transform.tokenizer, skip_prompt=True, skip_special_tokens=True)
+        streamer = TextStreamer(transform.tokenizer, skip_prompt=True, skip_special_tokens=True)
         streamer.on_finalized_text = lambda text, stream_end=False: heard(text)
-        given["streamer"] = streamer
+        put = streamer.put
+        streamer.put = lambda tokens: put(without_ends(tokens))
     ids = torch.tensor([list(prompt)], device=next(core.parameters()).device)
-    with torch.random.fork_rng(), torch.inference_mode():
-        torch.manual_seed(how.seed)
-        made = core.generate(  # type: ignore[operator]
-            input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=how.max_new_tokens,
-            eos_token_id=transform.end, pad_token_id=transform.end, **given,
-        )  # fmt: skip
+    core.generation_config = settings  # or the checkpoint's own penalties and beams fill in what a call leaves open
+    try:
+        with torch.random.fork_rng(), torch.inference_mode():
+            torch.manual_seed(how.seed)
+            made = core.generate(
+                input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=settings, streamer=streamer
+            )
+    finally:
+        core.generation_config = kept
     # A sequence-to-sequence model gives its answer alone, behind the token that starts it.
-    return str(transform.tokenizer.decode(made[0, len(prompt) if transform.open else 1 :], skip_special_tokens=True))
+    said = without_ends(made[0, len(prompt) if transform.open else 1 :])
+    return str(transform.tokenizer.decode(said, skip_special_tokens=True))
