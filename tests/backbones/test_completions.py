@@ -1,5 +1,7 @@
 """Where a chat's completion ends, what a model is asked to go on with, and what it says, by hand and token by token."""
 
+import csv
+import json
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,8 +13,9 @@ from tokenizers import Tokenizer, models
 
 from headstart.backbones import Backbone, load_backbone
 from headstart.backbones.completions import CompletionTransform, Sampling, complete
-from headstart.config.recipe import Model
+from headstart.config.recipe import Model, Recipe
 from headstart.errors import HeadstartError
+from headstart.runner import run
 from tests.backbones.test_language import VOCABULARY, folder_of, numbers
 
 TURNS = "{% for m in messages %}{% if m.role == 'user' %}film {{ m.content }} :{% else %} {{ m.content }} "
@@ -30,6 +33,15 @@ def with_template(place: Path, template: str, *special: str) -> Path:
         tokenizer.add_special_tokens({"additional_special_tokens": list(special)})
     tokenizer.chat_template = template
     tokenizer.save_pretrained(place)
+    return place
+
+
+def without_beginning(place: Path, *names: str) -> Path:
+    """A tokenizer that puts no token before a text, and does not know these tokens by their names."""
+    file, settings = place / "tokenizer.json", place / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"post_processor": None}))
+    kept = {name: value for name, value in json.loads(settings.read_text()).items() if name not in names}
+    settings.write_text(json.dumps(kept))
     return place
 
 
@@ -122,3 +134,45 @@ def test_the_checkpoints_own_way_to_generate_is_not_taken(settings: dict[str, An
         assert "".join(pieces).strip() == expected
     assert [complete(backbone, [0, 13, 9], Sampling(10, 1.5, seed=seed)) for seed in range(3)] == before
     assert backbone.core.generation_config is kept
+
+
+def test_a_prompt_is_cut_to_the_room_of_the_model(tmp_path: Path) -> None:
+    """GPT-2 has 32 positions here; <s> stays, and half of them are the prompt's."""
+    place = folder_of(tmp_path / "gpt2", "gpt2")
+    backbone = generator(place)
+    words = numbers("the cat sat dog ran good bad very : film " * 4)
+    for prompt in ([0, *words], words):
+        begin = prompt[:1] if prompt[0] == 0 else []
+        for most, new, room in ((4, 4, 28), (20, 16, 16), (64, 16, 16)):
+            cut = [*begin, *words[len(words) - room + len(begin) :]]
+            assert complete(backbone, prompt, Sampling(most)) == said(place, cut, new)
+    short = [0, *words[:4]]
+    assert complete(backbone, short, Sampling(64)) == said(place, short, 32 - 5)
+
+
+@pytest.mark.parametrize(("name", "begins"), [("bos_token", 2), ("", 0)])
+def test_an_empty_prompt_starts_from_a_token_that_begins_or_ends_a_text(name: str, begins: int, tmp_path: Path) -> None:
+    place = without_beginning(folder_of(tmp_path / "model"), name)
+    transform: Any = generator(place).transform
+    assert transform.prompt_tokens("") == []
+    assert complete(generator(place), [], Sampling(5)) == said(place, [begins], 5)
+
+
+def test_samples_of_a_run_are_of_prompts_as_training_cuts_them(tmp_path: Path) -> None:
+    place = without_beginning(folder_of(tmp_path / "gpt2", "gpt2"))
+    prompts = ["", "the cat sat dog ran good bad very : film " * 4]
+    rows = [{"prompt": prompts[n % 2], "completion": "sat ran", "who": "ab"[n // 2 % 2]} for n in range(8)]
+    (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "test.jsonl").write_text("\n".join(map(json.dumps, rows[:4])))
+    partition = {"kind": "natural", "test": "follow"}
+    recipe = {
+        "data": {"dataset": str(tmp_path), "client_column": "who", "partition": partition},
+        "model": {"backbone": str(place), "task": "generate", "max_tokens": 12},
+        "stages": [{"method": "fedavg", "train": "lora", "rounds": 1, "lr": 1e-2, "batch_size": 4}],
+    }
+    run(Recipe.parse(recipe), tmp_path / "run")
+    with (tmp_path / "run" / "samples.csv").open() as file:
+        samples = [row for row in csv.DictReader(file) if row["round"] == "0"]
+    expected = {"": said(place, [0], 31), prompts[1]: said(place, numbers(prompts[1])[-12:], 20)}
+    assert len(samples) == 4
+    assert {row["prompt"]: row["completion"] for row in samples} == expected

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -82,6 +83,14 @@ class CompletionTransform(TextTransform):
         special = added.union(self.tokenizer.all_special_ids) - {self.tokenizer.unk_token_id}
         return next((token for token in self._plain(text.rpartition(answer)[2]) if token in special), None)
 
+    def begun(self, prompt: Sequence[int], room: int) -> list[int]:
+        """A prompt cut at its beginning to so many tokens, behind the one that begins a text; never of no tokens."""
+        begin = self.tokenizer.bos_token_id
+        if not prompt:
+            return [self.end if begin is None else begin]
+        first = list(prompt[: int(prompt[0] == begin and len(prompt) > room > 1)])
+        return [*first, *prompt[max(0, len(prompt) - room + len(first)) :]]
+
     def prompt_tokens(self, prompt: str) -> list[int]:
         """Ids of a prompt that something is to follow."""
         ids = list(self.tokenizer(prompt)["input_ids"])
@@ -104,11 +113,12 @@ class CompletionTransform(TextTransform):
         return sum(map(len, self.tokens(value, where))) > self.max_tokens
 
     def parts(self, value: Any, where: str) -> tuple[str, list[int], str]:
-        """The prompt as a reader sees it and as tokens, and the completion."""
+        """The prompt as a reader sees it and as tokens, cut to ``max_tokens``, and the completion."""
         prompt = self.tokens(value, where)[0]
+        cut = self.begun(prompt, self.max_tokens)
         if isinstance(value, tuple):
-            return value[0], prompt, value[1]
-        return str(self.tokenizer.decode(prompt)), prompt, value[-1]["content"]
+            return value[0], cut, value[1]
+        return str(self.tokenizer.decode(prompt)), cut, value[-1]["content"]
 
 
 @dataclass(frozen=True)
@@ -131,6 +141,7 @@ def complete(
 
     transform, core = backbone.transform, cast(Any, backbone.core)
     assert isinstance(transform, CompletionTransform)
+    prompt, most = _fitting(transform, core, prompt, how.max_new_tokens)
     kept = core.generation_config
     stops = kept.eos_token_id if isinstance(kept.eos_token_id, list) else [kept.eos_token_id]
     ends = sorted({each for each in (transform.end, transform.turn_end, *stops) if each is not None})
@@ -138,8 +149,8 @@ def complete(
     if how.temperature:
         given = {"do_sample": True, "temperature": how.temperature, "top_p": how.top_p, "top_k": 0}
     settings = GenerationConfig(
-        max_new_tokens=how.max_new_tokens, eos_token_id=ends, pad_token_id=transform.end,
-        bos_token_id=kept.bos_token_id, decoder_start_token_id=kept.decoder_start_token_id, **given,
+        max_new_tokens=most, eos_token_id=ends, pad_token_id=transform.end, bos_token_id=kept.bos_token_id,
+        decoder_start_token_id=kept.decoder_start_token_id, **given,
     )  # fmt: skip
 
     def without_ends(tokens: torch.Tensor) -> torch.Tensor:
@@ -151,7 +162,7 @@ def complete(
         streamer.on_finalized_text = lambda text, stream_end=False: heard(text)
         put = streamer.put
         streamer.put = lambda tokens: put(without_ends(tokens))
-    ids = torch.tensor([list(prompt)], device=next(core.parameters()).device)
+    ids = torch.tensor([prompt], device=next(core.parameters()).device)
     core.generation_config = settings  # or the checkpoint's own penalties and beams fill in what a call leaves open
     try:
         with torch.random.fork_rng(), torch.inference_mode():
@@ -164,3 +175,14 @@ def complete(
     # A sequence-to-sequence model gives its answer alone, behind the token that starts it.
     said = without_ends(made[0, len(prompt) if transform.open else 1 :])
     return str(transform.tokenizer.decode(said, skip_special_tokens=True))
+
+
+def _fitting(transform: CompletionTransform, core: Any, prompt: Sequence[int], most: int) -> tuple[list[int], int]:
+    """A prompt cut so that a model has room for it and for ``most`` new tokens, and how many it has room for.
+
+    The prompt keeps half of the room of a causal model at least.
+    """
+    positions = getattr(core.config, "max_position_embeddings", None) or sys.maxsize
+    room = min(positions, transform.tokenizer.model_max_length)
+    ids = transform.begun(prompt, max(room - most, room // 2) if transform.open else room)
+    return ids, min(most, positions - len(ids) if transform.open else positions)
