@@ -17,7 +17,24 @@ from headstart.core.texts import exact_match, rouge_l
         ("The, CAT!", "the cat", 1.0),
         ("dog", "cat", 0.0),
         ("", "cat", 0.0),
-        ("", "", 0.0),
+        ("", "", 1.0),
+        ("!", "!", 1.0),
+        (" ...\n", "...", 1.0),
+        ("!", "?", 0.0),
+        ("!", "cat", 0.0),
+        ("it's snake_case", "it's snake case", 2 * 2 / (3 + 4)),
+        # By character: "你", "好" of four and of two.
+        ("你好世界", "你好", 2 * 2 / (4 + 2)),
+        # "猫", "が"; the second text has a word of Latin letters besides.
+        ("猫が好き。", "catは猫が", 2 * 2 / (4 + 4)),
+        # Hangul is written with spaces.
+        ("나는 학교에", "나는 학교", 1 / 2),
+        # Words that differ in their vowel signs alone: "की" and "का", beside "भाषा".
+        ("की भाषा", "का भाषा", 1 / 2),
+        ("हिन्दी भाषा", "हिन्दी", 2 * 1 / (2 + 1)),
+        ("1\ufe0f\u20e3 I \u2764\ufe0f you", "1 I you \u2764\ufe0f", 1.0),
+        # An accent that is a character of its own.
+        ("cafe\u0301 au lait", "cafe au lait", 2 / 3),
     ],
 )
 def test_rouge_l(completion: str, reference: str, expected: float) -> None:
