@@ -595,11 +595,11 @@ def test_commands_of_the_readme_exist() -> None:
         assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE), target
 
 
-@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "benchmarks/RESULTS.md"])
 def test_links_of_the_repository_lead_somewhere(page: str) -> None:
     links = re.findall(r"\]\(([^)#]+)", (ROOT / page).read_text(encoding="utf-8"))
     assert links
-    assert not [link for link in links if "://" not in link and not (ROOT / link).exists()]
+    assert not [link for link in links if "://" not in link and not (ROOT / page).parent.joinpath(link).exists()]
 
 
 def test_every_extra_is_explained() -> None:

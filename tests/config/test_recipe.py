@@ -228,6 +228,19 @@ def test_what_looks_like_a_contradiction_and_is_none(stage: dict[str, object]) -
             "stages.0.blocks: with 'all' all blocks train; leave it out, or train 'norms', 'lora' or another module in",
         ),
         (with_stage(method="fedmezo", train="body", blocks=0), "stages.0.blocks: with 'body' all blocks train; leave"),
+        (with_stage(method="fedcof", samples=5), "stages.0.samples: unknown key; samples is a key of [model]"),
+        (
+            with_stage(method="fedncm", delta=1e-6),
+            "stages.0.delta: unknown key; delta is a key of [stages.privacy]",
+        ),
+        (
+            {**on_features({"method": "fedncm"}), "alpha": 0.1},
+            "alpha: unknown key; alpha is a key of [data.partition]",
+        ),
+        (
+            {**on_features({"method": "fedncm"}), "model": {"backbone": "features", "name": "a"}},
+            "model.name: unknown key; name is a key of the recipe itself",
+        ),
         (on_features("fedncm"), "stages.0: must be a table, {key = value, …} (got 'fedncm')"),
         (
             {**on_features(), "stages": {"method": "fedncm"}},

@@ -134,7 +134,7 @@ def test_a_task_that_is_not_there_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("column", [TASK * 1.0, TASK[:-1]])
 def test_a_damaged_column_of_tasks_is_refused(tmp_path: Path, column: Any) -> None:
-    with pytest.raises(HeadstartError, match=r"task must be whole numbers \[24\]"):
+    with pytest.raises(HeadstartError, match=r"task must be whole numbers|X has 24 rows and task 23"):
         load(save(tmp_path, X=X, y=Y, split=SPLIT, task=column), task=4)
 
 

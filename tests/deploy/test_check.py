@@ -90,7 +90,9 @@ class Home:
         for line in done.stdout.splitlines()[:-1]:
             about, text = line.split(": ", 1)
             found.setdefault(" ".join(about.split()), []).append(text)
-        assert (done.stdout.splitlines()[-1] == "nothing is wrong") == (status == 0)
+        wrong = sum(line.startswith("wrong") for line in done.stdout.splitlines())
+        failed = f"{wrong} {'check' if wrong == 1 else 'checks'} failed: the node cannot participate like this"
+        assert done.stdout.splitlines()[-1] == (failed if status else "nothing is wrong")
         return found
 
 

@@ -168,6 +168,8 @@ def test_requests_that_are_none_are_refused(server: Server, tmp_path: Path, chan
     path.write_text(change(path.read_text()))
     with pytest.raises(HeadstartError, match=message):
         Request.load(path)
+    with pytest.raises(HeadstartError, match=r"^cannot read .*nope\.request: No such file or directory$"):
+        Request.load(tmp_path / "nope.request")
     with pytest.raises(HeadstartError, match=message):
         add(server, [path])
     assert server.admitted == []

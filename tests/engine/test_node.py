@@ -982,7 +982,9 @@ def test_accuracy_is_not_known_where_nobody_may_test(
     assert json.loads((tmp_path / "out" / "metrics.jsonl").read_text())["accuracy"] is None
     assert "evaluate" not in {kind for _, kind, _ in grid.said}
     assert "nodes test no models under privacy without test_epsilon, and the server was given no test" in caplog.text
-    assert ">not tested<" in (tmp_path / "out" / "report.html").read_text()
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert ">not tested<" in page
+    assert f"<p>data of {len(grid.names)} nodes, through features: {summary['examples']:,} training examples" in page
     assert [list(column.cells) for column in summary_table(summary).columns][1] == ["not tested"]
     known = serve(Grid(recipe, silos, tmp_path / "again"), tmp_path / "tested", test=str(silos / "all.npz"))
     assert known.summary["accuracy"] > 0.2

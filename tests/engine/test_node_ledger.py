@@ -91,6 +91,8 @@ def test_a_human_reads_the_ledger(tmp_path: Path) -> None:
     shown = CliRunner().invoke(app, ["node", "ledger", str(silo.folder / "state")])
     assert shown.exit_code == 0, shown.output
     assert "0: fedncm" in shown.output
+    cells = [[cell.strip() for cell in line.split("│")] for line in shown.output.splitlines()]
+    assert {row[5] for row in cells if "0: fedncm" in row[4:5]} == {"1"}  # 0 in the file
     assert f"2 entries, {len(said.to_bytes()):,} bytes; the chain is whole" in shown.output
     assert "example" in shown.output
     missing = CliRunner().invoke(app, ["node", "ledger", str(tmp_path)])

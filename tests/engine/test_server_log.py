@@ -73,6 +73,9 @@ def test_refusals_and_absences_are_in_the_log(silos: Path, tmp_path: Path) -> No
     shown = CliRunner().invoke(app, ["deploy", "log", str(tmp_path)])
     assert shown.exit_code == 0, shown.output
     assert "such [file]" in " ".join(shown.output.replace("│", " ").split())
+    assert {entry["round"] for entry in log.entries() if "round" in entry} == {0}  # and on the screen from 1
+    cells = [[cell.strip() for cell in line.split("│")] for line in shown.output.splitlines() if "│" in line]
+    assert {row[7] for row in cells if row[2] in ("replied", "refused")} == {"", "1"}  # nothing for a join
     assert f"the last line has the digest {log.head()}" in shown.output
     changed = log.path.read_text().replace('"refused"', '"replied"', 1)
     log.path.write_text(changed)

@@ -495,6 +495,8 @@ def test_a_lora_as_peft_reads_it_and_merged(
         "README.md", "adapter_config.json", "adapter_model.safetensors", "base", "classes.json", "head.safetensors",
     }  # fmt: skip
     torch.testing.assert_close(hidden(loaded(tmp_path / "adapter")["body"], tokenizer), ours)
+    without = "\nIts backbone without the LoRA (export with --merge for both), as the model of a recipe:\n"
+    assert without in (tmp_path / "adapter" / "README.md").read_text()
 
     done, said = headstart(monkeypatch, capsys, "export", lora, "--out", tmp_path / "merged", "--merge")
     assert done == 0, said
@@ -502,6 +504,7 @@ def test_a_lora_as_peft_reads_it_and_merged(
     whole = transformers.AutoModel.from_pretrained(tmp_path / "merged" / "body")
     reader = transformers.AutoTokenizer.from_pretrained(tmp_path / "merged" / "body")
     torch.testing.assert_close(hidden(whole, reader), ours, atol=1e-5, rtol=1e-5)
+    assert "\nAs the model of a recipe:\n" in (tmp_path / "merged" / "README.md").read_text()
     found = loaded(tmp_path / "merged")
     assert found["classes"] == ["food", "sport"]
     np.testing.assert_array_equal(found["head"].weight, model.head.weight)
@@ -536,6 +539,7 @@ def test_adapters_stay_modules(two: Path, lora: Path, tmp_path: Path) -> None:
         export(two, tmp_path / "out")
     files = export(two, tmp_path / "out", task="mood")
     assert files == ["README.md", "classes.json", "head.safetensors", "module.safetensors"]
+    assert "\nIts backbone without the adapter, as the model of a" in (tmp_path / "out" / "README.md").read_text()
     (tmp_path / "a.txt").write_text("\n".join(SPORT))
     left = Model.load(two, "mood").predict([tmp_path / "a.txt"])
     right = Model.load(lora, module=tmp_path / "out" / "module.safetensors").predict([tmp_path / "a.txt"])

@@ -3,6 +3,7 @@
 import csv
 import json
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -158,6 +159,15 @@ def test_clients_of_many_runs_are_boxes_under_the_names_of_the_runs() -> None:
     axes = all_clients_figure(accuracies, ["fedavg"] * 9).axes[0]
     assert [label.get_text() for label in axes.get_yticklabels()] == list(accuracies)
     assert len(axes.patches) == 9
+
+
+@pytest.mark.parametrize("count", [10, 60])
+def test_boxes_have_room_beside_long_names(count: int) -> None:
+    accuracies = {f"lr {n}, {'W' * 60}": [0.1, 0.5, 0.9] for n in range(count)}
+    figure = all_clients_figure(accuracies, ["fedavg"] * count)
+    with warnings.catch_warnings(action="error"):  # of axes that collapsed
+        figure.canvas.draw()
+    assert figure.axes[0].get_window_extent().width / figure.dpi > 2.5
 
 
 def test_names_say_what_differs_and_no_defaults_of_a_method(tmp_path: Path) -> None:

@@ -71,6 +71,12 @@ def test_the_cheapest_of_those_within_one_error_of_the_best_is_advised(advice: A
     assert reason.startswith("advised")
 
 
+def test_the_calibration_error_is_a_fraction_as_everywhere_else(advice: Advice) -> None:
+    place = advice.columns.index("calibration error")
+    (shown,) = [row[place] for row in advice.rows() if row[0] == advice.chosen.name]
+    assert shown == f"{advice.chosen.metrics['calibration_error']:.4g}"
+
+
 def test_the_test_split_is_not_looked_at(advice: Advice, tmp_path: Path) -> None:
     """The mutation: with other labels in the test split, nothing changes."""
     other = advise(digits(tmp_path / "other.npz", np.zeros(len(Y), np.int64)))

@@ -133,9 +133,8 @@ def test_a_recipe_for_a_table_with_splits(tmp_path: Path, command: Command) -> N
     rows = [f"word {n},{'ab'[n % 2]},{'test' if n % 4 == 1 else 'train'}" for n in range(40)]
     (tmp_path / "a.csv").write_text("\n".join(["what,kind,split", *rows]))
     said = command("new", "a.csv", "--out", "r.toml", cwd=tmp_path)
-    assert (
-        "columns: input what, label kind (a guess: it has the fewest values), client none, split split\n" in said.stdout
-    )
+    told = "columns: input = what, label = kind (a guess: it has the fewest values), client = none, split = split\n"
+    assert told in said.stdout
     assert "data: a.csv: 30 training, 10 test" in command("check", "r.toml", cwd=tmp_path).stdout
 
 
@@ -315,9 +314,9 @@ def test_a_recipe_for_features_runs(tmp_path: Path, command: Command, monkeypatc
 @pytest.mark.parametrize(
     ("row", "told", "client"),
     [
-        ({"prompt": "{}?", "completion": "{}", "site": "h{}"}, "prompt prompt, completion completion", "site"),
-        ({"id": "n{}", "instruction": "say {}", "output": "{}."}, "prompt instruction, completion output", None),
-        ({"messages": "{}", "user": "u{}"}, "chat messages", "user"),
+        ({"prompt": "{}?", "completion": "{}", "site": "h{}"}, "prompt = prompt, completion = completion", "site"),
+        ({"id": "n{}", "instruction": "say {}", "output": "{}."}, "prompt = instruction, completion = output", None),
+        ({"messages": "{}", "user": "u{}"}, "chat = messages", "user"),
     ],
 )  # fmt: skip
 def test_a_recipe_for_texts_to_complete(
@@ -332,7 +331,7 @@ def test_a_recipe_for_texts_to_complete(
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     said = command("new", "a.jsonl", "--out", "b.toml", cwd=tmp_path).stdout
     assert f"a.jsonl: 60 texts, to be completed, {'2 clients' if client else 'no clients'}" in said
-    assert f"columns: {told}, client {client or 'none'}" in said
+    assert f"columns: {told}, client = {client or 'none'}" in said
     table = made(command, Path("a.jsonl"), tmp_path)
     assert table["data"].get("client_column") == client
     assert table["data"]["partition"] == (
@@ -364,9 +363,9 @@ def test_a_recipe_for_a_table_says_which_columns_it_reads(tmp_path: Path, comman
     rows = [f"Wort {n};{'ab'[n % 2]};{'xyz'[n % 3]};{n}" for n in range(30)]
     (tmp_path / "a.csv").write_text("\n".join(["Kommentar;Klasse;Klinik;Nr", *rows]))
     said = command("new", "a.csv", cwd=tmp_path)
-    guess = "label Klasse (a guess: it has the fewest values)"
-    client = "client none (write client_column = 'Klinik' if its values are the clients)"
-    told = f"columns: input Kommentar, {guess}, {client}; not read: Klinik, Nr"
+    guess = "label = Klasse (a guess: it has the fewest values)"
+    client = "client = none (write client_column = 'Klinik' if its values are the clients)"
+    told = f"columns: input = Kommentar, {guess}, {client}; not read: Klinik, Nr"
     assert told in said.stdout
     assert f"# {told}; input_column" in (tmp_path / "recipe.toml").read_text()
 

@@ -274,7 +274,10 @@ def language_model(place: str, name: str, how: Mapping[str, Any]) -> tuple[Any, 
             place, use_safetensors=True, trust_remote_code=False, output_loading_info=True, **how
         )
         if found["missing_keys"]:
-            raise ValueError(f"it has no vocabulary to speak with: {', '.join(sorted(found['missing_keys'])[:3])}")
+            raise ValueError(
+                "it is no causal or sequence-to-sequence language model (it has no language-model head); take one such "
+                "as smollm2-135m"
+            )
     except (OSError, ValueError, ImportError, KeyError, RuntimeError) as error:
         raise cannot_load(name, error) from None
     return as_floats(network, how), tokenizer

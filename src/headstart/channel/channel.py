@@ -287,5 +287,5 @@ def _is_update(name: str) -> bool:
 
 
 def _by_coordinate(centre: Callable[[Floats], Floats], updates: Mapping[str, Floats], _: Floats) -> dict[str, Floats]:
-    """The centre of each parameter, every client alike."""
+    """Coordinate-wise median or trimmed mean, clients unweighted."""
     return {name: centre(values) for name, values in updates.items()}

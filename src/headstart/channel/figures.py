@@ -1,4 +1,4 @@
-"""What nodes tell of a test of the model: exact figures, or figures with noise that is accounted for.
+"""Test metrics that nodes report: exact figures, or figures with noise that is accounted for.
 
 Without privacy nodes tell sums for every class and bin of confidence, too (`core.metrics`): macro-F1, balanced accuracy
 and calibration come of them; of labels, how many scores are in each of 256 bins, of which come the area under the ROC
@@ -145,7 +145,7 @@ class FiguresChannel:
 
 
 def _possible(found: Tally) -> bool:
-    """Whether some test has these sums."""
+    """Whether these sums are possible for any test set."""
     (examples, right, known, loss), (true, predicted, both) = found["figures"], found["classes"]
     size, confidence, hits = found["bins"]
     whole = np.isclose([true.sum(), predicted.sum(), both.sum(), size.sum()], [examples, examples, right, examples])

@@ -53,7 +53,7 @@ def _clients(sizes: list[int], unused: int) -> list[str]:
     held = f"{min(sizes):,} to {max(sizes):,} training examples"
     if min(sizes) == max(sizes):
         held = f"{min(sizes):,} training examples each"
-    spread = f"{len(sizes):,} clients with {held}"
+    spread = f"{len(sizes):,} {'client' if len(sizes) == 1 else 'clients'} with {held}"
     return [spread + (f"; {unused:,} examples are not assigned to any client" if unused else "")]
 
 

@@ -137,6 +137,8 @@ def log(folder: Folder) -> None:
     for entry in (entries := found.entries()):
         entry["digest"] = entry.get("answer") or entry.get("question") or entry.get("key", "")[-16:]
         entry["time"] = entry["time"].removesuffix("+00:00")
+        if "round" in entry:
+            entry["round"] += 1  # counted from 1, as in every other table
         shown = {name: str(entry.get(name, ""))[: length.get(name)] for name in columns}
         known = (*columns, "previous", "answer", "question", "key", "of")
         facts = ", ".join(f"{name} {value}" for name, value in entry.items() if name not in known)
@@ -266,7 +268,7 @@ def check(kit: KitFile, data: NodeData, task: NodeTask = "", folder: NodeFolder 
         wrong += found.level == "wrong"
         _say(f"{found.level:<8} {found.about}: {found.text}")
     if wrong:
-        _say(f"{wrong} of these are wrong: the node cannot participate like this")
+        _say(f"{wrong} {'check' if wrong == 1 else 'checks'} failed: the node cannot participate like this")
         raise typer.Exit(2)
     _say("nothing is wrong")
 
@@ -298,7 +300,8 @@ def ledger(state: Annotated[Path, typer.Argument(help="The node's state folder."
         )
         stage = f"{entry['stage']}: {entry['method']}" if "method" in entry else str(entry.get("stage", ""))
         facts = ", ".join(f"{name} {value}" for name, value in entry.items() if name not in (*known, "method"))
-        cells = entry["time"], entry["run"][:8], entry["recipe"][:16], stage, str(entry.get("round", "")), entry["kind"]
+        round = str(entry["round"] + 1) if "round" in entry else ""
+        cells = entry["time"], entry["run"][:8], entry["recipe"][:16], stage, round, entry["kind"]
         left.add_row(*cells, entry.get("question", "")[:8], f"{entry.get('bytes', 0):,}", facts)
     columns = ("recipe", "stage", "what", "run", "unit", "epsilon", "of an example", "delta", "noise by")
     spent = Table(*columns, title="privacy spent")

@@ -65,7 +65,7 @@ class Privacy(Table):
     trusted; more noise); or all clients together, each a share of what hides their sum (needs secure =
     true; as little noise as the server's, and the other clients are trusted to add their share)."""
     test_epsilon: PositiveFloat | None = None
-    """ε of all tests on nodes in the stage, beside that of what is learned; None: nodes of a deployment test no
+    """ε of all tests on nodes in the stage, beside that of what is learned; unset: nodes of a deployment test no
     models."""
 
     @property
@@ -174,7 +174,7 @@ class SamplingKeys(StageKeys):
     """Of what clients send, a server that follows the protocol learns the sum only; answers are rounded to 24 binary
     places."""
     secure_group: Annotated[int, Field(ge=3)] | None = None
-    """Clients are added up in groups of at least so many, and the server learns each group's sum; None: all clients of
+    """Clients are added up in groups of at least so many, and the server learns each group's sum; unset: all clients of
     a round in one group. FedCOF, which needs several means of a class, takes a group for a client."""
     secure_threshold: float = Field(default=0.67, gt=0, le=1)
     """Share of a group that has to stay to the end for its sum to be opened, more than two thirds. The rest may drop
@@ -314,7 +314,7 @@ class RoundKeys(SamplingKeys, OptimiserKeys):
     """The model that the stage ends with: that of its last round, or that of the evaluated round with the highest
     accuracy on the validation split, or the lowest perplexity of completions."""
     patience: PositiveInt | None = None
-    """Stop after so many evaluations that are no better on the validation split; None: play every round."""
+    """Stop after so many evaluations that are no better on the validation split; unset: play every round."""
     rank: PositiveInt = 8
     """Of LoRA's updates."""
     alpha_lora: PositiveFloat = 16.0
@@ -326,14 +326,14 @@ class RoundKeys(SamplingKeys, OptimiserKeys):
     factors is the mean of their updates, and half as much travels."""
     targets: Literal["all-linear"] | Annotated[tuple[str, ...], Field(strict=False, min_length=1)] | None = None
     """Linear layers that LoRA is on, by the ends of their names, such as ["q_proj", "v_proj"], or all in the blocks;
-    None: the projections to queries and values."""
+    Unset: the projections to queries and values."""
     bottleneck: PositiveInt = 8
     """Width of adapters."""
     tokens: PositiveInt = 8
     """Prompts, or keys and values of a prefix, at every block."""
     blocks: NonNegativeInt | None = None
     """The module, or the norms that train, are those of the last so many blocks, and what comes before is computed once
-    (not where images are flipped: set augment to "none"); 0: norms behind the blocks alone; None: all of them."""
+    (not where images are flipped: set augment to "none"); 0: norms behind the blocks alone; unset: all of them."""
 
     @property
     def module_settings(self) -> dict[str, Any]:

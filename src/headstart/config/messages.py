@@ -67,6 +67,19 @@ def _accepted(table: type[BaseModel], key: Any) -> list[str]:
     return list(dict.fromkeys(words))
 
 
+def _elsewhere(key: Any, table: type[BaseModel], outermost: Any) -> list[str]:
+    """The other tables of a recipe that have this key: other than this stage, or than this partition."""
+    kinds: dict[str, list[type[BaseModel]]] = {
+        "[model]": [Model],
+        "[data]": [Data],
+        "[tasks.partition]" if outermost == "tasks" else "[data.partition]": list(PARTITIONS.values()),
+        "[[stages]]": list(STAGES.values()),
+        "[stages.privacy]": [Privacy],
+        "the recipe itself": [Recipe],
+    }
+    return [name for name, each in kinds.items() if table not in each and any(key in one.model_fields for one in each)]
+
+
 def _message(error: dict[str, Any]) -> tuple[str, str]:
     """Where a pydantic error is, and a message: where, what was given, what is accepted."""
     table, place = _table_at(tuple(error["loc"]))
@@ -92,6 +105,8 @@ def _message(error: dict[str, Any]) -> tuple[str, str]:
         others = [name for name, each in PARTITIONS.items() if key in each.model_fields]
         if table in PARTITIONS.values() and others:
             return where, f"{where}: goes with kind = {' or '.join(map(repr, others))} only; leave it out"
+        if found := _elsewhere(key, table, place[0] if place else ""):
+            return where, f"{where}: unknown key; {key} is a key of {' and of '.join(found)}"
         return where, f"{where}: unknown key; {nearest(str(key), table.model_fields)}"
     if kind == "missing":
         return where, f"{where}: missing" + (f"; give {' or '.join(accepted)}" if accepted else "; add this table")

@@ -25,9 +25,9 @@ class NodeLimits(Table):
     """The limits of a node."""
 
     methods: tuple[str, ...] | None = Field(default=None, strict=False)
-    """Methods that may be run; None: all."""
+    """Methods that may be run; unset: all."""
     recipes: tuple[str, ...] | None = Field(default=None, strict=False)
-    """Recipes that may be run, by the first 16 or more digits of their digests; None: all that the node is given."""
+    """Recipes that may be run, by the first 16 or more digits of their digests; unset: all that the node is given."""
     min_examples: PositiveInt = 2
     """Of a class with fewer examples here, nothing is sent in a closed form that neither noise nor secure aggregation
     hides: the sum of a class of one example is that example."""

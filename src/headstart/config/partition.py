@@ -72,7 +72,7 @@ class Classes(PartitionKeys):
     classes_per_client: PositiveInt = 2
     """Distinct classes that a client holds."""
     examples_per_client: PositiveInt | None = None
-    """Rounded down to a multiple of the classes; None: as many as every client can have."""
+    """Rounded down to a multiple of the classes; unset: as many as every client can have."""
 
 
 class Natural(PartitionKeys):
@@ -81,11 +81,11 @@ class Natural(PartitionKeys):
     kind: Literal["natural"]
     """How examples are dealt out to clients."""
     clients: PositiveInt | None = None
-    """Keep so many of them, drawn at random; None keeps all."""
+    """Keep so many of them, drawn at random; unset keeps all."""
     min_examples: PositiveInt = 1
     """Clients with fewer training examples are left out."""
     max_examples: PositiveInt | None = None
-    """Of a client with more training examples, so many are kept at random; None keeps all."""
+    """Of a client with more training examples, so many are kept at random; unset keeps all."""
 
 
 class Domains(PartitionKeys):

@@ -30,7 +30,7 @@ class Data(Table):
     partition: Partition = Dirichlet()
     """Which client holds which example: a table with kind, and the keys of that kind."""
     input_column: str | Annotated[tuple[str, str], Field(strict=False)] | None = None
-    """The column of images or texts, or two columns for pairs of texts; None: the usual names."""
+    """The column of images or texts, or two columns for pairs of texts; unset: the usual names."""
     label_column: str | Annotated[tuple[str, ...], Field(strict=False, min_length=1)] | None = None
     """The column of the label; several columns for targets of several numbers or labels."""
     client_column: str | None = None
@@ -44,12 +44,12 @@ class Data(Table):
     test_fraction: float = Field(default=0.2, gt=0, lt=1)
     """Share held out for the test where the data come without a test split."""
     split_seed: NonNegativeInt | None = None
-    """What the examples held out for the test are drawn from; None: the seed of the run, so that another seed is tested
-    on other examples."""
+    """What the examples held out for the test are drawn from; unset: the seed of the run, so that another seed is
+    tested on other examples."""
     separator: Annotated[str, Field(min_length=1, max_length=1)] | None = None
-    """Between the fields of a CSV file; None: a comma, in a .tsv a tab."""
+    """Between the fields of a CSV file; unset: a comma, in a .tsv a tab."""
     encoding: str | None = None
-    """Of a CSV file; None: UTF-8."""
+    """Of a CSV file; unset: UTF-8."""
     skip_unreadable: bool = False
     """Leave out images that cannot be read and rows with missing or too many fields; otherwise they are an error."""
     strict: bool = False
@@ -59,7 +59,7 @@ class Data(Table):
     all of them."""
     target: Target | None = None
     """What is learned: the class of an example, numbers ("regression"), or which of several labels it has
-    ("multilabel"). None: what the data look like."""
+    ("multilabel"). Unset: what the data look like."""
     task: NonNegativeInt | None = None
     """Of a features file with several tasks, the one to take."""
 
@@ -88,9 +88,9 @@ class Model(Table):
     resize: Literal["squash"] | PositiveInt = "squash"
     """"squash" to a square; a number: the shorter side to so many pixels, then a centre crop."""
     image_size: PositiveInt | None = None
-    """Pixels of each side of what the backbone sees; None: as it was trained."""
+    """Pixels of each side of what the backbone sees; unset: as it was trained."""
     pixel_range: Annotated[tuple[float, float], Field(strict=False)] | None = None
-    """Of grey images of 16 or 32 bits, or of floats: the values that are black and white; None: 0 and 65,535, and
+    """Of grey images of 16 or 32 bits, or of floats: the values that are black and white; unset: 0 and 65,535, and
     images of more bits are refused."""
     pooling: Literal["auto", "cls", "mean", "last"] = "auto"
     """What becomes of a transformer's hidden states: the first token's, their mean, the last token's; "auto": as its

@@ -54,7 +54,7 @@ class ClosedFormStage(SamplingKeys):
     """Statistics of the clients' features, each client participating once; the server computes a head from them."""
 
     rounds: PositiveInt | None = None
-    """None: as many as it takes for every client to participate once. Of each pass, where there are several."""
+    """Unset: as many as it takes for every client to participate once. Of each pass, where there are several."""
     privacy: Privacy | None = None
     """Hides any one example of any client, in what it sends or in the head."""
     temperature: PositiveFloat | Literal["auto", "validation"] = 1.0
@@ -161,8 +161,8 @@ class TrainingStage(RoundKeys, SGDKeys):
     """Of simulated clients with speeds, a round asks this share more than it needs, and the first to reply count."""
     buffer: PositiveInt | None = None
     """Asynchronous clients (FedBuff, Nguyen et al., AISTATS 2022): a round is a step of the server, as soon as so many
-    updates have come, while as many clients as a round otherwise draws are at work at any time. None: a round waits for
-    its clients."""
+    updates have come, while as many clients as a round otherwise draws are at work at any time. Unset: a round waits
+    for its clients."""
     staleness: NonNegativeFloat = 0.5
     """With buffer, an update counts for (1 + s)^-staleness of itself, where s is how many steps the server has taken
     since the client was sent the model."""

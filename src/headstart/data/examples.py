@@ -357,8 +357,9 @@ def check_labels(labels: Ints, where: str, n_classes: int | None = None) -> None
     limit = n_classes if n_classes is not None else max(1000, 10 * len(labels))
     bad = np.flatnonzero((labels < 0) | (labels >= limit))
     if len(bad):
+        above = "" if labels[bad[0]] < 0 else f" to {limit - 1}"
         raise HeadstartError(
-            f"{where}: label {labels[bad[0]]} at row {bad[0]} is out of range; number the classes from 0 to {limit - 1}"
+            f"{where}: label {labels[bad[0]]} at row {bad[0]} is out of range; number the classes from 0{above}"
         )
 
 

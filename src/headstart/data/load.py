@@ -230,6 +230,13 @@ def _from_npz(path: Path, data: Data, alone: bool) -> Dataset:
     for name in ("y", "split", "client", "domain", "task"):
         if name in arrays:
             given = arrays[name]
+            if given.ndim == 1 and len(given) != len(X):
+                raise HeadstartError(f"{path}: X has {len(X)} rows and {name} {len(given)}; give each row its own")
+            if name == "y" and given.dtype.kind in "US":
+                raise HeadstartError(
+                    f"{path}: y holds text; number the classes from 0, as `numpy.unique(y, return_inverse=True)[1]` "
+                    "does"
+                )
             if given.shape != (len(X),) or given.dtype.kind not in "iu":
                 shape = f"{given.dtype} {list(given.shape)}"
                 raise HeadstartError(f"{path}: {name} must be whole numbers [{len(X)}]; it is {shape}")

@@ -168,7 +168,9 @@ def _read(path: Path, fields: Sequence[str], what: str) -> Mapping[str, Any]:
         if len(text) > LARGEST:
             raise ValueError(f"it is larger than {LARGEST} bytes")
         facts = tomllib.loads(text.decode("utf-8"))
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise HeadstartError(f"cannot read {path}: {error.strerror or error}") from None
+    except ValueError as error:
         raise HeadstartError(f"{path} is no {what}: {error}") from None
     if missing := [name for name in fields if name not in facts]:
         raise HeadstartError(f"{path} is no {what}: it has no {', '.join(missing)}")

@@ -56,9 +56,11 @@ def export(
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}."))
-        write_json(temporary / "classes.json", list(model.classes))
+        if not model.store.generates:  # which has neither classes nor a head
+            write_json(temporary / "classes.json", list(model.classes))
         if format is None:
-            model.head.save(temporary / "head.safetensors")
+            if not model.store.generates:
+                model.head.save(temporary / "head.safetensors")
             readme = _save_body(model, merge, temporary)
         else:
             if model.store.backbone is not None:
@@ -100,6 +102,7 @@ def _save_body(model: Model, merge: bool, folder: Path) -> str:
     if merge:
         _merge(core)
         module = None
+    apart = None if module is None else _MODULES[module.kind]
     changed = model.recipe.model.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
     table = {"backbone": model.recipe.model.backbone, **changed}
     files, code, use, whole, encoder = [], [], [], list[str](), ""
@@ -142,8 +145,11 @@ def _save_body(model: Model, merge: bool, folder: Path) -> str:
         arrays = {**module.values[0], **{f"head.{name}": array for name, array in model.head.arrays().items()}}
         facts = {"module": json.dumps({"kind": module.kind, **module.settings})}
         save_arrays(folder / "module.safetensors", arrays, facts)
-        files.append(f"`module.safetensors`: the {module.kind} and the head, for headstart predict RUN INPUTS --module")
-    return _readme(model, files, code, table, use, whole)
+        parts = f"the {apart}" + ("" if model.store.generates else " and the head")
+        files.append(f"`module.safetensors`: {parts}, for headstart predict RUN INPUTS --module")
+    if model.store.generates:
+        return _readme_of_completions(model, files, code, _as_recipe(model, table, apart), apart if module else None)
+    return _readme(model, files, code, _as_recipe(model, table, apart), use, whole)
 
 
 def _use_features(model: Model, features: str) -> list[str]:
@@ -155,13 +161,14 @@ def _readme(
     model: Model,
     files: list[str],
     code: list[str],
-    table: dict[str, Any] | None = None,
+    recipe: Sequence[str] = (),
     use: Sequence[str] = (),
     whole: Sequence[str] = (),
 ) -> str:
     """What is in the folder, code that loads it and predicts with it, and the model as a table of a recipe.
 
-    whole: code that needs no headstart, where the whole model is a file of other libraries.
+    recipe: that table, with its sentence; whole: code that needs no headstart, where the whole model is a file of other
+    libraries.
     """
     backbone, width = model.store.backbone, model.width
     reads = f"features [{width}] as they are in the data"
@@ -173,11 +180,6 @@ def _readme(
         how = "the state at the mask, before the vocabulary" if model.cloze else how
         chooses = model.speaks and not model.cloze
         how = "the log-likelihoods of the label words after the prompt" if chooses else how
-        how = (
-            "the loss of a completion and the number of its tokens, which no head reads"
-            if model.store.generates
-            else how
-        )
         reads = f"{how} [{width}]"
         reads += ", batch norm by each batch's own statistics" if backbone.by_batch else ""
     lines = [
@@ -201,11 +203,48 @@ def _readme(
         "```",
         "",
         f"`head.scores(features)` is [n, C]; the features are {reads}.{_SCORES[model.target]}",
+        *recipe,
     ]
-    if table is not None:
-        lines += ["As the model of a recipe:", "", "```toml", tomli_w.dumps({"model": table}).rstrip(), "```"]
     return "\n".join(lines) + "\n"
 
+
+def _readme_of_completions(
+    model: Model, files: list[str], code: list[str], recipe: Sequence[str], without: str | None
+) -> str:
+    """What is in the folder of a model that completes prompts, and code that loads it and completes one.
+
+    without: the module that the code leaves out, as only headstart reads it.
+    """
+    lines = [
+        f"# {model.recipe.name}",
+        "",
+        *(f"- {file}" for file in files),
+        "",
+        f"From within this folder{f', without the {without}' if without else ''}:",
+        "",
+        "```python",
+        *code,
+        "from transformers import AutoTokenizer",
+        'tokenizer = AutoTokenizer.from_pretrained("body")',
+        'made = body.generate(**tokenizer("What is 2 plus 2?", return_tensors="pt"), max_new_tokens=64)',
+        "print(tokenizer.decode(made[0], skip_special_tokens=True))",
+        "```",
+        "",
+        *recipe,
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _as_recipe(model: Model, table: dict[str, Any], apart: str | None) -> list[str]:
+    """The model as a table of a recipe; apart: the module that is not in it."""
+    said = "As the model of a recipe:"
+    if apart:
+        both = " (export with --merge for both)" if apart == "LoRA" and not model.recipe.model.quantise else ""
+        said = f"Its backbone without the {apart}{both}, as the model of a recipe:"
+    return [said, "", "```toml", tomli_w.dumps({"model": table}).rstrip(), "```"]
+
+
+_MODULES = {"lora": "LoRA", "adapter": "adapter", "vpt": "prompts", "prefix": "prefix"}
 
 _WEIGHTS = ", and the temperature to divide scores by where it is not 1; a class whose bias is -inf is never predicted"
 _SCORES = {

@@ -27,9 +27,10 @@ def save_gguf(model: Model, folder: Path) -> str:
     weights = _named(source, {name: array for name, array in model.store.arrays().items() if ".lora_" not in name})
     _write(source, folder / _FILE, weights)
     _check(model, folder)
+    classes = "" if model.store.generates else "- `classes.json`: the names of the classes\n"
     return (
         f"# {model.recipe.name}\n\n- `{_FILE}`: {model.recipe.model.backbone} as it was tuned, in float32, with the "
-        "vocabulary and the chat template of the file that it came from\n- `classes.json`: the names of the classes\n\n"
+        f"vocabulary and the chat template of the file that it came from\n{classes}\n"
         f"```text\nllama-cli -m {_FILE}\nllama-quantize {_FILE} small.gguf Q4_1\n```\n"
     )
 

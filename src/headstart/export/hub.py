@@ -63,6 +63,9 @@ def card(run: Path, readme: str, task: str | None = None, client: str | None = N
     # A hub id is public; of a path, the name is enough.
     dataset = model.data.dataset if model.data.dataset.count("/") == 1 else PurePath(model.data.dataset).name
     kind = _PIPELINES.get(model.kind) if model.target == "classes" else None
+    kind = "text-generation" if model.store.generates else kind
+    named = "classes" if model.target == "classes" else "targets"
+    learned = "" if model.store.generates else f", {summary['classes']} {named}"
     measured = {metric: summary.get(name) for metric, name in _MEASURED.items()} if client is None else {}
     facts = ModelCardData(
         library_name="headstart",
@@ -95,7 +98,7 @@ def card(run: Path, readme: str, task: str | None = None, client: str | None = N
         readme.split("\n", 1)[0],  # the title
         "",
         f"Trained by federated learning: {summary['clients']:,} clients held {summary['examples']:,} training examples "
-        f"of {dataset}, {summary['classes']} {'classes' if model.target == 'classes' else 'targets'}; the backbone is "
+        f"of {dataset}{learned}; the backbone is "
         f"{PurePath(recipe.model.backbone).name}.{whose}",
         "",
         markdown(columns, rows).rstrip(),

@@ -137,11 +137,11 @@ class Method(ABC, Generic[State]):
     accumulates: Mapping[str, str] = MappingProxyType({})
     """Kinds of client state that add up what was sent of a block."""
     folds: bool = False
-    """Whether weights of the backbone change that no client trains."""
+    """Whether the server writes into frozen backbone weights (FedEx-LoRA)."""
 
     @property
     def measures(self) -> bool:
-        """Whether the next reply finds out how all others compute."""
+        """Whether the first batch is still to be timed, to choose precision and memory layout."""
         return False
 
     memory_per_client: int = 0

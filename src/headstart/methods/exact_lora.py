@@ -52,7 +52,7 @@ class FlexLoRAStage(_ExactStage):
 
     method: Literal["flexlora"]
     ranks: Annotated[tuple[PositiveInt, ...], Field(strict=False, min_length=1)] | None = None
-    """Of the clients, in turn: client k has the rank at k modulo their number; None: everybody has the server's."""
+    """Of the clients, in turn: client k has the rank at k modulo their number; unset: everybody has the server's."""
 
 
 class _Products(Training[StageT]):

@@ -43,13 +43,13 @@ class FedCOFStage(ClosedFormStage):
     count_noise: CountNoise | None = None
     """Noise on the counts alone: a table with kind and epsilon."""
     within: Literal["estimated", "trace", "diagonal", "auto"] = "auto"
-    """What clients tell of the scatter of their features around their class means. "estimated": nothing, as in the
-    paper. "trace": one number, spread evenly over all dimensions. "diagonal": one for each dimension. "auto": one
-    number, of which a share takes the shape of the paper's estimate, smaller where clients' features differ; as
-    "estimated" with count_noise, and with privacy unless there is a rank."""
+    """What clients send about their within-class covariance. "estimated": nothing, as in the paper. "trace": one
+    number, spread evenly over all dimensions. "diagonal": one for each dimension. "auto": one number, of which a share
+    takes the shape of the paper's estimate, smaller where clients' features differ; as "estimated" with count_noise,
+    and with privacy unless there is a rank."""
     rank: NonNegativeInt = 0
-    """Largest directions of that scatter that a client tells beside it, as many rows as so many classes; with secure
-    or privacy, as many rows of a sketch, whose sum over the clients tells the directions of theirs."""
+    """Leading eigenvectors that a client also sends, as many rows as so many classes; with secure or privacy, as many
+    rows of a sketch, whose sum over the clients gives the leading eigenvectors of theirs."""
 
     @property
     def sent_within(self) -> Within:

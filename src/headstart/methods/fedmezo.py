@@ -1,4 +1,5 @@
-"""FedMeZO: training with one seed and a few scalars per round (thesis, chapter 4; MeZO: Malladi et al., NeurIPS 2023).
+"""FedMeZO: training with one seed and a few scalars per round (N. Bernier, Efficient fine-tuning strategies for
+federated learning, MSc thesis, Concordia University, 2024, chapter 4; MeZO: Malladi et al., NeurIPS 2023).
 
 Travels down: a seed, and the mean slopes of the rounds that the client has missed. Every client measures the slope of
 its loss along the directions of the seed, g_k = (L_k(θ + εz) − L_k(θ − εz)) / 2ε, over all its examples or a random
@@ -49,7 +50,7 @@ NO_STEP = -1
 
 
 class FedMeZOStage(ZerothOrderStage):
-    """One seed and a few scalars per round (thesis, chapter 4)."""
+    """One seed and a few scalars per round (N. Bernier, MSc thesis, Concordia University, 2024, chapter 4)."""
 
     replays: ClassVar[bool] = True
     local_steps: ClassVar[int] = 1
@@ -60,9 +61,9 @@ class FedMeZOStage(ZerothOrderStage):
     """In the place of batch_size: the share of its examples that each client looks at, one at least. Every example then
     counts alike in a round, as it does in the mean; a few of a large client's are the noisier estimate."""
     probe_rounds: NonNegativeInt = 0
-    """In so many rounds at first, clients send how their loss bends along the directions in the place of its slope, and
-    nothing moves. The rate is then lr · P / h, h the root mean square of that curvature: at lr = 1 a step along a slope
-    without noise goes as far as a quadratic falls; batches ask for less, such as 0.3."""
+    """In so many rounds at first, clients send the curvature of their loss along the directions in the place of its
+    slope, and nothing moves. The rate is then lr · P / h, h the root mean square of that curvature: at lr = 1 a step
+    along a slope without noise goes as far as a quadratic falls; batches ask for less, such as 0.3."""
     momentum: float = Field(default=0.0, ge=0, lt=1)
     """Of the steps. Every client holds the velocity, as large as what is trained."""
     beta2: float | None = Field(default=None, ge=0, lt=1)

@@ -1,4 +1,4 @@
-"""SLoRA: sparse fine-tuning primes low-rank updates (Babakniya et al., 2023, as the thesis describes it).
+"""SLoRA: sparse fine-tuning primes low-rank updates (Babakniya et al., 2023, as N. Bernier's thesis describes it).
 
 In the first rounds a few entries of the matrices that LoRA will adapt are trained; which ones, the seed says, so only
 their values travel. Their change ΔW is then cut to rank r by its singular values, B = U √S, A = √S Vᵀ, the matrices go

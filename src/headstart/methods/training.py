@@ -53,7 +53,7 @@ class Training(Method[TrainingState], Generic[StageT]):
 
     state_type = TrainingState
     memories: tuple[str, ...] = ()
-    """What the server remembers beside its combiner's state: one array per parameter each, zero at first."""
+    """What the server remembers beside its aggregator's state: one array per parameter each, zero at first."""
     broadcasts: tuple[str, ...] = ()
     """Memories of the server that travel down with the model."""
     keeps: tuple[str, ...] = ()
@@ -97,7 +97,7 @@ class Training(Method[TrainingState], Generic[StageT]):
 
     @property
     def measures(self) -> bool:
-        """Whether the first batch has yet to say how the backbone computes."""
+        """Whether the first batch is still to be timed, to choose precision and memory layout."""
         return self.network is not None and self.network.undecided
 
     def combiner(self) -> Combiner:

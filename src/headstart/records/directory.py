@@ -168,6 +168,12 @@ class RunDirectory:
         write_json(path, known.tolist())
         return known
 
+    @property
+    def nodes(self) -> int:
+        """How many nodes with data of their own the run is with; 0 where its clients are simulated."""
+        path = self._checkpoints / "sizes.json"
+        return len(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else 0
+
     def refuse_other_data(self, fingerprint: str | None) -> None:
         """Refuse to go on with data in memory that are not those of the run so far."""
         path = self._checkpoints / "data.json"

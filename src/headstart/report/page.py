@@ -12,6 +12,7 @@ import numpy as np
 from headstart.core.files import write_text
 from headstart.core.metrics import SHOWN, goodness, primary_metric
 from headstart.errors import listed
+from headstart.records.directory import RunDirectory
 from headstart.records.record import AXES, Curve, Group, Matrix, Record, curves, grouped
 from headstart.report.figures import (
     confusion_figure,
@@ -172,12 +173,15 @@ def report_body(records: Sequence[Record]) -> str:
 
 def _about(record: Record) -> str:
     recipe, summary = record.recipe, record.summary
-    text = f"{escape(recipe.datasets)} through {escape(recipe.model.backbone)}"
+    nodes = RunDirectory(record.path).nodes
+    data = f"data of {nodes:,} {'node' if nodes == 1 else 'nodes'}," if nodes else escape(recipe.datasets)
+    text = f"{data} through {escape(recipe.model.backbone)}"
     if summary is None:
         return f"<p>{text}. The run is not finished.</p>"
+    clients = "" if nodes else f"{summary['clients']:,} {'client' if summary['clients'] == 1 else 'clients'}, "
     unused = f", {summary['unused_examples']:,} not assigned to any client" if summary["unused_examples"] else ""
     return (
-        f"<p>{text}: {summary['clients']:,} clients, {summary['examples']:,} training examples{unused}"
+        f"<p>{text}: {clients}{summary['examples']:,} training examples{unused}"
         f"{_learned(summary)}. Peak memory {human_bytes(summary['peak_rss_bytes'])}.</p>"
     )
 

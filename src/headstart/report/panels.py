@@ -87,6 +87,8 @@ def all_clients_figure(
     for line in (*drawn["whiskers"], *drawn["caps"]):
         line.set_color("#888888")
     axes.set_yticks(range(1, len(accuracies) + 1), list(accuracies), parse_math=False, fontsize=7)
+    longest = max(label.get_window_extent().width for label in axes.get_yticklabels()) / figure.dpi
+    figure.set_figwidth(max(4.8, 3.2 + longest))
     axes.invert_yaxis()
     axes.set_xlabel("clients' accuracy (%): range, middle half, median", fontsize=8)
     axes.spines[["top", "right"]].set_visible(False)

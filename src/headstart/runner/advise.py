@@ -119,7 +119,7 @@ _BESIDE = {
     "average_precision": "average precision", "calibration_error": "calibration error",
     "local_accuracy_worst_tenth": "lowest tenth",
 }  # fmt: skip
-_NO_SHARES = ("mae", "roc_auc", "average_precision")
+_NO_SHARES = ("mae", "roc_auc", "average_precision", "calibration_error")
 
 
 def _cell(name: str, value: float | None) -> str:

@@ -114,7 +114,7 @@ class _Columns:
     def __str__(self) -> str:
         if not self.named:
             return ""
-        used = ", ".join(f"{what} {name or 'none'}" for what, name in self.used.items())
+        used = ", ".join(f"{what} = {name or 'none'}" for what, name in self.used.items())
         return f"columns: {used}" + (f"; not read: {', '.join(self.others)}" if self.others else "")
 
 
