@@ -7,7 +7,7 @@ import sys
 import time
 import tomllib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from headstart.errors import HeadstartError, MessageError
 from headstart.records import RunDirectory
 from headstart.report.tables import quality, remarks
 from headstart.runner import Result, run
+from tests.disk import contents
 
 
 def recipe_of(*stages: dict[str, Any], **partition: Any) -> Recipe:
@@ -530,3 +531,65 @@ def test_two_processes_do_not_share_a_run_directory(tmp_path: Path) -> None:
 
     run(recipe, tmp_path / "run", on_metrics=again)
     assert len(lines(tmp_path / "run")) == 2
+
+
+def test_of_two_processes_that_begin_together_the_loser_takes_nothing_from_the_winner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both have found the directory free."""
+    recipe, refused = recipe_of(TRAIN | {"method": "fedavg", "rounds": 2}), []
+    monkeypatch.setattr(RunDirectory, "check_free", lambda path: None)
+
+    def again(line: dict[str, Any]) -> None:
+        with pytest.raises(HeadstartError, match="another process is running there"):
+            run(recipe_of({"method": "fedncm"}), tmp_path / "run")
+        refused.append(line)
+
+    run(recipe, tmp_path / "run", on_metrics=again)
+    assert len(refused) == len(lines(tmp_path / "run")) == 2
+    assert Recipe.load(tmp_path / "run" / "recipe.toml") == recipe
+
+
+def test_who_waits_for_the_lock_looks_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(recipe_of({"method": "fedncm"}), tmp_path / "run")
+    before, looks, look = contents(tmp_path / "run"), list[Path](), RunDirectory.check_free
+
+    def free_at_first(path: Path) -> None:
+        looks.append(path)
+        if len(looks) > 2:
+            look(path)
+
+    monkeypatch.setattr(RunDirectory, "check_free", free_at_first)
+    with pytest.raises(HeadstartError, match="already used"):
+        run(recipe_of({"method": "fed3r"}), tmp_path / "run")
+    assert contents(tmp_path / "run") == before
+
+
+def test_who_lost_the_lock_after_making_the_directory_removes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody has resumed it in between."""
+    recipe, out = recipe_of({"method": "fedncm"}), tmp_path / "run"
+    create = RunDirectory.create
+    with ExitStack() as other:
+
+        def taken(path: Path, recipe: Recipe) -> RunDirectory:
+            made = create(path, recipe)
+            other.enter_context(RunDirectory(path).lock())
+            return made
+
+        monkeypatch.setattr(RunDirectory, "create", taken)
+        with pytest.raises(HeadstartError, match="another process is running there"):
+            run(recipe, out)
+        assert (out / "recipe.toml").is_file()
+    run(recipe, out, resume=True)
+
+
+def test_a_lock_that_was_left_before_there_was_a_run_takes_no_directory(tmp_path: Path) -> None:
+    (tmp_path / "run" / "checkpoint").mkdir(parents=True)
+    (tmp_path / "run" / "checkpoint" / "lock").touch()
+    run(recipe_of({"method": "fedncm"}), tmp_path / "run")
+    (tmp_path / "other" / "checkpoint").mkdir(parents=True)
+    (tmp_path / "other" / "checkpoint" / "mine").touch()
+    with pytest.raises(HeadstartError, match="already used"):
+        run(recipe_of({"method": "fedncm"}), tmp_path / "other")

@@ -57,28 +57,43 @@ class RunDirectory:
 
     def __init__(self, path: Path) -> None:
         self.path, self._checkpoints = path, path / "checkpoint"
-        self._state = self._checkpoints / "state.safetensors"
-        self._is_ours = not path.exists()
+        self._state, self._lock = self._checkpoints / "state.safetensors", self._checkpoints / "lock"
+        self._is_ours, self._discarded = not path.exists(), False
 
     @classmethod
     def create(cls, path: Path, recipe: Recipe) -> RunDirectory:
-        """A new directory with the resolved recipe; one that is in use is refused."""
+        """A new directory with the resolved recipe; one that is in use is refused.
+
+        Of processes that begin at the same moment, the one with the lock writes, and the others remove nothing.
+        """
         cls.check_free(path)
         run = cls(path)
         try:
-            path.mkdir(parents=True, exist_ok=True)
+            run._checkpoints.mkdir(parents=True, exist_ok=True)
             sync_folder(path.parent)
-            write_text(path / "recipe.toml", naming_schema(path / "recipe.toml", recipe.to_toml()))
-            run._make_folders()
+            with run.lock():
+                cls.check_free(path)
+                try:
+                    write_text(path / "recipe.toml", naming_schema(path / "recipe.toml", recipe.to_toml()))
+                    run._make_folders()
+                except OSError:
+                    run.discard()
+                    raise
         except OSError as error:
-            run.discard()
+            run._remove_empty()
             raise HeadstartError(f"--out {path}: cannot write there: {error.strerror or error}") from None
         return run
 
-    @staticmethod
-    def check_free(path: Path) -> None:
-        """Refuse a path that is taken, before any work is done."""
-        if path.exists() and (not path.is_dir() or set(path.iterdir()) - set(temporaries(path))):
+    @classmethod
+    def check_free(cls, path: Path) -> None:
+        """Refuse a path that is taken, before any work is done; a lock without a run takes none."""
+        if not path.exists():
+            return
+        run = cls(path)
+        there = set(path.iterdir()) - {*temporaries(path), run._checkpoints} if path.is_dir() else {path}
+        if run._checkpoints.is_dir():
+            there |= set(run._checkpoints.iterdir()) - {run._lock}
+        if there:
             raise HeadstartError(f"--out {path}: already used; give another directory, or --resume to continue a run")
 
     @classmethod
@@ -101,7 +116,7 @@ class RunDirectory:
     @contextmanager
     def lock(self) -> Iterator[None]:
         """Nobody else runs in this directory meanwhile."""
-        lock = FileLock(self._checkpoints / "lock")
+        lock = FileLock(self._lock)
         try:
             lock.acquire(timeout=1)  # who only looks whether somebody runs here holds it for an instant
         except Timeout:
@@ -115,6 +130,8 @@ class RunDirectory:
             yield
         finally:
             lock.release()
+            if self._discarded:
+                self._remove_empty()
 
     @contextmanager
     def logged(self) -> Iterator[None]:
@@ -144,11 +161,10 @@ class RunDirectory:
     @property
     def running(self) -> bool:
         """Whether a process runs in this directory now."""
-        path = self._checkpoints / "lock"
-        if not path.is_file():
+        if not self._lock.is_file():
             return False
         try:
-            with FileLock(path, timeout=0):
+            with FileLock(self._lock, timeout=0):
                 return False
         except Timeout:
             return True
@@ -183,16 +199,21 @@ class RunDirectory:
         return self._state.is_file()
 
     def discard(self) -> None:
-        """Remove what a run made that ended before its first checkpoint."""
-        if not self.path.is_dir():
-            return
+        """Remove what a run made that ended before its first checkpoint: for who holds the lock, which goes last."""
         tables = ("clients", "rounds", "holdings", "confusion", "samples")
         for name in ("recipe.toml", "metrics.jsonl", "run.log", *(f"{table}.csv" for table in tables)):
             (self.path / name).unlink(missing_ok=True)
         for folder in ("model", "checkpoint"):
             shutil.rmtree(self.path / folder, ignore_errors=True)
-        if self._is_ours:
-            self.path.rmdir()
+        self._discarded = True
+
+    def _remove_empty(self) -> None:
+        """Remove the folders of a run that has left nothing, where nobody has come to use them."""
+        with suppress(OSError):
+            if self._checkpoints.is_dir():
+                self._checkpoints.rmdir()
+            if self._is_ours:
+                self.path.rmdir()
 
     def log(self, metrics: dict[str, Any]) -> None:
         """Append one evaluation to `metrics.jsonl`."""
