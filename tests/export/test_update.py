@@ -17,6 +17,7 @@ from headstart.errors import HeadstartError
 from headstart.export import Model, update
 from headstart.runner import run
 from tests.command import Command
+from tests.disk import contents
 
 pytestmark = pytest.mark.usefixtures("no_report")
 
@@ -142,6 +143,19 @@ def test_an_update_that_was_interrupted_is_finished(
             update(tmp_path / "run", remove=["3"])
     update(tmp_path / "run")
     assert head(tmp_path / "run") == head(tmp_path / "never")
+
+
+def test_resuming_an_updated_run_leaves_the_update(silos: Path, tmp_path: Path) -> None:
+    recipe = recipe_of(silos, "all", method="fed3r")
+    run(recipe, tmp_path / "run")
+    update(tmp_path / "run", add={"e": str(silos / "e.npz")}, classes=["9"])
+    before = contents(tmp_path / "run")
+    again = run(recipe, tmp_path / "run", resume=True)
+    assert contents(tmp_path / "run") == before
+    assert (len(again.head.bias), len(again.summary["updates"])) == (10, 1)
+    (tmp_path / "run" / "model" / "head.safetensors").unlink()
+    with pytest.raises(HeadstartError, match="put it back from a copy"):
+        run(recipe, tmp_path / "run", resume=True)
 
 
 def test_mistakes_are_said_at_once_and_change_nothing(silos: Path, tmp_path: Path, command: Command) -> None:

@@ -344,13 +344,25 @@ def test_too_few_usable_answers_stop_the_run_and_leave_a_good_checkpoint(
     np.testing.assert_array_equal(resumed.head.weight, run(recipe).head.weight)
 
 
-def test_resuming_a_finished_run_changes_nothing_but_the_clock(tmp_path: Path) -> None:
-    recipe = recipe_of({"method": "fedncm"})
-    run(recipe, tmp_path / "run")
-    before = lines(tmp_path / "run")
-    again = run(recipe, tmp_path / "run", resume=True)
-    assert lines(tmp_path / "run") == before
-    assert again.summary["accuracy"] == before[-1]["accuracy"]
+def test_resuming_a_finished_run_changes_nothing(tmp_path: Path) -> None:
+    recipe, out = recipe_of({"method": "fedncm"}), tmp_path / "run"
+    first = run(recipe, out)
+    before = contents(out)
+    again = run(recipe, out, resume=True)
+    assert contents(out) == before
+    assert (again.summary, again.metrics) == (first.summary, first.metrics)
+    np.testing.assert_array_equal(again.head.weight, first.head.weight)
+    (out / "report.html").unlink()
+    run(recipe, out, resume=True, report=False)
+    assert not (out / "report.html").exists()
+    run(recipe, out, resume=True)
+    assert contents(out).keys() == before.keys()
+    (out / "model" / "head.safetensors").unlink()
+    with pytest.raises(HeadstartError, match=r"head\.safetensors: .*; remove .*summary\.json and resume the run"):
+        run(recipe, out, resume=True)
+    (out / "summary.json").unlink()
+    run(recipe, out, resume=True)
+    assert contents(out)["model/head.safetensors"] == before["model/head.safetensors"]
 
 
 def test_resume_refuses_another_recipe_and_an_empty_place(tmp_path: Path) -> None:

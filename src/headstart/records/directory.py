@@ -247,7 +247,7 @@ class RunDirectory:
             for name in ("metrics.jsonl", "rounds.csv"):
                 (self.path / name).unlink(missing_ok=True)
             return None
-        saved = Checkpoint.from_message(Message.from_bytes(self._state.read_bytes()))
+        saved = self._checkpoint()
         lines = [json.dumps(line) + "\n" for line in self.metrics()[: saved.progress["evaluations"]]]
         write_text(self.path / "metrics.jsonl", "".join(lines))
         if (path := self.path / "rounds.csv").exists():
@@ -255,6 +255,9 @@ class RunDirectory:
             last = saved.progress["stage"], saved.progress["round"]
             write_text(path, csv_text([_ROUNDS, *(row for row in rows if (int(row[0]), int(row[1])) <= last)]))
         return saved
+
+    def _checkpoint(self) -> Checkpoint:
+        return Checkpoint.from_message(Message.from_bytes(self._state.read_bytes()))
 
     def save_best(self, stage: int, round: int, state: Message) -> None:
         """The state after the best round so far of a stage that may end with it."""
@@ -447,9 +450,18 @@ class RunDirectory:
         write_text(path, csv_text([columns, *before, *rows]))
 
     def finish(self, summary: dict[str, Any]) -> None:
-        """The summary: written last, its presence says that the run is complete; before it the schema of the recipe."""
+        """The summary: written last, its presence says that the run is complete; before it the schema of the recipe,
+        and what was removed is gone for good."""
         add_schema(self.path / "recipe.toml")
+        for folder in (self._checkpoints, *self._checkpoints.glob("clients-*")):
+            sync_folder(folder)
         write_json(self.path / "summary.json", summary)
+
+    def finished(self, stages: int) -> bool:
+        """Whether there is nothing left to do: the summary is there, and the checkpoint is behind all of the stages."""
+        if self.summary() is None or not self.has_checkpoint:
+            return False
+        return bool(self._checkpoint().progress["stage"] == stages)
 
     def summary(self) -> dict[str, Any] | None:
         """The summary of a complete run."""

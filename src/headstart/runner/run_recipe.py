@@ -109,6 +109,11 @@ def run_federation(
                         if nodes is not None:
                             nodes.begin(federation.members)
                     directory.refuse_other_data(federation.dataset.fingerprint)
+                    if resume and isinstance(directory, RunDirectory) and directory.finished(len(recipe.stages)):
+                        page = directory.path / "report.html"
+                        if report and not page.is_file():
+                            write_report(page, [Record.read(directory.path)])
+                        return replace(Result.load(directory.path), _federation=federation)
                     folder = states or (directory.path / "checkpoint" if directory.path else Path(temporary))
                     run = Run(recipe, federation, directory, on_metrics or (lambda line: None), folder, nodes)
                     return run.play(report)
