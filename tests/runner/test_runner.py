@@ -534,6 +534,26 @@ def test_a_resumed_run_tells_every_round_once(tmp_path: Path) -> None:
     assert rounds_in(tmp_path / "cut") == rounds_in(tmp_path / "whole")
 
 
+def test_a_client_whose_name_was_cut_within_a_letter_stops_no_resumed_run(tmp_path: Path) -> None:
+    """A disk that fills up takes a part of what is appended, as many bytes as there is room for."""
+    y = np.arange(60) % 3
+    data = {"X": np.eye(3)[y], "y": y, "client": np.array(["Graz", "Köln", "Zürich"])[np.arange(60) // 20]}
+    data["split"] = np.where(np.arange(60) % 4 > 0, "train", "test")
+    stage = {"method": "fedavg", "train": "head", "rounds": 3}
+    recipe: dict[str, Any] = {"name": "cities", "model": {"backbone": "features"}, "stages": [stage]}
+
+    def stop(line: dict[str, Any]) -> None:
+        if line["round"] == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(recipe, tmp_path / "run", on_metrics=stop, data=data)
+    with (tmp_path / "run" / "rounds.csv").open("ab") as file:
+        file.write("0,3,Kö".encode()[:-1])
+    run(recipe, tmp_path / "run", resume=True, data=data)
+    assert [row["client"] for row in rounds_in(tmp_path / "run")] == ["Graz", "Köln", "Zürich"] * 3
+
+
 def test_two_processes_do_not_share_a_run_directory(tmp_path: Path) -> None:
     recipe = recipe_of(TRAIN | {"method": "fedavg", "rounds": 2})
 
