@@ -21,8 +21,11 @@ def replay(path: Path, out: Path) -> list[str]:
     """Rebuild what a finished run's last FedMeZO stage made, from the weights it started from and its log alone.
 
     Writes the model to ``out`` and returns the names of its files that differ from those of the run by any bit: none,
-    where the run ended with that stage.
+    where the run ended with that stage. ``out`` is written over only where it is the run's own folder `replay`.
     """
+    ours = out.resolve() == (path / "replay").resolve()
+    if (out / "recipe.toml").exists() or (out.exists() and not ours and (not out.is_dir() or any(out.iterdir()))):
+        raise HeadstartError(f"--out {out}: already used; give another directory")
     recipe = Recipe.load(path / "recipe.toml")
     directory = RunDirectory.reopen(path, recipe)
     numbers = [number for number, stage in enumerate(recipe.stages) if stage.replays]
