@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -46,7 +45,7 @@ def replay(path: Path, out: Path) -> list[str]:
         if earlier == begin:
             heads = earlier_model.heads
             store.load(earlier_model.body)
-    named = json.loads((path / "model" / "classes.json").read_text(encoding="utf-8"))
+    named = directory.classes()
     made = [head.arrays() for head in finals.heads if head is not None]
     dim = store.backbone.dim if store.backbone else made[0].get("hidden.0.weight", made[0]["weight"]).shape[1]
     seed, plan = (recipe.seed, number), plan_of(stage, frozenset(), store.fixed_head)

@@ -66,7 +66,7 @@ def update(
             f"{run}: no client's statistics were kept; only a last stage with keep_statistics = true can be updated"
         )
     with directory.lock():
-        saved = Message.from_bytes(directory.statistics(number).read_bytes())
+        saved = directory.load_statistics(number)
         names: dict[str, int] = json.loads(str(saved.scalars["names"]))
         known = tuple(json.loads(str(saved.scalars["classes"])))
         state = unpack(ClosedFormState, Message(saved.arrays, json.loads(str(saved.scalars["state"]))))
@@ -98,7 +98,7 @@ def update(
             about |= {"updates": len(noted), "update": json.dumps(noted[-1])}
         directory.save_statistics(number, pack(state), about)
         directory.save_model(number, StageModel((head,), directory.load_model(number)[0].body), None)
-        (task,) = json.loads((run / "model" / "classes.json").read_text(encoding="utf-8"))
+        (task,) = directory.classes()
         directory.save_final(None, [head], [task], [known])
         if noted:
             write_json(run / "summary.json", {**(directory.summary() or {}), "updates": noted})
