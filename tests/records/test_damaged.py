@@ -15,6 +15,7 @@ from headstart.export.replay import replay
 from headstart.records import Record, RunDirectory
 from headstart.report import report_body
 from headstart.runner import Result, run
+from tests.disk import contents
 
 pytestmark = pytest.mark.usefixtures("no_report")
 
@@ -98,6 +99,39 @@ def test_what_is_damaged_is_named_or_not_needed(name: str, damage: str, runs: Pa
             except HeadstartError as error:
                 assert any(said in str(error) for said in (file.name, "is not finished", "holds no log"))  # noqa: PT017
             shutil.rmtree(place)
+
+
+def test_evaluations_that_are_gone_stop_a_resumed_run_before_it_writes(runs: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    shutil.copytree(runs / "cut", out)
+    path = out / "metrics.jsonl"
+    path.write_text(path.read_text().splitlines(keepends=True)[0])
+    before = contents(out)
+    with pytest.raises(HeadstartError, match=r"metrics\.jsonl: it has 1 of 3 evaluations; put it back from a copy"):
+        resume(out, "cut")
+    assert {name for name, data in contents(out).items() if before.get(name) != data} <= {"run.log"}
+
+
+@pytest.mark.parametrize("name", ["cut", "personal"])
+def test_a_checkpoint_that_is_gone_is_no_beginning(name: str, runs: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    shutil.copytree(runs / name, out)
+    (out / "checkpoint" / "state.safetensors").unlink()
+    before = contents(out)
+    with pytest.raises(HeadstartError, match=r"state\.safetensors: it is gone, and says where the run stands; put it"):
+        resume(out, name)
+    assert contents(out) == before
+
+
+def test_a_run_that_was_updated_and_lost_its_summary_is_not_run_to_its_end_again(runs: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    shutil.copytree(runs / "kept", out)
+    update(out, remove=["client-0"])
+    (out / "summary.json").unlink()
+    head = (out / "model" / "head.safetensors").read_bytes()
+    with pytest.raises(HeadstartError, match=r"summary\.json: the run was updated, and to go on would undo that"):
+        resume(out, "kept")
+    assert (out / "model" / "head.safetensors").read_bytes() == head
 
 
 def test_a_summary_that_was_removed_is_written_anew(runs: Path, tmp_path: Path) -> None:

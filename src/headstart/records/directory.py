@@ -244,13 +244,23 @@ class RunDirectory:
         _write(self._state, checkpoint.to_message(), private)
 
     def load_checkpoint(self) -> Checkpoint | None:
-        """What `save_checkpoint` wrote last, metrics and rounds cut back to it; None where there is none."""
+        """What `save_checkpoint` wrote last, metrics and rounds cut back to it; None where there is none yet.
+
+        Where files are gone that a checkpoint builds on, or that are only there after one, nothing is written.
+        """
         if not self.has_checkpoint:
+            if any(path.exists() for path in (self.path / "summary.json", self._model(0))):
+                raise unreadable(self._state, "it is gone, and says where the run stands")
             for name in ("metrics.jsonl", "rounds.csv"):
                 (self.path / name).unlink(missing_ok=True)
             return None
+        for path in self._checkpoints.glob("statistics-*.safetensors"):
+            if "updates" in read_message(path, whole=False).scalars:
+                raise unreadable(self.path / "summary.json", "the run was updated, and to go on would undo that", _COPY)
         saved, metrics = self._checkpoint(), self.metrics()
         count, path = saved.progress["evaluations"], self.path / "metrics.jsonl"
+        if len(metrics) < count:
+            raise unreadable(path, f"it has {len(metrics)} of {count} evaluations")
         rounds = self.path / "rounds.csv"
         rows = [row for row in read_rows(rounds)[1:] if len(row) == len(_ROUNDS)] if rounds.exists() else []
         last = saved.progress["stage"], saved.progress["round"]
