@@ -17,6 +17,7 @@ from headstart.errors import HeadstartError
 from headstart.export.replay import replay
 from headstart.records import RunDirectory
 from headstart.runner import run
+from tests.disk import contents
 
 MEZO = {"method": "fedmezo", "rounds": 4, "participation": 0.5, "lr": 1e-4, "evaluate_every": 2}
 IMAGES: dict[str, Any] = {
@@ -119,6 +120,23 @@ def test_a_run_without_fedmezo(tmp_path: Path) -> None:
     with pytest.raises(HeadstartError, match="is no run of fedmezo: there is no log to replay"):
         replay(tmp_path / "run", tmp_path / "again")
     assert not (tmp_path / "again").exists()
+
+
+def test_nothing_is_written_over_but_an_earlier_replay(tmp_path: Path) -> None:
+    out, other = tmp_path / "run", tmp_path / "other"
+    run(Recipe.parse(DIGITS | {"stages": [MEZO | {"train": "head"}]}), out)
+    run(Recipe.parse(DIGITS | {"stages": [{"method": "fedncm"}]}), other)
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "diary.txt").write_text("mine")
+    before = contents(tmp_path)
+    for taken in (other, out, tmp_path / "notes", tmp_path / "notes" / "diary.txt"):
+        with pytest.raises(HeadstartError, match="already used; give another directory"):
+            replay(out, taken)
+    assert contents(tmp_path) == before
+    for _ in range(2):
+        assert replay(out, out / "replay") == []
+    (tmp_path / "empty").mkdir()
+    assert replay(out, tmp_path / "empty") == []
 
 
 def interrupt(recipe: Recipe, out: Path, after: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,9 @@
 """A head that lives: clients come and go, classes are added, and what is left has the bits of those that stayed."""
 
 import json
+import shutil
 import stat
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from headstart.errors import HeadstartError
 from headstart.export import Model, update
 from headstart.runner import run
 from tests.command import Command
+from tests.disk import FAULTS, Disk, Fault, Killed, contents
 
 pytestmark = pytest.mark.usefixtures("no_report")
 
@@ -144,6 +147,48 @@ def test_an_update_that_was_interrupted_is_finished(
     assert head(tmp_path / "run") == head(tmp_path / "never")
 
 
+def test_an_update_that_was_struck_anywhere_is_finished_and_noted_once(silos: Path, tmp_path: Path) -> None:
+    run(recipe_of(silos, "all", method="fedncm"), tmp_path / "run")
+    update(tmp_path / "run", remove=["1"])
+    before = contents(tmp_path / "run")
+
+    def struck(fault: Fault, at: int) -> tuple[Path, int]:
+        root = tmp_path / f"{fault}-{at}"
+        shutil.copytree(tmp_path / "run", root)
+        with pytest.MonkeyPatch.context() as patch:
+            disk = Disk(root, patch, fault, at)
+            with suppress(Killed, OSError):
+                update(root, {"e": str(silos / "e.npz")}, ["3"], ["9"])
+        if fault == "power":
+            disk.cut_power()
+        return root, disk.done
+
+    whole, count = struck("killed", 1 << 40)
+    after, begun = contents(whole), 0
+    (_, asked) = json.loads(after["summary.json"])["updates"]
+    assert (asked["added"], asked["removed"], asked["classes"]) == (["e"], ["3"], ["9"])
+    for fault in FAULTS:
+        for at in range(1, count + 1):
+            root, _ = struck(fault, at)
+            update(root)
+            assert contents(root) in (before, after), f"{fault} at {at}"
+            begun += contents(root) == after
+    assert begun > count
+
+
+def test_resuming_an_updated_run_leaves_the_update(silos: Path, tmp_path: Path) -> None:
+    recipe = recipe_of(silos, "all", method="fed3r")
+    run(recipe, tmp_path / "run")
+    update(tmp_path / "run", add={"e": str(silos / "e.npz")}, classes=["9"])
+    before = contents(tmp_path / "run")
+    again = run(recipe, tmp_path / "run", resume=True)
+    assert contents(tmp_path / "run") == before
+    assert (len(again.head.bias), len(again.summary["updates"])) == (10, 1)
+    (tmp_path / "run" / "model" / "head.safetensors").unlink()
+    with pytest.raises(HeadstartError, match="put it back from a copy"):
+        run(recipe, tmp_path / "run", resume=True)
+
+
 def test_mistakes_are_said_at_once_and_change_nothing(silos: Path, tmp_path: Path, command: Command) -> None:
     run(recipe_of(silos, "all", method="fedncm"), tmp_path / "run")
     before = head(tmp_path / "run")
@@ -151,6 +196,14 @@ def test_mistakes_are_said_at_once_and_change_nothing(silos: Path, tmp_path: Pat
     done = command("update", tmp_path / "run", *options, cwd=tmp_path)
     assert done.returncode == 2
     for part in ("'7' is no client", "'1' is a client already", "'3' is a class already"):
+        assert part in done.stderr
+    options = ("--class", "77", "--class", "77", "--class", "", "--remove", "0", "--remove", "0", "--add", "=x.npz")
+    done = command("update", tmp_path / "run", *options, cwd=tmp_path)
+    assert done.returncode == 2
+    for part in (
+        "--class: '77' is given more than once", "--class: a name is empty", "--remove: '0' is given more than once",
+        "--add: a name is empty",
+    ):  # fmt: skip
         assert part in done.stderr
     with pytest.raises(HeadstartError, match="nobody is left"):
         update(tmp_path / "run", remove=list("0123"))

@@ -7,7 +7,7 @@ import sys
 import time
 import tomllib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from headstart.errors import HeadstartError, MessageError
 from headstart.records import RunDirectory
 from headstart.report.tables import quality, remarks
 from headstart.runner import Result, run
+from tests.disk import contents
 
 
 def recipe_of(*stages: dict[str, Any], **partition: Any) -> Recipe:
@@ -343,13 +344,25 @@ def test_too_few_usable_answers_stop_the_run_and_leave_a_good_checkpoint(
     np.testing.assert_array_equal(resumed.head.weight, run(recipe).head.weight)
 
 
-def test_resuming_a_finished_run_changes_nothing_but_the_clock(tmp_path: Path) -> None:
-    recipe = recipe_of({"method": "fedncm"})
-    run(recipe, tmp_path / "run")
-    before = lines(tmp_path / "run")
-    again = run(recipe, tmp_path / "run", resume=True)
-    assert lines(tmp_path / "run") == before
-    assert again.summary["accuracy"] == before[-1]["accuracy"]
+def test_resuming_a_finished_run_changes_nothing(tmp_path: Path) -> None:
+    recipe, out = recipe_of({"method": "fedncm"}), tmp_path / "run"
+    first = run(recipe, out)
+    before = contents(out)
+    again = run(recipe, out, resume=True)
+    assert contents(out) == before
+    assert (again.summary, again.metrics) == (first.summary, first.metrics)
+    np.testing.assert_array_equal(again.head.weight, first.head.weight)
+    (out / "report.html").unlink()
+    run(recipe, out, resume=True, report=False)
+    assert not (out / "report.html").exists()
+    run(recipe, out, resume=True)
+    assert contents(out).keys() == before.keys()
+    (out / "model" / "head.safetensors").unlink()
+    with pytest.raises(HeadstartError, match=r"head\.safetensors: .*; remove .*summary\.json and resume the run"):
+        run(recipe, out, resume=True)
+    (out / "summary.json").unlink()
+    run(recipe, out, resume=True)
+    assert contents(out)["model/head.safetensors"] == before["model/head.safetensors"]
 
 
 def test_resume_refuses_another_recipe_and_an_empty_place(tmp_path: Path) -> None:
@@ -521,6 +534,26 @@ def test_a_resumed_run_tells_every_round_once(tmp_path: Path) -> None:
     assert rounds_in(tmp_path / "cut") == rounds_in(tmp_path / "whole")
 
 
+def test_a_client_whose_name_was_cut_within_a_letter_stops_no_resumed_run(tmp_path: Path) -> None:
+    """A disk that fills up takes a part of what is appended, as many bytes as there is room for."""
+    y = np.arange(60) % 3
+    data = {"X": np.eye(3)[y], "y": y, "client": np.array(["Graz", "Köln", "Zürich"])[np.arange(60) // 20]}
+    data["split"] = np.where(np.arange(60) % 4 > 0, "train", "test")
+    stage = {"method": "fedavg", "train": "head", "rounds": 3}
+    recipe: dict[str, Any] = {"name": "cities", "model": {"backbone": "features"}, "stages": [stage]}
+
+    def stop(line: dict[str, Any]) -> None:
+        if line["round"] == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(recipe, tmp_path / "run", on_metrics=stop, data=data)
+    with (tmp_path / "run" / "rounds.csv").open("ab") as file:
+        file.write("0,3,Kö".encode()[:-1])
+    run(recipe, tmp_path / "run", resume=True, data=data)
+    assert [row["client"] for row in rounds_in(tmp_path / "run")] == ["Graz", "Köln", "Zürich"] * 3
+
+
 def test_two_processes_do_not_share_a_run_directory(tmp_path: Path) -> None:
     recipe = recipe_of(TRAIN | {"method": "fedavg", "rounds": 2})
 
@@ -530,3 +563,65 @@ def test_two_processes_do_not_share_a_run_directory(tmp_path: Path) -> None:
 
     run(recipe, tmp_path / "run", on_metrics=again)
     assert len(lines(tmp_path / "run")) == 2
+
+
+def test_of_two_processes_that_begin_together_the_loser_takes_nothing_from_the_winner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both have found the directory free."""
+    recipe, refused = recipe_of(TRAIN | {"method": "fedavg", "rounds": 2}), []
+    monkeypatch.setattr(RunDirectory, "check_free", lambda path: None)
+
+    def again(line: dict[str, Any]) -> None:
+        with pytest.raises(HeadstartError, match="another process is running there"):
+            run(recipe_of({"method": "fedncm"}), tmp_path / "run")
+        refused.append(line)
+
+    run(recipe, tmp_path / "run", on_metrics=again)
+    assert len(refused) == len(lines(tmp_path / "run")) == 2
+    assert Recipe.load(tmp_path / "run" / "recipe.toml") == recipe
+
+
+def test_who_waits_for_the_lock_looks_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(recipe_of({"method": "fedncm"}), tmp_path / "run")
+    before, looks, look = contents(tmp_path / "run"), list[Path](), RunDirectory.check_free
+
+    def free_at_first(path: Path) -> None:
+        looks.append(path)
+        if len(looks) > 2:
+            look(path)
+
+    monkeypatch.setattr(RunDirectory, "check_free", free_at_first)
+    with pytest.raises(HeadstartError, match="already used"):
+        run(recipe_of({"method": "fed3r"}), tmp_path / "run")
+    assert contents(tmp_path / "run") == before
+
+
+def test_who_lost_the_lock_after_making_the_directory_removes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody has resumed it in between."""
+    recipe, out = recipe_of({"method": "fedncm"}), tmp_path / "run"
+    create = RunDirectory.create
+    with ExitStack() as other:
+
+        def taken(path: Path, recipe: Recipe) -> RunDirectory:
+            made = create(path, recipe)
+            other.enter_context(RunDirectory(path).lock())
+            return made
+
+        monkeypatch.setattr(RunDirectory, "create", taken)
+        with pytest.raises(HeadstartError, match="another process is running there"):
+            run(recipe, out)
+        assert (out / "recipe.toml").is_file()
+    run(recipe, out, resume=True)
+
+
+def test_a_lock_that_was_left_before_there_was_a_run_takes_no_directory(tmp_path: Path) -> None:
+    (tmp_path / "run" / "checkpoint").mkdir(parents=True)
+    (tmp_path / "run" / "checkpoint" / "lock").touch()
+    run(recipe_of({"method": "fedncm"}), tmp_path / "run")
+    (tmp_path / "other" / "checkpoint").mkdir(parents=True)
+    (tmp_path / "other" / "checkpoint" / "mine").touch()
+    with pytest.raises(HeadstartError, match="already used"):
+        run(recipe_of({"method": "fedncm"}), tmp_path / "other")

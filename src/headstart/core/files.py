@@ -174,8 +174,9 @@ def csv_text(rows: Iterable[Sequence[Any]]) -> str:
 
 
 def read_csv(path: Path) -> list[list[str]]:
-    """The rows of a file that `csv_text` wrote."""
-    return parse_csv(path.read_bytes())
+    """The rows of a file that `csv_text` wrote; a line cut short by a crash, or within a letter, does not count."""
+    whole, end, _ = path.read_bytes().rpartition(b"\n")
+    return parse_csv(whole + end)
 
 
 def parse_csv(data: bytes) -> list[list[str]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import difflib
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,6 +26,7 @@ from headstart.errors import HeadstartError, nearest, no_run
 from headstart.export.inputs import held, read
 from headstart.heads import LinearHead
 from headstart.records import RunDirectory, StageModel
+from headstart.records.readers import read_rows, unreadable
 
 if TYPE_CHECKING:
     import pandas
@@ -135,7 +135,7 @@ class Model:
             raise HeadstartError("--client and --module: a client's own model has its own module; give one of the two")
         recipe, named = _finished(run)
         last = len(recipe.stages) - 1
-        model = _model_of(run, last)
+        model = RunDirectory(run).load_model(last)[0]
         own: Arrays = {}
         if client is not None:
             task, own = _client(run, last, model, client, task, named)
@@ -166,7 +166,7 @@ class Model:
         _build(store, version, file, width_of(head))
         data = recipe.data or next(each for each in recipe.tasks if each.name == task)
         retrained = bool(weights) or recipe.model.weights is not None
-        target = _json(run / "summary.json").get("target", "classes")
+        target = (RunDirectory(run).summary() or {}).get("target", "classes")
         return cls(recipe, data, classes, LinearHead.of_arrays(parts["head"]), store, retrained, target)
 
     def __repr__(self) -> str:
@@ -245,7 +245,7 @@ def _finished(run: Path) -> tuple[Recipe, dict[str, list[str]]]:
         raise no_run(run)
     if not (run / "summary.json").is_file():
         raise HeadstartError(f"the run in {run} is not finished; continue it with headstart run --resume --out {run}")
-    return Recipe.load(run / "recipe.toml"), _json(run / "model" / "classes.json")
+    return Recipe.load(run / "recipe.toml"), RunDirectory(run).classes()
 
 
 def _json(path: Path) -> Any:
@@ -260,14 +260,6 @@ def _arrays(path: Path) -> Arrays:
         return dict(load_file(path))
     except (OSError, SafetensorError) as error:
         raise HeadstartError(f"cannot read {path}: {error}") from None
-
-
-def _model_of(run: Path, last: int) -> StageModel:
-    """What the last stage left."""
-    try:
-        return RunDirectory(run).load_model(last)[0]
-    except OSError as error:
-        raise HeadstartError(f"cannot read {run / 'checkpoint'}: {error}") from None
 
 
 def _module(path: Path) -> tuple[Module, Arrays]:
@@ -322,8 +314,10 @@ def _client(
     states = model.states
     if states is None or not (states.slots >= 0).any():
         raise HeadstartError(f"--client: in {run} no client has a model of its own; leave it out for everybody's")
-    with (run / "clients.csv").open(newline="", encoding="utf-8") as file:
-        names = [row["client"] for row in csv.DictReader(file) if row["stage"] == str(last)]
+    table = run / "clients.csv"
+    names = [row[1] for row in read_rows(table)[1:] if len(row) > 1 and row[0] == str(last)]
+    if len(names) != len(states.slots):
+        raise unreadable(table, f"it names {len(names)} of {len(states.slots)} clients of the last stage")
     if client not in names and not (client.isdecimal() and int(client) < len(names)):
         alike = difflib.get_close_matches(client, names, n=20, cutoff=0)  # there may be thousands
         raise HeadstartError(

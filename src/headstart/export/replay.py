@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,11 @@ def replay(path: Path, out: Path) -> list[str]:
     """Rebuild what a finished run's last FedMeZO stage made, from the weights it started from and its log alone.
 
     Writes the model to ``out`` and returns the names of its files that differ from those of the run by any bit: none,
-    where the run ended with that stage.
+    where the run ended with that stage. ``out`` is written over only where it is the run's own folder `replay`.
     """
+    ours = out.resolve() == (path / "replay").resolve()
+    if (out / "recipe.toml").exists() or (out.exists() and not ours and (not out.is_dir() or any(out.iterdir()))):
+        raise HeadstartError(f"--out {out}: already used; give another directory")
     recipe = Recipe.load(path / "recipe.toml")
     directory = RunDirectory.reopen(path, recipe)
     numbers = [number for number, stage in enumerate(recipe.stages) if stage.replays]
@@ -43,7 +45,7 @@ def replay(path: Path, out: Path) -> list[str]:
         if earlier == begin:
             heads = earlier_model.heads
             store.load(earlier_model.body)
-    named = json.loads((path / "model" / "classes.json").read_text(encoding="utf-8"))
+    named = directory.classes()
     made = [head.arrays() for head in finals.heads if head is not None]
     dim = store.backbone.dim if store.backbone else made[0].get("hidden.0.weight", made[0]["weight"]).shape[1]
     seed, plan = (recipe.seed, number), plan_of(stage, frozenset(), store.fixed_head)

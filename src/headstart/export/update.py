@@ -8,6 +8,7 @@ tested on the same examples: the run's test split, where it is here, and those o
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -55,7 +56,7 @@ def update(
 ) -> Updated:
     """Add clients (a name, and where their data are), remove clients, add classes; then solve and write the model.
 
-    Without any of these, an update that was interrupted is finished.
+    Without any of these, an update that was interrupted is finished: its statistics say what it was.
     """
     model = Model.load(run)
     stage = model.recipe.stages[-1]
@@ -65,11 +66,11 @@ def update(
             f"{run}: no client's statistics were kept; only a last stage with keep_statistics = true can be updated"
         )
     with directory.lock():
-        saved = Message.from_bytes(directory.statistics(number).read_bytes())
+        saved = directory.load_statistics(number)
         names: dict[str, int] = json.loads(str(saved.scalars["names"]))
         known = tuple(json.loads(str(saved.scalars["classes"])))
         state = unpack(ClosedFormState, Message(saved.arrays, json.loads(str(saved.scalars["state"]))))
-        last = int(saved.scalars["last"])
+        last, noted = int(saved.scalars["last"]), _noted(directory, saved)
         _check(run, model, names, known, add or {}, remove, classes)
         known += tuple(classes)
         gone = {str(names.pop(name)) for name in remove}
@@ -87,16 +88,31 @@ def update(
             raise HeadstartError(f"{run}: nobody is left; start another run")
         head = method.head(state)
         before, after = _tested(model, [_widened(model.head, len(known)), head], tests)
+        examples = sum(int(each.counts.sum()) for each in kept.values())
+        if add or remove or classes:
+            entry = {"added": list(add or {}), "removed": list(remove), "classes": list(classes), "clients": len(names)}
+            tested = {"test_examples": sum(map(len, tests)), "before": before, "after": after}
+            noted = [*noted, {**entry, "examples": examples, **tested}]
         about: dict[str, Scalar] = {"names": json.dumps(names), "classes": json.dumps(known), "last": last}
+        if noted:
+            about |= {"updates": len(noted), "update": json.dumps(noted[-1])}
         directory.save_statistics(number, pack(state), about)
         directory.save_model(number, StageModel((head,), directory.load_model(number)[0].body), None)
-        (task,) = json.loads((run / "model" / "classes.json").read_text(encoding="utf-8"))
+        (task,) = directory.classes()
         directory.save_final(None, [head], [task], [known])
-        examples = sum(int(each.counts.sum()) for each in kept.values())
-        empty = tuple(name for name, bias in zip(known, head.bias, strict=True) if np.isneginf(bias))
-        found = Updated(tuple(names), known, examples, sum(map(len, tests)), before, after, empty)
-        _note(directory, add or {}, remove, classes, found)
-    return found
+        if noted:
+            write_json(run / "summary.json", {**(directory.summary() or {}), "updates": noted})
+    empty = tuple(name for name, bias in zip(known, head.bias, strict=True) if np.isneginf(bias))
+    return Updated(tuple(names), known, examples, sum(map(len, tests)), before, after, empty)
+
+
+def _noted(directory: RunDirectory, saved: Message) -> list[dict[str, Any]]:
+    """What the updates so far have changed since the figures in the summary, and how good the head was before and
+    after; the last one may have been interrupted before the summary told of it."""
+    noted = list((directory.summary() or {}).get("updates", []))
+    if len(noted) < int(saved.scalars.get("updates", 0)):
+        noted.append(json.loads(str(saved.scalars["update"])))
+    return noted
 
 
 def _check(
@@ -109,7 +125,12 @@ def _check(
     classes: Sequence[str],
 ) -> None:
     """Refuse what cannot be, all at once and before anything is written."""
-    problems = [
+    problems = []
+    for option, given in (("--add", [*add]), ("--remove", [*remove]), ("--class", [*classes])):
+        problems += [f"{option}: a name is empty; leave it out, or give one"] if not all(map(str.strip, given)) else []
+        twice = [name for name, often in Counter(given).items() if often > 1]
+        problems += [f"{option}: {name!r} is given more than once; give it once" for name in twice]
+    problems += [
         f"--remove: {name!r} is no client of {run}; {nearest(name, names)}" for name in remove if name not in names
     ]
     problems += [
@@ -194,18 +215,3 @@ def _told(model: Model, method: ClosedForm, train: Examples, number: int) -> dic
     total: Any = channel.total()
     channel.add(total, reply, Sender(number, 0))
     return {str(client): statistics for client, statistics in total.kept.items()}
-
-
-def _note(
-    directory: RunDirectory,
-    add: Mapping[str, str],
-    remove: Sequence[str],
-    classes: Sequence[str],
-    found: Updated,
-) -> None:
-    """Say in the summary what has changed since the figures in it, and how good the head is before and after."""
-    summary = directory.summary() or {}
-    entry = {"added": list(add), "removed": list(remove), "classes": list(classes), "clients": len(found.clients)}
-    tested = {"test_examples": found.test_examples, "before": found.before, "after": found.after}
-    summary.setdefault("updates", []).append({**entry, "examples": found.examples, **tested})
-    write_json(directory.path / "summary.json", summary)

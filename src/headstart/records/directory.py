@@ -22,7 +22,6 @@ from headstart.config.recipe import Recipe
 from headstart.core.files import (
     append_text,
     csv_text,
-    read_csv,
     save_arrays,
     secret,
     sync_folder,
@@ -40,6 +39,7 @@ from headstart.engine.model_store import PRETRAINED, ModelStore, Module, Version
 from headstart.errors import HeadstartError
 from headstart.heads import LinearHead
 from headstart.records.checkpoint import Checkpoint, StageModel
+from headstart.records.readers import read_json, read_lines, read_message, read_rows, unreadable
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -49,6 +49,9 @@ _MORE: dict[Target, tuple[str, ...]] = {
     "multilabel": ("train_examples", "test_examples", "macro_f1", "roc_auc", "average_precision"),
 }
 """Columns of `clients.csv` behind the costs."""
+_COPY = "put it back from a copy"
+_ANEW = f"{_COPY}, or remove it and resume the run, which writes it anew"
+_ANEW_FROM = f"{_COPY}, or remove summary.json and resume the run, which writes it anew"
 _ROUNDS = ("stage", "round", "client", "bytes_up", "bytes_down", "left_out")
 
 
@@ -57,28 +60,43 @@ class RunDirectory:
 
     def __init__(self, path: Path) -> None:
         self.path, self._checkpoints = path, path / "checkpoint"
-        self._state = self._checkpoints / "state.safetensors"
-        self._is_ours = not path.exists()
+        self._state, self._lock = self._checkpoints / "state.safetensors", self._checkpoints / "lock"
+        self._is_ours, self._discarded = not path.exists(), False
 
     @classmethod
     def create(cls, path: Path, recipe: Recipe) -> RunDirectory:
-        """A new directory with the resolved recipe; one that is in use is refused."""
+        """A new directory with the resolved recipe; one that is in use is refused.
+
+        Of processes that begin at the same moment, the one with the lock writes, and the others remove nothing.
+        """
         cls.check_free(path)
         run = cls(path)
         try:
-            path.mkdir(parents=True, exist_ok=True)
+            run._checkpoints.mkdir(parents=True, exist_ok=True)
             sync_folder(path.parent)
-            write_text(path / "recipe.toml", naming_schema(path / "recipe.toml", recipe.to_toml()))
-            run._make_folders()
+            with run.lock():
+                cls.check_free(path)
+                try:
+                    write_text(path / "recipe.toml", naming_schema(path / "recipe.toml", recipe.to_toml()))
+                    run._make_folders()
+                except OSError:
+                    run.discard()
+                    raise
         except OSError as error:
-            run.discard()
+            run._remove_empty()
             raise HeadstartError(f"--out {path}: cannot write there: {error.strerror or error}") from None
         return run
 
-    @staticmethod
-    def check_free(path: Path) -> None:
-        """Refuse a path that is taken, before any work is done."""
-        if path.exists() and (not path.is_dir() or set(path.iterdir()) - set(temporaries(path))):
+    @classmethod
+    def check_free(cls, path: Path) -> None:
+        """Refuse a path that is taken, before any work is done; a lock without a run takes none."""
+        if not path.exists():
+            return
+        run = cls(path)
+        there = set(path.iterdir()) - {*temporaries(path), run._checkpoints} if path.is_dir() else {path}
+        if run._checkpoints.is_dir():
+            there |= set(run._checkpoints.iterdir()) - {run._lock}
+        if there:
             raise HeadstartError(f"--out {path}: already used; give another directory, or --resume to continue a run")
 
     @classmethod
@@ -101,7 +119,7 @@ class RunDirectory:
     @contextmanager
     def lock(self) -> Iterator[None]:
         """Nobody else runs in this directory meanwhile."""
-        lock = FileLock(self._checkpoints / "lock")
+        lock = FileLock(self._lock)
         try:
             lock.acquire(timeout=1)  # who only looks whether somebody runs here holds it for an instant
         except Timeout:
@@ -115,6 +133,8 @@ class RunDirectory:
             yield
         finally:
             lock.release()
+            if self._discarded:
+                self._remove_empty()
 
     @contextmanager
     def logged(self) -> Iterator[None]:
@@ -144,11 +164,10 @@ class RunDirectory:
     @property
     def running(self) -> bool:
         """Whether a process runs in this directory now."""
-        path = self._checkpoints / "lock"
-        if not path.is_file():
+        if not self._lock.is_file():
             return False
         try:
-            with FileLock(path, timeout=0):
+            with FileLock(self._lock, timeout=0):
                 return False
         except Timeout:
             return True
@@ -163,7 +182,7 @@ class RunDirectory:
         """What clients report of themselves [K], as they first did in this run: nodes reply to the requests of a round
         once, which therefore stay the same."""
         path = self._checkpoints / f"{what}.json"
-        before = np.array(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else values
+        before = np.array(read_json(path, list)) if path.is_file() else values
         known = np.where(before != unknown, before, values)
         write_json(path, known.tolist())
         return known
@@ -177,7 +196,7 @@ class RunDirectory:
     def refuse_other_data(self, fingerprint: str | None) -> None:
         """Refuse to go on with data in memory that are not those of the run so far."""
         path = self._checkpoints / "data.json"
-        before = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else fingerprint
+        before = read_json(path, str) if path.is_file() else fingerprint
         if before != fingerprint:
             raise HeadstartError(f"--resume: {self.path} is a run on other data; give those that it was begun with")
         if fingerprint is not None:
@@ -189,16 +208,21 @@ class RunDirectory:
         return self._state.is_file()
 
     def discard(self) -> None:
-        """Remove what a run made that ended before its first checkpoint."""
-        if not self.path.is_dir():
-            return
+        """Remove what a run made that ended before its first checkpoint: for who holds the lock, which goes last."""
         tables = ("clients", "rounds", "holdings", "confusion", "samples")
         for name in ("recipe.toml", "metrics.jsonl", "run.log", *(f"{table}.csv" for table in tables)):
             (self.path / name).unlink(missing_ok=True)
         for folder in ("model", "checkpoint"):
             shutil.rmtree(self.path / folder, ignore_errors=True)
-        if self._is_ours:
-            self.path.rmdir()
+        self._discarded = True
+
+    def _remove_empty(self) -> None:
+        """Remove the folders of a run that has left nothing, where nobody has come to use them."""
+        with suppress(OSError):
+            if self._checkpoints.is_dir():
+                self._checkpoints.rmdir()
+            if self._is_ours:
+                self.path.rmdir()
 
     def log(self, metrics: dict[str, Any]) -> None:
         """Append one evaluation to `metrics.jsonl`."""
@@ -219,27 +243,43 @@ class RunDirectory:
     def metrics(self) -> list[dict[str, Any]]:
         """All evaluations so far; a line cut short by a crash does not count."""
         path = self.path / "metrics.jsonl"
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
-        return [json.loads(line) for line in lines if line.endswith("\n")]
+        return read_lines(path, {"stage", "round"}) if path.exists() else []
 
     def save_checkpoint(self, checkpoint: Checkpoint, private: bool = False) -> None:
         """Replace the checkpoint before; private: for the eyes of its owner only."""
         _write(self._state, checkpoint.to_message(), private)
 
     def load_checkpoint(self) -> Checkpoint | None:
-        """What `save_checkpoint` wrote last, metrics and rounds cut back to it; None where there is none."""
+        """What `save_checkpoint` wrote last, metrics and rounds cut back to it; None where there is none yet.
+
+        Where files are gone that a checkpoint builds on, or that are only there after one, nothing is written.
+        """
         if not self.has_checkpoint:
+            if any(path.exists() for path in (self.path / "summary.json", self._model(0))):
+                raise unreadable(self._state, "it is gone, and says where the run stands")
             for name in ("metrics.jsonl", "rounds.csv"):
                 (self.path / name).unlink(missing_ok=True)
             return None
-        saved = Checkpoint.from_message(Message.from_bytes(self._state.read_bytes()))
-        lines = [json.dumps(line) + "\n" for line in self.metrics()[: saved.progress["evaluations"]]]
-        write_text(self.path / "metrics.jsonl", "".join(lines))
-        if (path := self.path / "rounds.csv").exists():
-            rows = [row for row in read_csv(path)[1:] if len(row) == len(_ROUNDS)]
-            last = saved.progress["stage"], saved.progress["round"]
-            write_text(path, csv_text([_ROUNDS, *(row for row in rows if (int(row[0]), int(row[1])) <= last)]))
+        for path in self._checkpoints.glob("statistics-*.safetensors"):
+            if "updates" in read_message(path, whole=False).scalars:
+                raise unreadable(self.path / "summary.json", "the run was updated, and to go on would undo that", _COPY)
+        saved, metrics = self._checkpoint(), self.metrics()
+        count, path = saved.progress["evaluations"], self.path / "metrics.jsonl"
+        if len(metrics) < count:
+            raise unreadable(path, f"it has {len(metrics)} of {count} evaluations")
+        rounds = self.path / "rounds.csv"
+        rows = [row for row in read_rows(rounds)[1:] if len(row) == len(_ROUNDS)] if rounds.exists() else []
+        last = saved.progress["stage"], saved.progress["round"]
+        write_text(path, "".join(json.dumps(line) + "\n" for line in metrics[:count]))
+        if rounds.exists():
+            write_text(rounds, csv_text([_ROUNDS, *(row for row in rows if (int(row[0]), int(row[1])) <= last)]))
         return saved
+
+    def _checkpoint(self) -> Checkpoint:
+        message = read_message(self._state)
+        if "progress" not in message.arrays:
+            raise unreadable(self._state, "it is no checkpoint")
+        return Checkpoint.from_message(message)
 
     def save_best(self, stage: int, round: int, state: Message) -> None:
         """The state after the best round so far of a stage that may end with it."""
@@ -247,7 +287,7 @@ class RunDirectory:
 
     def load_best(self, stage: int, round: int) -> Message:
         """What `save_best` wrote."""
-        return Message.from_bytes(self._best(stage, round).read_bytes())
+        return read_message(self._best(stage, round))
 
     def collect_best(self, stage: int, round: int | None) -> None:
         """Remove the states of a stage's other rounds, once a checkpoint no longer names them."""
@@ -281,7 +321,7 @@ class RunDirectory:
 
     def load_model(self, stage: int) -> tuple[StageModel, Version | None]:
         """What `save_model` wrote."""
-        saved = Message.from_file(self._model(stage))
+        saved = read_message(self._model(stage), whole=False)
 
         def under(prefix: str) -> dict[str, np.ndarray]:
             return dict(FileArrays(self._model(stage), prefix))
@@ -345,10 +385,13 @@ class RunDirectory:
     def save_statistics(self, stage: int, state: Message, about: Mapping[str, Scalar]) -> None:
         """The statistics of every client of a closed form, for updates; for the eyes of its owner only."""
         facts = {**about, "state": json.dumps(dict(state.scalars))}
-        _write(self.statistics(stage), Message(state.arrays, facts), private=True)
+        _write(self._statistics(stage), Message(state.arrays, facts), private=True)
 
-    def statistics(self, stage: int) -> Path:
-        """Where the clients' statistics are."""
+    def load_statistics(self, stage: int) -> Message:
+        """What `save_statistics` wrote."""
+        return read_message(self._statistics(stage))
+
+    def _statistics(self, stage: int) -> Path:
         return self._checkpoints / f"statistics-{stage}.safetensors"
 
     def save_log(self, stage: int, log: Message) -> None:
@@ -360,7 +403,7 @@ class RunDirectory:
         path = self._log(stage)
         if not path.is_file():
             raise HeadstartError(f"{path.parent.parent} holds no log of stage {stage}: only a finished fedmezo has one")
-        return Message.from_bytes(path.read_bytes())
+        return read_message(path)
 
     def _log(self, stage: int) -> Path:
         return self.path / "model" / f"log-{stage}.safetensors"
@@ -413,7 +456,7 @@ class RunDirectory:
         """Prompts with the completions in the data and the model's after a round, as rows of `samples.csv`; task: whose
         they are, where there are several."""
         path = self.path / "samples.csv"
-        there = read_csv(path)[1:] if path.exists() else []
+        there = read_rows(path, 2)[1:] if path.exists() else []
         about = [] if task is None else [task]
 
         def stays(row: Sequence[str]) -> bool:
@@ -427,19 +470,40 @@ class RunDirectory:
     def _write_stage(self, name: str, columns: list[str], stage: int, rows: list[list[Any]]) -> None:
         """Put the rows of a stage after those of earlier stages; those that an interrupted run left behind go."""
         path = self.path / name
-        there = read_csv(path) if path.exists() else []
-        before = [row for row in there if row[0].isdigit() and int(row[0]) < stage]
+        there = read_rows(path, 1)[1:] if path.exists() else []
+        before = [row for row in there if int(row[0]) < stage]
         write_text(path, csv_text([columns, *before, *rows]))
 
     def finish(self, summary: dict[str, Any]) -> None:
-        """The summary: written last, its presence says that the run is complete; before it the schema of the recipe."""
+        """The summary: written last, its presence says that the run is complete; before it the schema of the recipe,
+        and what was removed is gone for good."""
         add_schema(self.path / "recipe.toml")
+        for folder in (self._checkpoints, *self._checkpoints.glob("clients-*")):
+            sync_folder(folder)
         write_json(self.path / "summary.json", summary)
+
+    def finished(self, stages: int) -> bool:
+        """Whether there is nothing left to do: the summary is there, and the checkpoint is behind all of the stages."""
+        if self.summary() is None or not self.has_checkpoint:
+            return False
+        return bool(self._checkpoint().progress["stage"] == stages)
 
     def summary(self) -> dict[str, Any] | None:
         """The summary of a complete run."""
         path = self.path / "summary.json"
-        found: dict[str, Any] | None = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+        if not path.is_file():
+            return None
+        found = read_json(path, dict, _ANEW)
+        if not isinstance(found.get("stages"), list):
+            raise unreadable(path, "it does not tell of stages", _ANEW)
+        return found
+
+    def classes(self) -> dict[str, list[str]]:
+        """The names of the classes of each task of a complete run."""
+        path = self.path / "model" / "classes.json"
+        found = read_json(path, dict, _ANEW_FROM)
+        if not found or not all(isinstance(names, list) for names in found.values()):
+            raise unreadable(path, "it does not name the classes of a task", _ANEW_FROM)
         return found
 
 

@@ -15,12 +15,12 @@ import numpy as np
 import numpy.typing as npt
 
 from headstart.config.recipe import Recipe
-from headstart.core.files import read_csv
 from headstart.core.metrics import primary_metric
 from headstart.core.statistics import Floats, Ints
 from headstart.errors import HeadstartError, no_run, similar_path
 from headstart.records import RunDirectory
 from headstart.records.federation import FILE
+from headstart.records.readers import read_rows
 
 AXES = {
     "round": "rounds", "bytes": "bytes sent by all clients", "forward_passes": "forward passes of all clients",
@@ -169,7 +169,7 @@ class Record:
         path = self.path / name
         if not path.is_file():
             return []
-        columns, *rows = read_csv(path) or [[]]
+        columns, *rows = read_rows(path) or [[]]
         return [dict(zip(columns, row, strict=True)) for row in rows if len(row) == len(columns)]
 
 

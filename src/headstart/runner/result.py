@@ -7,6 +7,8 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from safetensors import SafetensorError
+
 from headstart.config.recipe import Recipe
 from headstart.data import Federation
 from headstart.errors import HeadstartError
@@ -44,7 +46,13 @@ class Result:
         first = heads / (
             f"head-{record.recipe.task_names[0]}.safetensors" if record.recipe.tasks else "head.safetensors"
         )
-        return cls(record.recipe, record.summary, LinearHead.load(first), record.metrics, record.path)
+        try:
+            head = LinearHead.load(first)
+        except (OSError, SafetensorError, KeyError) as error:
+            anew = f"remove {record.path / 'summary.json'} and resume the run, which writes it anew"
+            what = "put it back from a copy" if "updates" in record.summary else anew
+            raise HeadstartError(f"cannot read {first}: {error}; {what}") from None
+        return cls(record.recipe, record.summary, head, record.metrics, record.path)
 
     @property
     def accuracy(self) -> float | None:

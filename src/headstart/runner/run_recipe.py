@@ -99,27 +99,37 @@ def run_federation(
     if out is not None:
         directory = RunDirectory.reopen(out, recipe) if resume else RunDirectory.create(out, recipe)
     try:
-        noted = directory.path / "checkpoint" / "progress.json" if directory.path else None
-        with directory.lock(), reported(noted), directory.logged(), TemporaryDirectory() as temporary:
-            if nodes is not None and isinstance(directory, RunDirectory):
-                nodes.run = directory.identity()
-            if federation.remote_sizes is not None:
-                federation = _known(recipe, federation, directory)
-                if nodes is not None:
-                    nodes.begin(federation.members)
-            directory.refuse_other_data(federation.dataset.fingerprint)
-            folder = states or (directory.path / "checkpoint" if directory.path else Path(temporary))
-            return Run(recipe, federation, directory, on_metrics or (lambda line: None), folder, nodes).play(report)
-    except BaseException as error:
-        if directory.has_checkpoint:
-            directory.note(f"stopped: {type(error).__name__}: {' '.join(str(error).split())}", "ERROR")
-        if not resume and not directory.has_checkpoint:
-            directory.discard()
-        if isinstance(error, OSError) and error.errno in _FULL:
-            safe = directory.has_checkpoint
-            how = "continue with --resume: what the last checkpoint holds is safe" if safe else "start again"
-            raise HeadstartError(f"{error.filename or out}: {error.strerror}; make room, and {how}") from None
-        raise
+        with directory.lock():
+            try:
+                noted = directory.path / "checkpoint" / "progress.json" if directory.path else None
+                with reported(noted), directory.logged(), TemporaryDirectory() as temporary:
+                    if nodes is not None and isinstance(directory, RunDirectory):
+                        nodes.run = directory.identity()
+                    if federation.remote_sizes is not None:
+                        federation = _known(recipe, federation, directory)
+                        if nodes is not None:
+                            nodes.begin(federation.members)
+                    directory.refuse_other_data(federation.dataset.fingerprint)
+                    if resume and isinstance(directory, RunDirectory) and directory.finished(len(recipe.stages)):
+                        page = directory.path / "report.html"
+                        if report and not page.is_file():
+                            write_report(page, [Record.read(directory.path)])
+                        return replace(Result.load(directory.path), _federation=federation)
+                    folder = states or (directory.path / "checkpoint" if directory.path else Path(temporary))
+                    run = Run(recipe, federation, directory, on_metrics or (lambda line: None), folder, nodes)
+                    return run.play(report)
+            except BaseException as error:
+                if directory.has_checkpoint:
+                    directory.note(f"stopped: {type(error).__name__}: {' '.join(str(error).split())}", "ERROR")
+                elif not resume:
+                    directory.discard()
+                raise
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        safe = directory.has_checkpoint
+        how = "continue with --resume: what the last checkpoint holds is safe" if safe else "start again"
+        raise HeadstartError(f"{error.filename or out}: {error.strerror}; make room, and {how}") from None
 
 
 def _known(recipe: Recipe, federation: Federation, directory: RunDirectory | NoDirectory) -> Federation:
