@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headstart.cli.shared import Imports, RecipeFile, Settings, check_new_file, console, free_path, show_table
+from headstart.cli.shared import (
+    Imports,
+    RecipeFile,
+    Settings,
+    check_folder,
+    check_new_file,
+    console,
+    free_path,
+    show_table,
+)
 from headstart.errors import HeadstartError
 
 if TYPE_CHECKING:
@@ -26,6 +35,7 @@ def report(
     from headstart.records import Record, find
     from headstart.report import write_folder
 
+    check_folder(out)
     found = find(runs)
     if not found:
         raise HeadstartError(f"{', '.join(map(str, runs))}: there is no run; headstart run RECIPE --out DIR makes one")
