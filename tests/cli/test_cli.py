@@ -127,6 +127,12 @@ def bad_images(folder: Path) -> None:
         (["model.backbone=efficientnet", "data.dataset=mnist-mini"], "did you mean 'efficientnet-lite"),
         (["model.weights=no.safetensors", "model.backbone=resnet18", "data.dataset=mnist-mini"], "there is no file"),
         (["data.dataset=images", "model.backbone=efficientnet-lite0", "data.partition.clients=2"], "3.png"),
+        (["stages.²=1"], "stages has 1 entries, numbered from 0, not '²'"),
+        ([f"stages.0.shrinkage=1{'0' * 5000}"], "stages.0.shrinkage: "),
+        ([f"a{'.a' * 3000}=1"], "recipe.toml: tables and lists are nested more than 50 deep"),
+        (['clients.trace="a\\u0000b"'], "clients.trace: no path has a NUL character (got 'a\\x00b')"),
+        (['data.dataset="a\\u0000b"'], "data.dataset: 'a\\x00b' is neither"),
+        (["model.backbone=\udcff"], "'model.backbone=\\udcff': this is not valid UTF-8"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_a_sentence_and_touches_nothing(
@@ -146,6 +152,55 @@ def test_a_mistake_is_a_sentence_and_touches_nothing(
     assert why in done.stderr
     assert "Traceback" not in done.stderr
     assert sorted(path.name for path in tmp_path.iterdir() if path.name != "cache") == before
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (f"x = {'[' * 5000}{']' * 5000}", "bad.toml is not valid TOML: tables or lists are nested too deep"),
+        (f"{'.'.join('a' * 5000)} = 1", "bad.toml: tables and lists are nested more than 50 deep"),
+        (f"seed = 1{'0' * 5000}", "bad.toml is not valid TOML: a number has too many digits"),
+    ],
+)
+@pytest.mark.parametrize("name", ["check", "compare"])
+def test_a_recipe_that_python_cannot_hold_is_a_sentence(
+    name: str, text: str, why: str, tmp_path: Path, command: Command
+) -> None:
+    (tmp_path / "bad.toml").write_text(text)
+    done = command(name, "bad.toml", cwd=tmp_path)
+    assert done.returncode == 2
+    assert why in done.stderr
+
+
+@pytest.mark.parametrize("name", ["advise", "new"])
+def test_a_path_that_a_recipe_cannot_name_is_a_sentence(name: str, tmp_path: Path, command: Command) -> None:
+    try:
+        (tmp_path / "\udcff").mkdir()
+    except OSError:
+        pytest.skip("names are valid UTF-8 here")
+    done = command(name, "\udcff", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "'\\udcff': this is not valid UTF-8, and a recipe has to be; rename it" in done.stderr
+
+
+def test_no_data_are_none_to_advise_on(tmp_path: Path, command: Command) -> None:
+    done = command("advise", "", cwd=tmp_path)
+    assert (done.returncode, done.stderr.startswith("headstart: which data?")) == (2, True)
+
+
+@pytest.mark.parametrize("port", [-1, 70000])
+def test_a_port_that_is_none_is_refused(port: int, tmp_path: Path, command: Command) -> None:
+    done = command("dashboard", tmp_path, "--port", port, cwd=tmp_path)
+    assert done.returncode == 2
+    assert f"{port} is not in the range" in done.stderr
+
+
+@pytest.mark.parametrize("words", ["export run --out ring", "report run --out ring/x", "replay run --out ring"])
+def test_links_that_lead_to_themselves_are_a_sentence(words: str, tmp_path: Path, command: Command) -> None:
+    (tmp_path / "ring").symlink_to("ring")
+    done = command(*words.split(), cwd=tmp_path)
+    assert done.returncode == 2
+    assert "Too many levels of symbolic links" in done.stderr
 
 
 def test_a_used_output_directory_is_refused(recipe: Path, tmp_path: Path) -> None:

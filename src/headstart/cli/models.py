@@ -113,6 +113,7 @@ def export(
     """Write the model of a finished run as files that peft, transformers or a recipe load, or as one graph."""
     from headstart.export import export
 
+    check_folder(out)
     files = export(run, out, task, client, merge, format.value if format else None)
     print(f"{out}: {', '.join(files)}")
 

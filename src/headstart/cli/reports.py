@@ -47,7 +47,7 @@ def report(
 
 def dashboard(
     folders: Annotated[list[Path], typer.Argument(help="Run directories, or folders of them, as they come.")],
-    port: Annotated[int, typer.Option(help="0: any that is free.")] = 8050,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8050,
     host: Annotated[str, typer.Option(help="Who may look: by default this machine only.")] = "127.0.0.1",
 ) -> None:
     """A page on this machine that follows runs while they go on, and compares those that are chosen."""

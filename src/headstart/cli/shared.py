@@ -11,11 +11,12 @@ import sys
 import threading
 from _thread import interrupt_main
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
+from stat import S_ISDIR
 from types import FrameType
 from typing import Annotated
 
@@ -157,9 +158,10 @@ def check_new_file(out: Path | None) -> None:
 
 
 def check_folder(out: Path | None) -> None:
-    """Refuse a file for --out where a folder is meant."""
-    if out is not None and out.exists() and not out.is_dir():
-        raise HeadstartError(f"--out {out}: this is a file; give a folder")
+    """Refuse a place for --out where no folder can be: a file, or symbolic links that lead to themselves."""
+    with suppress(FileNotFoundError):
+        if out is not None and not S_ISDIR(out.stat().st_mode):
+            raise HeadstartError(f"--out {out}: this is a file; give a folder")
 
 
 def require_flower() -> None:
