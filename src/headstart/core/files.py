@@ -94,6 +94,18 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
+def rename_folder(draft: Path, folder: Path) -> None:
+    """Give a folder that is whole its name, durably: what is in it is on disk before the name is."""
+    for place, _, names in os.walk(draft):
+        for name in names:
+            path = Path(place, name)
+            with path.open("rb" if _OPENS_FOLDERS else "rb+") as file, _named(path):
+                os.fsync(file.fileno())
+        sync_folder(Path(place))
+    draft.replace(folder)
+    sync_folder(folder.parent)
+
+
 def sha256(path: Path) -> str:
     """The SHA-256 of a file's bytes, in hexadecimal digits."""
     with path.open("rb") as stream:
