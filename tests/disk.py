@@ -91,6 +91,32 @@ class Disk:
             return None
 
 
+class Order:
+    """What is flushed and what gets its name, as it comes: an operation, and the inode of a file or folder."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.done: list[tuple[str, int]] = []
+        flush, replace = os.fsync, os.replace
+
+        def fsync(handle: int) -> None:
+            flush(handle)
+            self.done.append(("fsync", os.fstat(handle).st_ino))
+
+        def rename(first: Path, second: Path) -> None:
+            replace(first, second)
+            self.done.append(("rename", os.stat(second).st_ino))
+
+        patch.setattr(os, "fsync", fsync)
+        patch.setattr(os, "replace", rename)
+
+    def check(self, folder: Path) -> None:
+        """Everything in a folder was flushed before the folder got its name, and the name after that."""
+        named = self.done.index(("rename", folder.stat().st_ino))
+        for path in (folder, *folder.rglob("*")):
+            assert ("fsync", path.stat().st_ino) in self.done[:named], path
+        assert ("fsync", folder.parent.stat().st_ino) in self.done[named:]
+
+
 def _restore(path: Path, before: bytes | None) -> None:
     if before is None:
         path.unlink(missing_ok=True)

@@ -1,6 +1,8 @@
 """The command as a user meets it: exit status 0, or 2 and a sentence."""
 
+import errno
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -12,6 +14,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from headstart import cli
 from tests.command import Command
 
 GOOD = """
@@ -124,6 +127,12 @@ def bad_images(folder: Path) -> None:
         (["model.backbone=efficientnet", "data.dataset=mnist-mini"], "did you mean 'efficientnet-lite"),
         (["model.weights=no.safetensors", "model.backbone=resnet18", "data.dataset=mnist-mini"], "there is no file"),
         (["data.dataset=images", "model.backbone=efficientnet-lite0", "data.partition.clients=2"], "3.png"),
+        (["stages.²=1"], "stages has 1 entries, numbered from 0, not '²'"),
+        ([f"stages.0.shrinkage=1{'0' * 5000}"], "stages.0.shrinkage: "),
+        ([f"a{'.a' * 3000}=1"], "recipe.toml: tables and lists are nested more than 50 deep"),
+        (['clients.trace="a\\u0000b"'], "clients.trace: no path has a NUL character (got 'a\\x00b')"),
+        (['data.dataset="a\\u0000b"'], "data.dataset: 'a\\x00b' is neither"),
+        (["model.backbone=\udcff"], "'model.backbone=\\udcff': this is not valid UTF-8"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_a_sentence_and_touches_nothing(
@@ -145,6 +154,55 @@ def test_a_mistake_is_a_sentence_and_touches_nothing(
     assert sorted(path.name for path in tmp_path.iterdir() if path.name != "cache") == before
 
 
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (f"x = {'[' * 5000}{']' * 5000}", "bad.toml is not valid TOML: tables or lists are nested too deep"),
+        (f"{'.'.join('a' * 5000)} = 1", "bad.toml: tables and lists are nested more than 50 deep"),
+        (f"seed = 1{'0' * 5000}", "bad.toml is not valid TOML: a number has too many digits"),
+    ],
+)
+@pytest.mark.parametrize("name", ["check", "compare"])
+def test_a_recipe_that_python_cannot_hold_is_a_sentence(
+    name: str, text: str, why: str, tmp_path: Path, command: Command
+) -> None:
+    (tmp_path / "bad.toml").write_text(text)
+    done = command(name, "bad.toml", cwd=tmp_path)
+    assert done.returncode == 2
+    assert why in done.stderr
+
+
+@pytest.mark.parametrize("name", ["advise", "new"])
+def test_a_path_that_a_recipe_cannot_name_is_a_sentence(name: str, tmp_path: Path, command: Command) -> None:
+    try:
+        (tmp_path / "\udcff").mkdir()
+    except OSError:
+        pytest.skip("names are valid UTF-8 here")
+    done = command(name, "\udcff", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "'\\udcff': this is not valid UTF-8, and a recipe has to be; rename it" in done.stderr
+
+
+def test_no_data_are_none_to_advise_on(tmp_path: Path, command: Command) -> None:
+    done = command("advise", "", cwd=tmp_path)
+    assert (done.returncode, done.stderr.startswith("headstart: which data?")) == (2, True)
+
+
+@pytest.mark.parametrize("port", [-1, 70000])
+def test_a_port_that_is_none_is_refused(port: int, tmp_path: Path, command: Command) -> None:
+    done = command("dashboard", tmp_path, "--port", port, cwd=tmp_path)
+    assert done.returncode == 2
+    assert f"{port} is not in the range" in done.stderr
+
+
+@pytest.mark.parametrize("words", ["export run --out ring", "report run --out ring/x", "replay run --out ring"])
+def test_links_that_lead_to_themselves_are_a_sentence(words: str, tmp_path: Path, command: Command) -> None:
+    (tmp_path / "ring").symlink_to("ring")
+    done = command(*words.split(), cwd=tmp_path)
+    assert done.returncode == 2
+    assert "Too many levels of symbolic links" in done.stderr
+
+
 def test_a_used_output_directory_is_refused(recipe: Path, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "thesis.tex").write_text("precious")
@@ -158,6 +216,79 @@ def test_an_unwritable_output_is_refused(recipe: Path, tmp_path: Path, command: 
     done = command("run", recipe, "--out", recipe / "run", cwd=tmp_path)
     assert done.returncode == 2
     assert "cannot write there" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["report LONG", "update LONG", "predict LONG x.npz", "export LONG --out x", "dashboard LONG --port 0",
+     "new LONG --out new.toml", "run recipe.toml --out LONG", "run --resume --out LONG", "schema --out LONG",
+     "compare recipe.toml --out LONG", "partition recipe.toml --out LONG.png", "reproduce --formulas --out LONG",
+     "deploy add LONG", "node ledger LONG", "node init LONG --name a", "server LONG"],
+)  # fmt: skip
+def test_a_place_that_the_system_refuses_is_a_sentence(
+    words: str, recipe: Path, tmp_path: Path, command: Command
+) -> None:
+    if words.startswith(("deploy", "node", "server")):
+        pytest.importorskip("flwr")
+    done = command(*words.replace("LONG", "x" * 300).split(), cwd=tmp_path)
+    status = 1 if words.startswith("server") else 2  # what may pass: its unit starts it again
+    assert (done.returncode, done.stderr.count("\n")) == (status, 1), done.stderr
+    assert done.stderr.startswith("headstart: ")
+    assert "x" * 300 in done.stderr
+    assert "File name too long" in done.stderr
+
+
+@pytest.mark.parametrize("words", ["report {} --out {}", "replay run --out {}", "reproduce --formulas --out {}"])
+def test_a_file_in_the_place_of_a_folder_is_refused(words: str, tmp_path: Path, command: Command) -> None:
+    (tmp_path / "notes").write_text("precious")
+    done = command(*words.replace("{}", "notes").split(), cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (2, "headstart: --out notes: this is a file; give a folder\n")
+    assert (tmp_path / "notes").read_text() == "precious"
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [("schema --out schema.json", "schema.json"), ("partition recipe.toml --out map.png", "map.png"),
+     ("reproduce --formulas --out rows", "rows/reproduce.html"), ("node init node --name a", "node/")],
+)  # fmt: skip
+def test_a_full_disk_is_a_sentence_with_the_file(
+    words: str, named: str, recipe: Path, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if words.startswith("node"):
+        pytest.importorskip("flwr")
+
+    def full(handle: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    done = command(*words.split(), cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith(f"headstart: {named}"), done.stderr
+    assert "No space left on device; make room and start again; a run that left a checkpoint goes on" in done.stderr
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no such device")
+@pytest.mark.parametrize("words", ["--version", "keys"])
+def test_output_that_nobody_takes_is_no_success(words: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "headstart.cli", words]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert done.stderr.startswith("headstart: standard output: No space left on device; make room")
+    reads, writes = os.pipe()
+    os.close(reads)
+    gone = subprocess.run(command, stdout=writes, stderr=subprocess.PIPE, text=True, timeout=120)
+    os.close(writes)
+    assert (gone.returncode, gone.stderr) == (1, "")
+
+
+def test_an_error_that_no_disk_reports_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong() -> None:
+        raise OSError("a mistake of the program")
+
+    monkeypatch.setattr(cli, "app", wrong)
+    with pytest.raises(OSError, match="a mistake of the program"):
+        cli.main()
 
 
 def test_ctrl_c_says_how_to_go_on_and_going_on_ends_where_it_would_have(recipe: Path, tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headstart.core.files import csv_text, read_csv, save_arrays, write_atomically, write_text
+from headstart.core.files import csv_text, read_csv, rename_folder, save_arrays, write_atomically, write_text
+from tests.disk import Order
 
 
 @pytest.mark.parametrize(
@@ -42,3 +43,36 @@ def test_arrays_that_a_disk_does_not_take_are_an_error_of_the_disk_and_leave_not
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert refused.value.errno == errno.EFBIG
     assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_is_on_disk_before_its_name_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    order, draft = Order(monkeypatch), tmp_path / "draft"
+    (draft / "inner").mkdir(parents=True)
+    (draft / "one").write_text("1")
+    (draft / "inner" / "two").write_text("2")
+    rename_folder(draft, tmp_path / "whole")
+    order.check(tmp_path / "whole")
+    assert (tmp_path / "whole" / "inner" / "two").read_text() == "2"
+
+
+def test_an_error_of_the_disk_names_the_file_that_was_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(FileNotFoundError) as refused:
+        write_text(tmp_path / "nowhere" / "a.txt", "")
+    assert refused.value.filename == str(tmp_path / "nowhere" / "a.txt")
+
+    def full(handle: int) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(OSError, match="full") as refused_by_disk:
+        write_text(tmp_path / "a.txt", "")
+    assert refused_by_disk.value.filename == str(tmp_path / "a.txt")
+
+    def broken(temporary: Path) -> None:
+        raise OSError("a mistake of the program")
+
+    with pytest.raises(OSError, match="a mistake of the program") as mistaken:
+        write_atomically(tmp_path / "a.txt", broken)
+    assert mistaken.value.filename is None

@@ -1,3 +1,4 @@
+import errno
 import socket
 import subprocess
 import sys
@@ -19,9 +20,11 @@ from cryptography.x509.verification import PolicyBuilder, Store, VerificationErr
 from headstart.channel.secure import Identity
 from headstart.config.node import NodeLimits
 from headstart.config.recipe import Recipe
+from headstart.deploy.admit import init_server
 from headstart.deploy.folder import init
 from headstart.deploy.guard import app_digest
 from headstart.errors import HeadstartError
+from tests.disk import Order
 
 NODES = ["hospital-a", "B2"]
 DATA = {"dataset": 'it\'s a "test" of \\n $HOME', "classes": ["a", "b"]}
@@ -52,6 +55,27 @@ def test_everything_is_written_and_the_commands_run_it(tmp_path: Path) -> None:
     assert Recipe.load(path / "recipe.toml") == RECIPE
     assert NodeLimits.load(path / "node-B2.toml") == NodeLimits()
     assert list(path.parent.iterdir()) == [path]
+
+
+def test_a_folder_that_has_its_name_is_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    order = Order(monkeypatch)
+    init(tmp_path / "federation", RECIPE, NODES)
+    order.check(tmp_path / "federation")
+    init_server(tmp_path / "server", RECIPE, "localhost", 20000)
+    order.check(tmp_path / "server")
+
+
+def test_a_full_disk_names_a_file_of_the_folder_and_leaves_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(handle: int) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(OSError, match="full") as refused:
+        init(tmp_path / "federation", RECIPE, NODES)
+    assert refused.value.filename == str(tmp_path / "federation" / "recipe.toml")
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_used_folder_is_refused_and_left_alone(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from headstart.deploy.admit import Server, add, init_server, renew, revoke
 from headstart.deploy.guard import app_digest
 from headstart.deploy.kit import Kit, Request, check_keys, init_node
 from headstart.errors import HeadstartError
+from tests.disk import Disk, Order
 
 RECIPE = Recipe.parse(
     {"data": {"dataset": "x", "classes": ["a", "b"]}, "model": {"backbone": "features"},
@@ -73,6 +74,31 @@ def test_a_folder_in_use_keeps_its_keys(tmp_path: Path) -> None:
     with pytest.raises(HeadstartError, match="letters, digits and dashes"):
         init_node(tmp_path / "other", "../a")
     assert not (tmp_path / "other").exists()
+
+
+def test_the_keys_of_a_node_are_on_disk_before_its_request_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    order = Order(monkeypatch)
+    request = init_node(tmp_path / "node", "a")
+    made = order.done.index(("rename", request.stat().st_ino))
+    for name in ("", "key", "key.pub", "signing", "signing.pub", "node.toml"):
+        assert ("fsync", (tmp_path / "node" / name).stat().st_ino) in order.done[:made], name
+    assert ("fsync", tmp_path.stat().st_ino) in order.done[:made]
+
+
+def test_a_disk_without_room_for_keys_leaves_a_folder_to_start_again_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        disk = Disk(tmp_path, patch)
+        init_node(tmp_path / "other", "a")
+    for at in range(1, disk.done):  # the last removes a name that is gone already
+        node = tmp_path / f"node-{at}"
+        with monkeypatch.context() as patch:
+            Disk(tmp_path, patch, "full", at)
+            with pytest.raises(OSError, match="No space left"):
+                init_node(node, "a")
+        assert not node.exists() or not list(node.iterdir())
+        init_node(node, "a")
 
 
 def test_a_server_without_nodes_has_no_key_of_a_node(server: Server) -> None:

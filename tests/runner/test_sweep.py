@@ -46,6 +46,21 @@ def test_a_key_of_a_list_can_be_left_out(nothing: str | None) -> None:
     assert left.recipe == Recipe.parse(plain) != set_.recipe
 
 
+def test_a_point_of_many_values_has_a_name_that_a_folder_can_have(tmp_path: Path) -> None:
+    keys = {"lr": [0.1], "weight_decay": [1e-11], "momentum": [0.9], "batch_size": [8, 16]}
+    stage = {"method": "fedavg", "train": "head", "rounds": [1], "local_epochs": [1]} | keys
+    data = {"dataset": "digits", "train_examples": 40, "partition": {"kind": "iid", "clients": 2}}
+    table = TABLE | {"seed": 0, "data": data, "stages": [stage] * 3}
+    points = expand([table])
+    folders = [point.folder for point in points]
+    assert len(set(folders)) == 8
+    assert {len(folder) for folder in folders} == {120}
+    assert all(folder.startswith("stages.0.rounds=1,stages.0.local_epochs=1,stages.0.lr=0.1,") for folder in folders)
+    assert folders[0].endswith("-eb52d6dbe2abef56")  # on every machine
+    first = sweep(points[:1], tmp_path)
+    assert sweep(points[:1], tmp_path) == first  # what is finished stays
+
+
 def test_keys_that_end_alike_are_called_by_their_paths() -> None:
     stages = [
         {"method": "fedavg", "train": "head", "lr": [0.1, 0.2]},

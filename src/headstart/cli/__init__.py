@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from typing import Annotated
+from contextlib import suppress
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -16,7 +18,7 @@ from headstart.cli.models import export, predict, push, replay, update
 from headstart.cli.plan import plan
 from headstart.cli.reports import dashboard, partition, report
 from headstart.cli.runs import compare, demo, reproduce, run
-from headstart.cli.shared import logging_to_terminal
+from headstart.cli.shared import logging_to_terminal, of_disk
 from headstart.errors import HeadstartError
 
 app = typer.Typer(
@@ -50,10 +52,38 @@ def _options(
 
 
 def main() -> None:
-    """Run the command line; a user's mistake is one sentence and exit status 2."""
+    """Run the command line; a mistake of the user, or of their disk, is one sentence and exit status 2."""
     try:
         with logging_to_terminal():
             app()
+    except SystemExit as ended:
+        lost = _lost_output()
+        if lost is None or ended.code:
+            raise
+        if isinstance(lost, BrokenPipeError):
+            raise SystemExit(1) from None
+        _stop(of_disk(lost))
     except HeadstartError as error:
-        print(f"headstart: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+        _stop(str(error))
+    except OSError as error:
+        if error.errno is None and error.filename is None:
+            raise  # no disk says so
+        _stop(of_disk((None if error.filename else _lost_output()) or error))
+
+
+def _stop(why: str) -> NoReturn:
+    print(f"headstart: {why}", file=sys.stderr)
+    _lost_output()
+    raise SystemExit(2) from None
+
+
+def _lost_output() -> OSError | None:
+    """Why what was printed cannot be written, if it cannot; it goes nowhere then, at the end of the process too."""
+    try:
+        print(end="", flush=True)
+    except OSError as error:
+        with suppress(OSError), open(os.devnull, "w", encoding="utf-8") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+        error.filename = "standard output"
+        return error
+    return None

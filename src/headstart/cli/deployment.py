@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headstart.cli.shared import RecipeFile, console, require_flower, require_forks, show_table
+from headstart.cli.shared import RecipeFile, console, of_disk, require_flower, require_forks, show_table
 from headstart.errors import HeadstartError
 
 if TYPE_CHECKING:
@@ -195,9 +196,15 @@ def _say(line: str) -> None:
 
 @contextmanager
 def _interrupted() -> Iterator[None]:
-    """Ctrl-C is no error; the processes that were started have ended."""
+    """Ctrl-C is no error, and what a disk does not do may pass: status 1, at which a unit starts the command again. The
+    processes that were started have ended."""
     try:
         yield
+    except OSError as error:
+        if error.errno in (None, errno.EPIPE):
+            raise
+        print(f"headstart: {of_disk(error)}", file=sys.stderr)
+        raise typer.Exit(1) from None
     except KeyboardInterrupt:
         print("stopped; the same command continues", file=sys.stderr)
         raise typer.Exit(130) from None

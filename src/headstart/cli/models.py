@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from headstart.cli.shared import Imports, check_new_file, show_table
+from headstart.cli.shared import Imports, check_folder, check_new_file, show_table
 from headstart.errors import HeadstartError
 
 Run = Annotated[Path, typer.Argument(help="The directory of a finished run.")]
@@ -113,6 +113,7 @@ def export(
     """Write the model of a finished run as files that peft, transformers or a recipe load, or as one graph."""
     from headstart.export import export
 
+    check_folder(out)
     files = export(run, out, task, client, merge, format.value if format else None)
     print(f"{out}: {', '.join(files)}")
 
@@ -173,6 +174,7 @@ def replay(
     """Rebuild the model of a FedMeZO run from the pre-trained weights and its log of seeds and scalars."""
     from headstart.export.replay import replay
 
+    check_folder(out)
     where = out or run / "replay"
     differ = replay(run, where)
     verdict = f"differs from the run's in {', '.join(differ)}" if differ else "is bitwise identical to the run's"

@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headstart.cli.shared import Imports, RecipeFile, Settings, check_new_file, console, free_path, show_table
+from headstart.cli.shared import (
+    Imports,
+    RecipeFile,
+    Settings,
+    check_folder,
+    check_new_file,
+    console,
+    free_path,
+    show_table,
+)
 from headstart.errors import HeadstartError
 
 if TYPE_CHECKING:
@@ -26,6 +35,7 @@ def report(
     from headstart.records import Record, find
     from headstart.report import write_folder
 
+    check_folder(out)
     found = find(runs)
     if not found:
         raise HeadstartError(f"{', '.join(map(str, runs))}: there is no run; headstart run RECIPE --out DIR makes one")
@@ -37,7 +47,7 @@ def report(
 
 def dashboard(
     folders: Annotated[list[Path], typer.Argument(help="Run directories, or folders of them, as they come.")],
-    port: Annotated[int, typer.Option(help="0: any that is free.")] = 8050,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8050,
     host: Annotated[str, typer.Option(help="Who may look: by default this machine only.")] = "127.0.0.1",
 ) -> None:
     """A page on this machine that follows runs while they go on, and compares those that are chosen."""

@@ -15,6 +15,7 @@ from headstart.cli.shared import (
     Quiet,
     Settings,
     Verbose,
+    check_folder,
     console,
     free_path,
     interruptible,
@@ -165,6 +166,7 @@ def reproduce(
     """
     from headstart.published import COLUMNS, Found, listed, published_or_why, reproduce, select
 
+    check_folder(out)
     rows = select(names or [], closed_form, formulas)
     if show:
         for line in listed(rows):

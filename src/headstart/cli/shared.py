@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import re
@@ -10,11 +11,12 @@ import sys
 import threading
 from _thread import interrupt_main
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
+from stat import S_ISDIR
 from types import FrameType
 from typing import Annotated
 
@@ -27,6 +29,7 @@ from headstart.core.progress import hide_progress
 from headstart.errors import HeadstartError, first_line, nearest_path
 
 _NUMBER = re.compile(r"([-−]?[\d.,]+(e[-+]?\d+)?( (%|[kMGT]?B|s))?( ± [\d.,]+)?)?")
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 RecipeFile = Annotated[Path, typer.Argument(help="A recipe (TOML).")]
 Settings = Annotated[
@@ -100,6 +103,14 @@ class _Terminal(logging.Handler):
         print(self.format(record), file=sys.stderr)
 
 
+def of_disk(error: OSError) -> str:
+    """What a disk, or whatever else a file stands for, did not do."""
+    sentence = ": ".join(str(part) for part in (error.filename, error.strerror or error) if part)
+    if error.errno not in _FULL:
+        return sentence
+    return f"{sentence}; make room and start again; a run that left a checkpoint goes on with --resume"
+
+
 @contextmanager
 def logging_to_terminal() -> Iterator[None]:
     """Meanwhile, messages of the library go to standard error: warnings and errors, unless --quiet or --verbose says
@@ -144,6 +155,13 @@ def check_new_file(out: Path | None) -> None:
         raise HeadstartError(
             f"--out {out}: {taken if out.exists() else f'{out.parent} is no directory; create it first'}"
         )
+
+
+def check_folder(out: Path | None) -> None:
+    """Refuse a place for --out where no folder can be: a file, or symbolic links that lead to themselves."""
+    with suppress(FileNotFoundError):
+        if out is not None and not S_ISDIR(out.stat().st_mode):
+            raise HeadstartError(f"--out {out}: this is a file; give a folder")
 
 
 def require_flower() -> None:

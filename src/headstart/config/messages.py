@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 from pydantic import BaseModel, ValidationError
 
 from headstart.config.partition import PARTITIONS
-from headstart.config.recipe import Data, Model, Recipe, Task
+from headstart.config.recipe import Clients, Data, Model, Recipe, Task
 from headstart.config.stage import STAGES, CountNoise, Named, Privacy
 from headstart.errors import nearest
 
@@ -44,6 +44,8 @@ def _table_at(place: tuple[Any, ...]) -> tuple[type[BaseModel], tuple[Any, ...]]
             return Task, place
         case ("model", *_):
             return Model, place
+        case ("clients", *_):
+            return Clients, place
         case _:
             return Recipe, place
 

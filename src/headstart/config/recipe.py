@@ -7,7 +7,15 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import tomli_w
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    field_validator,
+)
 
 from headstart.config.partition import Dirichlet, Partition
 from headstart.config.stage import STAGES, Stage, Table, load_plugins, of_family
@@ -135,6 +143,13 @@ class Clients(Table):
     trace: str | None = None
     """A CSV file with the columns client (name or number), and speed (a factor), or from and until (hours of the day),
     or all; several rows of a client are several stretches. Who is not in it is as the other keys say."""
+
+    @field_validator("trace")
+    @classmethod
+    def _is_path(cls, value: str | None) -> str | None:
+        if value is not None and "\0" in value:
+            raise ValueError("no path has a NUL character")
+        return value
 
 
 class Recipe(Table):

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import os
+import re
 import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from headstart.config.catalog import KNOWN
-from headstart.errors import RecipeError, similar_path
+from headstart.errors import HeadstartError, RecipeError, similar_path
+
+_DEEPEST = 50  # tables and lists within each other, of which a recipe has a few
+_BYTES = re.compile("[\ud800-\udfff]")
 
 
 def read_table(path: Path | str, settings: Sequence[str] = ()) -> dict[str, Any]:
     """A TOML file with ``key=value`` settings applied, before it is validated."""
     try:
-        table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        table = _parsed(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise RecipeError([f"cannot read {path}: {error.strerror or error}{similar_path(Path(path))}"]) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -23,7 +27,35 @@ def read_table(path: Path | str, settings: Sequence[str] = ()) -> dict[str, Any]
     problems = [problem for setting in settings if (problem := _apply(table, setting))]
     if problems:
         raise RecipeError(problems)
+    if _too_deep(table):
+        raise RecipeError([f"{path}: tables and lists are nested more than {_DEEPEST} deep, and a recipe's are not"])
     return _beside(table, Path(path).parent)
+
+
+def _parsed(text: str) -> dict[str, Any]:
+    """A table of TOML; what Python cannot hold is as wrong as what does not parse."""
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError:
+        raise
+    except RecursionError:
+        raise tomllib.TOMLDecodeError("tables or lists are nested too deep") from None
+    except ValueError:
+        raise tomllib.TOMLDecodeError("a number has too many digits") from None
+
+
+def _too_deep(table: dict[str, Any]) -> bool:
+    level: list[Any] = [table]
+    for _ in range(_DEEPEST):
+        inner = (value for each in level for value in (each.values() if isinstance(each, dict) else each))
+        level = [value for value in inner if isinstance(value, dict | list)]
+    return bool(level)
+
+
+def check_text(text: str) -> None:
+    """Refuse bytes of a command line that are no text: a recipe cannot name them."""
+    if _BYTES.search(text):
+        raise HeadstartError(f"{text!r}: this is not valid UTF-8, and a recipe has to be; rename it")
 
 
 def _beside(table: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -52,11 +84,12 @@ def _beside(table: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 def _apply(table: dict[str, Any], setting: str) -> str | None:
     """Write one ``key=value`` into the table; return what is wrong with it, if anything."""
+    check_text(setting)
     path, equals, text = setting.partition("=")
     if not equals or not path.strip():
         return f"--set {setting}: write it as key=value, for example stages.0.shrinkage=0.1"
     try:
-        value = tomllib.loads(f"value = {text}")["value"] if text.strip() else None
+        value = _parsed(f"value = {text}")["value"] if text.strip() else None
     except tomllib.TOMLDecodeError:
         value = text.strip()
     *parents, last = path.strip().split(".")
@@ -64,7 +97,7 @@ def _apply(table: dict[str, Any], setting: str) -> str | None:
     key: str | int
     for depth, key in enumerate([*parents, last]):
         if isinstance(node, list):
-            if not key.isdigit() or int(key) >= len(node):
+            if not re.fullmatch("[0-9]{1,9}", key) or int(key) >= len(node):
                 return (
                     f"--set {path}: {'.'.join(parents[:depth])} has {len(node)} entries, numbered from 0, not {key!r}"
                 )

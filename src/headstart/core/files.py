@@ -9,7 +9,8 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -34,21 +35,34 @@ def write_atomically(path: Path, write: Callable[[Path], object], private: bool 
 
     private: for the eyes of its owner only.
     """
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=_TEMPORARY, suffix=path.suffix)
-    os.close(handle)
-    temporary = Path(name)
+    with _named(path):
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=_TEMPORARY, suffix=path.suffix)
+        os.close(handle)
+        temporary = Path(name)
+        try:
+            write(temporary)
+            with temporary.open("rb+") as file:
+                os.fsync(file.fileno())
+            # mkstemp makes private files; a run directory is as readable as the user's umask says.
+            umask = os.umask(0)
+            os.umask(umask)
+            temporary.chmod(0o600 if private else 0o666 & ~umask)
+            temporary.replace(path)
+            sync_folder(path.parent)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """An error of the disk that names no file, or a temporary one, names this one."""
     try:
-        write(temporary)
-        with temporary.open("rb+") as file:
-            os.fsync(file.fileno())
-        # mkstemp makes private files; a run directory is as readable as the user's umask says.
-        umask = os.umask(0)
-        os.umask(umask)
-        temporary.chmod(0o600 if private else 0o666 & ~umask)
-        temporary.replace(path)
-        sync_folder(path.parent)
-    finally:
-        temporary.unlink(missing_ok=True)
+        yield
+    except OSError as error:
+        temporary = Path(str(error.filename)).name.startswith(_TEMPORARY)
+        if error.errno is not None and (error.filename is None or temporary):
+            error.filename = str(path)
+        raise
 
 
 def save_arrays(
@@ -74,7 +88,8 @@ def sync_folder(folder: Path) -> None:
         return
     handle = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(handle)
+        with _named(folder):
+            os.fsync(handle)
     finally:
         os.close(handle)
 
@@ -85,6 +100,18 @@ def make_folder(folder: Path) -> None:
         return
     make_folder(folder.parent)
     folder.mkdir(exist_ok=True)
+    sync_folder(folder.parent)
+
+
+def rename_folder(draft: Path, folder: Path) -> None:
+    """Give a folder that is whole its name, durably: what is in it is on disk before the name is."""
+    for place, _, names in os.walk(draft):
+        for name in names:
+            path = Path(place, name)
+            with path.open("rb" if _OPENS_FOLDERS else "rb+") as file, _named(path):
+                os.fsync(file.fileno())
+        sync_folder(Path(place))
+    draft.replace(folder)
     sync_folder(folder.parent)
 
 
@@ -100,9 +127,10 @@ def append_text(path: Path, text: str) -> None:
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | BINARY, 0o666)
     try:
         data = memoryview(text.encode())
-        while len(data):  # a nearly full disk takes a part
-            data = data[os.write(handle, data) :]
-        os.fsync(handle)
+        with _named(path):
+            while len(data):  # a nearly full disk takes a part
+                data = data[os.write(handle, data) :]
+            os.fsync(handle)
     finally:
         os.close(handle)
     if new:

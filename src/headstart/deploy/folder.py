@@ -21,6 +21,7 @@ import tomli_w
 
 from headstart.config.describe import write_recipe
 from headstart.config.recipe import Recipe
+from headstart.core.files import rename_folder
 from headstart.deploy.guard import FLOWER, app_digest, check_flower
 from headstart.deploy.keys import DAYS, address_of, write_certificates, write_node_keys, write_signing_keys
 from headstart.deploy.kit import LIMITS, check_name
@@ -54,7 +55,11 @@ def appearing(folder: Path) -> Iterator[Path]:
     draft = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
     try:
         yield draft
-        draft.replace(folder)
+        rename_folder(draft, folder)
+    except OSError as error:
+        if Path(error.filename or "").is_relative_to(draft):  # of which nothing is left
+            error.filename = str(folder / Path(error.filename).relative_to(draft))
+        raise
     finally:
         shutil.rmtree(draft, ignore_errors=True)
 

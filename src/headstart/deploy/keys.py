@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import ipaddress
-import os
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from headstart.core.files import write_atomically
+from headstart.core.files import write_atomically, write_text
 from headstart.errors import HeadstartError
 
 try:
@@ -147,7 +146,7 @@ def write_pair(path: Path, key: ec.EllipticCurvePrivateKey | Ed25519PrivateKey) 
     """Write a key and, beside it, its public half; returns the line of that."""
     _private(path, key, PrivateFormat.OpenSSH)
     line = public_line(key.public_key()) + "\n"
-    path.with_name(f"{path.name}.pub").write_text(line, encoding="utf-8")
+    write_text(path.with_name(f"{path.name}.pub"), line)
     return line
 
 
@@ -157,6 +156,6 @@ def public_line(key: Any) -> str:
 
 
 def _private(path: Path, key: ec.EllipticCurvePrivateKey | Ed25519PrivateKey, form: PrivateFormat) -> None:
-    """Write a private key into a file that nobody else could read at any moment."""
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(key.private_bytes(Encoding.PEM, form, NoEncryption()))
+    """Write a private key, durably, into a file that nobody else could read at any moment."""
+    text = key.private_bytes(Encoding.PEM, form, NoEncryption())
+    write_atomically(path, lambda temporary: temporary.write_bytes(text), private=True)

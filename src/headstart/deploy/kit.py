@@ -28,7 +28,7 @@ from cryptography.hazmat.primitives.serialization import (
     load_ssh_public_key,
 )
 
-from headstart.core.files import write_text
+from headstart.core.files import sync_folder, write_text
 from headstart.deploy.keys import public_line, write_pair
 from headstart.engine.flower_messages import package_version
 from headstart.errors import HeadstartError
@@ -187,11 +187,17 @@ def init_node(folder: Path, name: str) -> Path:
         raise HeadstartError(f"{folder} is in use: name a folder that is empty or does not exist yet")
     folder.mkdir(parents=True, exist_ok=True)
     folder.chmod(0o700)
-    key = write_pair(folder / "key", ec.generate_private_key(ec.SECP384R1())).strip()
-    signing = write_pair(folder / "signing", Ed25519PrivateKey.generate()).strip()
-    write_text(folder / "node.toml", LIMITS)
     path = folder / f"{name}.request"
-    write_text(path, Request(package_version(), PublicKeys(name, key, signing)).to_toml())
+    try:
+        key = write_pair(folder / "key", ec.generate_private_key(ec.SECP384R1())).strip()
+        signing = write_pair(folder / "signing", Ed25519PrivateKey.generate()).strip()
+        write_text(folder / "node.toml", LIMITS)
+        sync_folder(folder.parent)
+        write_text(path, Request(package_version(), PublicKeys(name, key, signing)).to_toml())
+    except OSError:
+        for file in folder.iterdir():  # the same command can start again
+            file.unlink()
+        raise
     return path
 
 

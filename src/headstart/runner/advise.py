@@ -20,7 +20,7 @@ from headstart.channel.accounting import spent as epsilon_of
 from headstart.channel.channel import channel_of
 from headstart.channel.statistics import StatisticsChannel
 from headstart.config.recipe import Data, Recipe, dealt_by_columns
-from headstart.config.toml import read_table
+from headstart.config.toml import check_text, read_table
 from headstart.core.metrics import SHOWN
 from headstart.core.progress import progress
 from headstart.core.statistics import Features, Ints
@@ -179,6 +179,9 @@ def _table_of(source: str, clients: int | None) -> tuple[dict[str, Any], list[st
             given = dealt_by_columns(data).get("partition", {"kind": "dirichlet"})
             table["data"] = {**data, "partition": {**given, "clients": clients}}
         return table, []
+    if not source:
+        raise HeadstartError("which data? give a file, a folder, or the name of a data set")
+    check_text(source)
     dataset = load_dataset(Data(dataset=source))
     backbone = BACKBONES[dataset.kind]
     notes = [] if backbone == "features" else [f"the backbone is assumed to be {backbone}; a recipe can name another"]

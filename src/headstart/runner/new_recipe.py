@@ -14,6 +14,7 @@ import numpy as np
 import tomli_w
 
 from headstart.config.recipe import Data, Recipe
+from headstart.config.toml import check_text
 from headstart.data import Dataset, load_dataset
 from headstart.data.csv_files import guess_csv
 from headstart.data.describe import grey_range
@@ -59,6 +60,7 @@ def new_recipe(path: Path, shown: str, name: str) -> NewRecipe:
     """A recipe for the data in a file or folder; shown: the path as the recipe is to name it."""
     if not path.exists():
         raise HeadstartError(f"{path}: {nearest_path(str(path))}")
+    check_text(shown)
     columns = None if path.suffix.lower() == ".npz" else _columns(path)
     completes = columns is not None and columns.completes
     keys: dict[str, Any] = dict(columns.keys) if columns else {}

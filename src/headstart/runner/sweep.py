@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ from headstart.errors import HeadstartError, RecipeError
 from headstart.records import RunDirectory
 from headstart.runner.run_recipe import run
 
+_LONGEST, _DIGITS = 120, 16  # bytes of a folder's name, and of a digest in it
 # Keys whose own value is a list: a sweep over one of them is a list of lists.
 _LISTS = ("classes", "label_words", "input_column", "label_column")
 SEED = "seed"
@@ -37,11 +39,16 @@ class Point:
 
     @property
     def folder(self) -> str:
-        """The name of its run directory."""
+        """The name of its run directory: its values, or of many the first ones and a digest of all of them."""
         parts = [
             f"{key}={json.dumps(value) if isinstance(value, list) else value}" for key, value in self.values.items()
         ]
-        return re.sub(r"[^A-Za-z0-9._=,+-]+", "-", ",".join(parts)) or self.recipe.name
+        whole = ",".join(parts) or self.recipe.name
+        name = re.sub(r"[^A-Za-z0-9._=,+-]+", "-", whole)
+        if len(name) <= _LONGEST:
+            return name
+        digest = hashlib.sha256(whole.encode()).hexdigest()[:_DIGITS]
+        return f"{name[: _LONGEST - _DIGITS - 1]}-{digest}"
 
 
 OnRun = Callable[[Point, dict[str, Any]], object]
