@@ -159,7 +159,7 @@ def check_new_file(out: Path | None) -> None:
 
 def check_folder(out: Path | None) -> None:
     """Refuse a place for --out where no folder can be: a file, or symbolic links that lead to themselves."""
-    with suppress(FileNotFoundError):
+    with suppress(FileNotFoundError, NotADirectoryError):
         if out is not None and not S_ISDIR(out.stat().st_mode):
             raise HeadstartError(f"--out {out}: this is a file; give a folder")
 

@@ -57,7 +57,7 @@ def appearing(folder: Path) -> Iterator[Path]:
         yield draft
         rename_folder(draft, folder)
     except OSError as error:
-        if Path(error.filename or "").is_relative_to(draft):  # of which nothing is left
+        if Path(str(error.filename)).is_relative_to(draft):  # of which nothing is left
             error.filename = str(folder / Path(error.filename).relative_to(draft))
         raise
     finally:
