@@ -390,11 +390,7 @@ class Run:
         return Result(self.recipe, summary, heads[0], self.metrics, self.directory.path, federation)
 
     def _times(self) -> dict[str, Any]:
-        """When the run began and ended, in UTC, and the seconds between, interruptions included; of one that was
-        finished before it was resumed, as they were."""
-        names, before = ("started", "ended", "total_seconds"), self.directory.summary() or {}
-        if before.keys() >= set(names):
-            return {name: before[name] for name in names}
+        """When the run began and ended, in UTC, and the seconds between, interruptions included."""
         began, ended = self.directory.started, datetime.now(UTC)
         shown = {name: when.isoformat(timespec="seconds") for name, when in (("started", began), ("ended", ended))}
         return {**shown, "total_seconds": round((ended - began).total_seconds(), 3)}
