@@ -30,6 +30,7 @@ from headstart.heads import LinearHead
 from headstart.records import RunDirectory
 from headstart.runner import Result, run
 from tests.command import Command
+from tests.disk import Order
 
 pytestmark = pytest.mark.usefixtures("no_report")
 
@@ -619,3 +620,11 @@ def test_features_have_a_head_only(
     (tmp_path / "file").write_text("")
     done, said = headstart(monkeypatch, capsys, "export", tmp_path / "run", "--out", tmp_path / "file" / "out")
     assert (done, "cannot write there" in said) == (2, True)
+
+
+def test_what_is_exported_is_on_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A power cut right after an export leaves all of it, or nothing under its name."""
+    digits(tmp_path / "run", {"method": "fedncm"})
+    order = Order(monkeypatch)
+    export(Model.load(tmp_path / "run"), tmp_path / "out")
+    order.check(tmp_path / "out")

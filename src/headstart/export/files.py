@@ -14,7 +14,7 @@ import numpy as np
 import tomli_w
 from safetensors import SafetensorError
 
-from headstart.core.files import save_arrays, write_json, write_text
+from headstart.core.files import rename_folder, save_arrays, write_json, write_text
 from headstart.engine.model_store import Module
 from headstart.errors import HeadstartError
 from headstart.export.model import Model
@@ -70,7 +70,7 @@ def export(
         umask = os.umask(0)
         os.umask(umask)
         temporary.chmod(0o777 & ~umask)  # mkdtemp makes private folders
-        temporary.replace(out)
+        rename_folder(temporary, out)
     except (OSError, SafetensorError) as error:  # the latter where transformers writes
         raise HeadstartError(f"--out {out}: cannot write there: {getattr(error, 'strerror', None) or error}") from None
     finally:
