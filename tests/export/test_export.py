@@ -626,5 +626,5 @@ def test_what_is_exported_is_on_disk_before_it_has_its_name(tmp_path: Path, monk
     """A power cut right after an export leaves all of it, or nothing under its name."""
     digits(tmp_path / "run", {"method": "fedncm"})
     order = Order(monkeypatch)
-    export(Model.load(tmp_path / "run"), tmp_path / "out")
+    export(tmp_path / "run", tmp_path / "out")
     order.check(tmp_path / "out")
