@@ -326,7 +326,7 @@ def test_a_recipe_with_tasks_is_the_same_after_it_was_written(tmp_path: Path) ->
         {"method": "personalise", "update": "lora"},
     ]
     tasks = [*TWO, task("named", partition={"test": "follow"}) | {"classes": ["3", 4], "task": 2}]
-    recipe = parsed(tasks, stages=stages, name="several", seed=4)
+    recipe = parsed(tasks, stages=stages, name="several", seed=4, model={"backbone": "all-MiniLM-L6-v2"})
     (tmp_path / "recipe.toml").write_text(recipe.to_toml())
     assert Recipe.load(tmp_path / "recipe.toml") == recipe
     changed = Recipe.load(tmp_path / "recipe.toml", ["tasks.1.partition.clients=9"])

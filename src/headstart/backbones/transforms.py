@@ -135,7 +135,7 @@ class TextTransform:
             encoded = self.tokenizer(*texts, truncation=True, max_length=self.max_tokens)
         else:
             ids = filled(self.prompt, texts, self.tokenizer, self.max_tokens)[1]
-            ended = self.open and ids[-1] in (self.tokenizer.eos_token_id, self.tokenizer.sep_token_id)
+            ended = self.open and {*ids[-1:]} & {self.tokenizer.eos_token_id, self.tokenizer.sep_token_id}
             encoded = {"input_ids": ids[:-1] if ended else ids}
         ids = encoded["input_ids"]
         return np.stack([ids, encoded.get("token_type_ids", np.zeros(len(ids)))], axis=1).astype(np.int64)

@@ -174,7 +174,7 @@ class UpdateChannel:
     def _weight(self, message: Message) -> float:
         """How much a client counts in a mean; with privacy, or where nothing is added up, it does not say how many
         examples it has."""
-        if self.private or not message.arrays:
+        if self.private or not self.method.blocks:
             return 1.0
         examples = message.whole_number("examples", _MOST_EXAMPLES)
         return float(examples) if self.method.weighting == "examples" else 1.0
