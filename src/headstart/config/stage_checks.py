@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headstart.config.channel_checks import channel_errors
-from headstart.config.stage import STAGES
+from headstart.config.stage import STAGES, Stage
 
 
 @dataclass(frozen=True)
@@ -221,3 +221,23 @@ def _first_reply_errors(stage: Mapping[str, Any], timed: bool) -> list[str]:
         }
         problems += [f"buffer: {stage['method']} {why}; use fedavg" for why, holds in reasons.items() if holds]
     return problems
+
+
+_PARTNERS: dict[str, tuple[str, Any]] = {
+    "secure_group": ("secure", True), "secure_threshold": ("secure", True), "top_k": ("compress", "top-k"),
+    "trim": ("combine", "trimmed-mean"), "hidden": ("head", "mlp"), "staleness": ("buffer", None),
+}  # fmt: skip
+"""Keys that have an effect beside one value of another key only; None: beside any."""
+
+
+def idle_keys(stage: Stage) -> list[str]:
+    """Keys that have no effect, which may be left from a value that is tried out beside others."""
+    fields, found = type(stage).model_fields, []
+    for key, (partner, value) in _PARTNERS.items():
+        if key not in fields or getattr(stage, key) == fields[key].default:
+            continue
+        given = getattr(stage, partner)
+        if given is None or (value is not None and given != value):
+            wanted = "" if value is None else f" = {'true' if value is True else repr(value)}"
+            found.append(f"{key}: it has no effect without {partner}{wanted}")
+    return found

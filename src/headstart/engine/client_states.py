@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from headstart.core.files import BINARY, read_into, sync_folder, write_at
+from headstart.core.files import BINARY, make_folder, read_into, sync_folder, write_at
 from headstart.core.statistics import Ints
 from headstart.errors import HeadstartError
 
@@ -58,8 +58,7 @@ class ClientStates:
         self._files: dict[str, int] = {}
         weakref.finalize(self, _close, self._files)
         if shapes:
-            folder.mkdir(parents=True, exist_ok=True)
-            sync_folder(folder.parent)
+            make_folder(folder)
         for file, record in self._records.items():
             self._files[file] = os.open(folder / file, os.O_RDWR | os.O_CREAT | BINARY, 0o600)
             self._make_room(folder / file, 2 * n_clients * record)

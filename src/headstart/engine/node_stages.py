@@ -10,7 +10,7 @@ import numpy as np
 
 from headstart.config.node import NodeLimits
 from headstart.config.recipe import Recipe
-from headstart.core.files import write_atomically, write_json
+from headstart.core.files import make_folder, write_atomically, write_json
 from headstart.core.message import Message
 from headstart.core.statistics import Ints
 from headstart.core.update import Blocks
@@ -129,7 +129,7 @@ class NodeStages:
         if number == self.setup_of(request).number:
             shapes = self.of(request).client_state
             if shapes and not path.is_file():
-                path.parent.mkdir(parents=True, exist_ok=True)
+                make_folder(path.parent)
                 write_json(path, dict(shapes))
             return shapes
         noted = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}

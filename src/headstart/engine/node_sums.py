@@ -203,10 +203,10 @@ def _note_survivors(node: Node, guarantee: Mapping[str, Any], saved: Message, su
     stage = node.recipe.stages[number]
     kind = "statistics" if what == "answered" and not stage.trains else ""
     kind = "tests" if what == "tested" and stage.privacy is None else kind
-    facts = {"participants": _participants(node, survivors), "alike": kind}
+    facts = {"participants": _participants(node, survivors), **({kind: True} if kind else {})}
     if kind and not node.limits.other_participants:
         for entry in node.ledger.entries():
-            if entry.get("alike") == kind and entry["participants"] != facts["participants"]:
+            if entry.get(kind) and entry["participants"] != facts["participants"]:
                 raise HeadstartError(
                     f"{kind} of the data were added up before with other participants, and the difference of the two "
                     "totals would tell of single nodes; limits.other_participants in node.toml allows it"

@@ -14,14 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from filelock import FileLock, Timeout
 
 from headstart.config.describe import add_schema, naming_schema
 from headstart.config.recipe import Recipe
 from headstart.core.files import (
     append_text,
-    csv_text,
     save_arrays,
     secret,
     sync_folder,
@@ -30,36 +28,29 @@ from headstart.core.files import (
     write_json,
     write_text,
 )
-from headstart.core.ledger import Ledger
 from headstart.core.message import Array, FileArrays, Message, Scalar
 from headstart.core.statistics import Ints
-from headstart.core.target import Target
 from headstart.engine.client_states import ClientStates, RemoteStates
 from headstart.engine.model_store import PRETRAINED, ModelStore, Module, Version
 from headstart.errors import HeadstartError
 from headstart.heads import LinearHead
 from headstart.records.checkpoint import Checkpoint, StageModel
-from headstart.records.readers import read_json, read_lines, read_message, read_rows, unreadable
+from headstart.records.readers import read_json, read_lines, read_message, unreadable
+from headstart.records.tables import RunTables
 
 Arrays = Mapping[str, np.ndarray]
 
-_MORE: dict[Target, tuple[str, ...]] = {
-    "classes": ("train_examples", "test_examples", "macro_f1", "balanced_accuracy", "roc_auc", "calibration_error"),
-    "regression": ("train_examples", "test_examples", "mae"),
-    "multilabel": ("train_examples", "test_examples", "macro_f1", "roc_auc", "average_precision"),
-}
-"""Columns of `clients.csv` behind the costs."""
 _COPY = "put it back from a copy"
 _ANEW = f"{_COPY}, or remove it and resume the run, which writes it anew"
 _ANEW_FROM = f"{_COPY}, or remove summary.json and resume the run, which writes it anew"
-_ROUNDS = ("stage", "round", "client", "bytes_up", "bytes_down", "left_out")
 
 
-class RunDirectory:
+class RunDirectory(RunTables):
     """Everything a run leaves. Files appear whole or not at all; `metrics.jsonl` grows a line at a time."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self._checkpoints = path, path / "checkpoint"
+        super().__init__(path)
+        self._checkpoints = path / "checkpoint"
         self._state, self._lock = self._checkpoints / "state.safetensors", self._checkpoints / "lock"
         self._is_ours, self._discarded = not path.exists(), False
 
@@ -191,7 +182,7 @@ class RunDirectory:
     def nodes(self) -> int:
         """How many nodes with data of their own the run is with; 0 where its clients are simulated."""
         path = self._checkpoints / "sizes.json"
-        return len(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else 0
+        return len(read_json(path, list)) if path.is_file() else 0
 
     def refuse_other_data(self, fingerprint: str | None) -> None:
         """Refuse to go on with data in memory that are not those of the run so far."""
@@ -228,18 +219,6 @@ class RunDirectory:
         """Append one evaluation to `metrics.jsonl`."""
         append_text(self.path / "metrics.jsonl", json.dumps(metrics, allow_nan=False) + "\n")
 
-    def log_round(self, stage: int, round: int, names: Sequence[str], ledger: Ledger) -> None:
-        """Append who was sampled in a round (from 1), what each moved, and why one was excluded or absent, to
-        `rounds.csv`."""
-        path = self.path / "rounds.csv"
-        rows: list[Sequence[Any]] = [] if path.exists() else [_ROUNDS]
-        gone = [entry for entry in ledger.dropped if entry["round"] == round]
-        why = {name: str(entry["why"]) for entry in gone for name in str(entry["clients"]).split(", ")}
-        for client, up, down in ledger.latest:
-            rows.append([stage, round, names[client], up, down, why.get(names[client], "")])
-        rows += [[stage, round, name, 0, 0, why] for name, why in ledger.absences.items()]
-        append_text(path, csv_text(rows))
-
     def metrics(self) -> list[dict[str, Any]]:
         """All evaluations so far; a line cut short by a crash does not count."""
         path = self.path / "metrics.jsonl"
@@ -267,12 +246,11 @@ class RunDirectory:
         count, path = saved.progress["evaluations"], self.path / "metrics.jsonl"
         if len(metrics) < count:
             raise unreadable(path, f"it has {len(metrics)} of {count} evaluations")
-        rounds = self.path / "rounds.csv"
-        rows = [row for row in read_rows(rounds)[1:] if len(row) == len(_ROUNDS)] if rounds.exists() else []
         last = saved.progress["stage"], saved.progress["round"]
+        rounds = self.rounds_until(*last)
         write_text(path, "".join(json.dumps(line) + "\n" for line in metrics[:count]))
-        if rounds.exists():
-            write_text(rounds, csv_text([_ROUNDS, *(row for row in rows if (int(row[0]), int(row[1])) <= last)]))
+        if rounds is not None:
+            write_text(self.path / "rounds.csv", rounds)
         return saved
 
     def _checkpoint(self) -> Checkpoint:
@@ -408,72 +386,6 @@ class RunDirectory:
     def _log(self, stage: int) -> Path:
         return self.path / "model" / f"log-{stage}.safetensors"
 
-    def write_clients(
-        self,
-        stage: int,
-        names: tuple[str, ...],
-        ledger: Ledger,
-        found: npt.NDArray[np.float64] | None,
-        what: str,
-        more: Mapping[str, npt.NDArray[Any]],
-        target: Target = "classes",
-    ) -> None:
-        """Costs of every client after a stage, and how good the model is there, as rows of `clients.csv`.
-
-        what: the accuracy, R² or the perplexity; more: other figures [K] by name, NaN where a client has none.
-        """
-        # A pooled stage has one client, and accuracies of those that pooled their examples.
-        shown = [""] * len(names) if found is None or len(found) != len(names) else found.round(6).tolist()
-        costs = zip(ledger.bytes_up, ledger.bytes_down, ledger.forward_passes, strict=True)
-        others = {
-            name: more[name] if len(more.get(name, ())) == len(names) else [np.nan] * len(names)
-            for name in _MORE[target]
-        }
-        figures = zip(*others.values(), strict=True)
-        self._write_stage(
-            "clients.csv",
-            ["stage", "client", what, "bytes_up", "bytes_down", "forward_passes", *others],
-            stage,
-            [
-                [stage, name, right, *cost, *map(_figure, each)]
-                for name, right, cost, each in zip(names, shown, costs, figures, strict=True)
-            ],
-        )
-
-    def write_holdings(self, names: Sequence[str], classes: Sequence[str], counts: Ints) -> None:
-        """Who holds how many training examples of which class [K, C], as rows of `holdings.csv`."""
-        rows = [[names[client], classes[label], counts[client, label]] for client, label in np.argwhere(counts)]
-        write_text(self.path / "holdings.csv", csv_text([["client", "class", "examples"], *rows]))
-
-    def write_confusion(self, stage: int, classes: Sequence[str], labels: Ints, answers: Ints) -> None:
-        """How often a class [n] was predicted as another [n] after a stage, as rows of `confusion.csv`."""
-        pairs, found = np.unique(labels * len(classes) + answers, return_counts=True)
-        named = [(classes[pair // len(classes)], classes[pair % len(classes)]) for pair in pairs]
-        rows = [[stage, label, answer, count] for (label, answer), count in zip(named, found, strict=True)]
-        self._write_stage("confusion.csv", ["stage", "class", "predicted as", "examples"], stage, rows)
-
-    def write_samples(self, stage: int, round: int, rows: Sequence[Sequence[str]], task: str | None = None) -> None:
-        """Prompts with the completions in the data and the model's after a round, as rows of `samples.csv`; task: whose
-        they are, where there are several."""
-        path = self.path / "samples.csv"
-        there = read_rows(path, 2)[1:] if path.exists() else []
-        about = [] if task is None else [task]
-
-        def stays(row: Sequence[str]) -> bool:
-            where = int(row[0]), int(row[1])
-            return where < (stage, round) or (where == (stage, round) and bool(about) and row[2] != task)
-
-        columns = ["stage", "round", *(["task"] if about else []), "prompt", "reference", "completion"]
-        written = [[stage, round, *about, *row] for row in rows]
-        write_text(path, csv_text([columns, *filter(stays, there), *written]))
-
-    def _write_stage(self, name: str, columns: list[str], stage: int, rows: list[list[Any]]) -> None:
-        """Put the rows of a stage after those of earlier stages; those that an interrupted run left behind go."""
-        path = self.path / name
-        there = read_rows(path, 1)[1:] if path.exists() else []
-        before = [row for row in there if int(row[0]) < stage]
-        write_text(path, csv_text([columns, *before, *rows]))
-
     def finish(self, summary: dict[str, Any]) -> None:
         """The summary: written last, its presence says that the run is complete; before it the schema of the recipe,
         and what was removed is gone for good."""
@@ -505,11 +417,6 @@ class RunDirectory:
         if not found or not all(isinstance(names, list) for names in found.values()):
             raise unreadable(path, "it does not name the classes of a task", _ANEW_FROM)
         return found
-
-
-def _figure(value: float) -> str:
-    """A figure of a client; nothing where it has none."""
-    return "" if not np.isfinite(value) else str(int(value)) if value == int(value) else f"{value:.6g}"
 
 
 class _LogFile(logging.Handler):

@@ -20,7 +20,7 @@ from headstart.data.load import absent, is_absent
 from headstart.engine.model_store import ModelStore
 from headstart.engine.setup import plan_of
 from headstart.errors import HeadstartError, RecipeError
-from headstart.runner.run_recipe import check_federation
+from headstart.runner.check_federation import check_federation
 
 Part = TypeVar("Part", Data, Model)
 

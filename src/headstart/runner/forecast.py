@@ -16,9 +16,10 @@ from headstart.core.ledger import peak_memory
 from headstart.data import Federation
 from headstart.engine.clock import DAY, reply_seconds
 from headstart.methods.base import ALONE
+from headstart.runner.check_federation import check_federation
 from headstart.runner.dry_run import dry_run
 from headstart.runner.dry_stage import Bill
-from headstart.runner.run_recipe import Run, check_federation
+from headstart.runner.run_recipe import Run
 from headstart.runner.run_stage import StageRun
 from headstart.solvers.cohort import Cohort
 
